@@ -94,13 +94,15 @@ async def converse(
     while line is not None:
         said.append({"role": "user", "content": line})
         tokens = writer.codec.encode(chat_prompt(writer.files, said))
-        answer = await _write(writer, tokens, sampling, put)
+        answer = await _write(writer, tokens, sampling, put, is_answer=True)
         said.append({"role": "assistant", "content": answer})
         line = None if prompt is not None else await typed()
 
 
-async def _write(writer: Writer, prompt: Sequence[int], sampling: Sampling, put: Put) -> str:
-    text = writer.text(prompt, sampling, tell=_tell)
+async def _write(
+    writer: Writer, prompt: Sequence[int], sampling: Sampling, put: Put, *, is_answer: bool = False
+) -> str:
+    text = writer.text(prompt, sampling, tell=_tell, is_answer=is_answer)
     pieces = []
     async for piece in text:
         put(piece)

@@ -42,6 +42,10 @@ Parameters of round {round} of the swarmnet run `{run_id}`, {dtype}.
 
 {lines}
 """
+ENDS_NOTE = (
+    "What ends a text is in `generation_config.json`: give `generate` that one "
+    "(`GenerationConfig.from_pretrained`), for it takes the base model's otherwise."
+)
 BYTES_NOTE = "The tokenizer is one of bytes: a token is a byte, and byte 0 ends a text."
 
 
@@ -153,15 +157,14 @@ def _files(trained: Trained, dtype: str) -> dict[str, bytes]:
         files |= byte_tokenizer_files(spec.model.max_position_embeddings)
     elif TOKENIZER_FILE in files and TOKENIZER_CONFIG_FILE not in files:
         files[TOKENIZER_CONFIG_FILE] = _json(_tokenizer_config(files[TOKENIZER_FILE]))
+    ends = end_tokens(spec, files)
+    files[GENERATION_FILE] = _json(_generation_config(spec, files, ends))
     if spec.lora is not None and trained.is_adapter:
         from swarmnet.training.models.lora_folder import adapter_config
 
-        files.pop(GENERATION_FILE, None)
         base = trained.base or spec.model.base
         return {**files, ADAPTER_CONFIG: _json(adapter_config(spec.lora, base))}
-    ends = end_tokens(spec, files)
     files[CONFIG_FILE] = _json(_config(spec, dtype, ends))
-    files[GENERATION_FILE] = _json(_generation_config(spec, files, ends))
     return files
 
 
@@ -268,6 +271,8 @@ def _about(trained: Trained) -> list[str]:
             what = f"which `peft` loads beside the base model. They need {model.base}, unchanged"
         targets = ", ".join(spec.lora.target_modules)
         lines.append(f"LoRA adapters of rank {spec.lora.rank} on {targets}, {what}")
+    if trained.is_adapter:
+        lines.append(ENDS_NOTE)
     if model.kind == "custom":
         lines.append("A custom model: load `model.safetensors` into what the run's builder makes.")
     elif spec.is_bytes:

@@ -196,7 +196,7 @@ class Api:
                 shape.param,
                 "context_length_exceeded",
             )
-        text = self._writer.text(prompt, sampling, stops=asked.stops)
+        text = self._writer.text(prompt, sampling, stops=asked.stops, is_answer=shape.is_chat)
         about = {
             "id": f"{shape.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),

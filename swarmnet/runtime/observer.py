@@ -21,6 +21,7 @@ from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.runtime.options import TransportName
 from swarmnet.runtime.text_codec import text_codec_of
+from swarmnet.runtime.writing.pieces import text_after
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.files import fetch_file
 from swarmnet.swarm.membership.gossip import Gossip
@@ -145,7 +146,7 @@ class Observer:
             if token in ends or loop.time() >= until:
                 break
             tokens.append(token)
-        return codec.decode(tokens[len(prefix) :])
+        return text_after(codec, prefix, tokens[len(prefix) :])
 
     async def fetch_files(self) -> dict[str, bytes]:
         """The run's files, by name. Raises `SwarmnetError` where nobody gives one."""

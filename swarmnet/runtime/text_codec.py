@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from swarmnet.errors import UserError
@@ -16,6 +17,8 @@ class TextCodec(Protocol):
 
     num_tokens: int
     """Tokens from this one on mean nothing."""
+    special: Mapping[int, str]
+    """Tokens that are left out of a text, and how they are written."""
 
     def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
         """`adds_special`: also what the model expects around a text (a token that begins it)."""
@@ -27,6 +30,7 @@ class ByteCodec:
     """A token is a byte."""
 
     num_tokens = NUM_BYTE_TOKENS
+    special: Mapping[int, str] = MappingProxyType({})
 
     def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
         return list(text.encode(errors="replace"))
@@ -47,7 +51,9 @@ class FileCodec:
         except Exception as error:  # the library raises bare Exception
             text = " ".join(str(error).split())[:200]
             raise UserError(f"the run's {TOKENIZER} cannot be used: {text}") from None
-        self.num_tokens = self._tokenizer.get_vocab_size()
+        self.num_tokens = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special: Mapping[int, str] = {i: t.content for i, t in added.items() if t.special}
 
     def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special).ids

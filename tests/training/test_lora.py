@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import ProtocolViolation, SpecError
@@ -31,6 +32,7 @@ from swarmnet.training.stage import TorchStage, build_stage, stage_parameter_ran
 from swarmnet.wire import Array
 from tests.swarm.initial.test_weights import folder_of
 from tests.swarm.lora_runs import LORA, initial_adapters, lora_run
+from tests.training.data.making import CHATML, tokenizer_folder
 
 KEY = (0, 1)
 
@@ -390,6 +392,42 @@ def test_an_exported_adapter_names_its_base_as_its_owner_does(
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == named
     assert "They need model, unchanged" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_export_knows_what_ends_a_turn(tmp_path: Path) -> None:
+    """Of a base model with a chat template, whose own files name the end of a text alone."""
+    base = folder_of(tmp_path / "model", vocab_size=400, eos_token_id=300)
+    tokenizer = Path(tokenizer_folder(tmp_path / "t", CHATML))
+    for file in tokenizer.parent.iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    known = Tokenizer.from_file(str(tokenizer))
+    end, turn = (known.token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>"))
+    assert end == 300
+    config = base / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": null'))
+    spec, _ = lora_run(base, tmp_path)
+    files = {p.name: p.read_bytes() for p in base.iterdir() if p.name in spec.files}
+    trained = Trained(spec, 3, initial_adapters(spec), files=files)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    assert model.generation_config.eos_token_id == end
+    write_folder(tmp_path / "adapter", trained)
+    write_folder(tmp_path / "whole", trained.merged(model.state_dict()))
+    for name in ("adapter", "whole"):
+        assert GenerationConfig.from_pretrained(tmp_path / name).eos_token_id == [end, turn]
+    assert "generation_config.json" in (tmp_path / "adapter" / "README.md").read_text()
+
+    def says(_: Any, scores: torch.Tensor) -> torch.Tensor:
+        said = torch.full_like(scores, -100.0)
+        said[:, turn] = 0.0
+        return said
+
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    given = torch.tensor([[5, 6, 7]])
+    lengths = [
+        m.generate(given, max_new_tokens=9, do_sample=False, logits_processor=[says]).shape[1]
+        for m in (model, whole)
+    ]
+    assert lengths == [12, 4], "the base model goes on, and this one does not"
 
 
 BAD = [

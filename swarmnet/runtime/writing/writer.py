@@ -12,15 +12,15 @@ from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.generation import MAX_TOKENS, exact_pass_tokens, pass_tokens
 from swarmnet.runtime.text_codec import TextCodec
+from swarmnet.runtime.writing.pieces import Pieces
 from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.generation.remote_text import RemoteText, Tell
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.training.data.chat import turns_of
 from swarmnet.training.end_tokens import end_tokens
 from swarmnet.training.tokenizer_files import GENERATION_FILE, json_table
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""At the end of what is decoded, one or more: some bytes of the last character are to come."""
 MAX_STOPS, MAX_STOP_CHARS = 8, 256
 
 
@@ -45,16 +45,19 @@ class Text:
         *,
         vocabulary: int,
         stops: Sequence[str] = (),
+        is_answer: bool = False,
     ) -> None:
         """As `Writer.text`; `remote`: a new one. `vocabulary`: of the model."""
         self.finish_reason = ""
         """"stop" or "length"."""
         self.num_prompt_tokens, self.num_new_tokens = len(prompt), 0
         self._prompt, self._remote, self._codec = list(prompt), remote, codec
-        self._ends, self._sampling, self._stops = frozenset(ends), sampling, tuple(stops)
+        self._ends, self._sampling, self.stops = frozenset(ends), sampling, tuple(stops)
         self._vocabulary = vocabulary
-        self._shown = 0
-        """Characters that have been given."""
+        self._pieces = Pieces(codec, () if is_answer else prompt)
+        self._held, self._is_shown = "", list[bool]()
+        """What has not been given, with special tokens as they are written; which characters of it
+        are to be."""
 
     @property
     def round(self) -> int:
@@ -64,7 +67,7 @@ class Text:
     async def __aiter__(self) -> AsyncIterator[str]:
         """Pieces of text. Raises `SwarmnetError`."""
         rng = np.random.default_rng(self._sampling.seed)
-        seen, new, tokens = set(self._prompt), self._prompt, list[int]()
+        seen, new = set(self._prompt), self._prompt
         self.finish_reason = "length"
         try:
             while self.num_new_tokens < self._sampling.max_new_tokens:
@@ -77,29 +80,39 @@ class Text:
                     break
                 new = [token]
                 seen.add(token)
-                tokens.append(token)
-                piece, is_stopped = self._piece(tokens, is_last=False)
+                piece, is_stopped = self._piece(token)
                 if piece:
                     yield piece
                 if is_stopped:
                     self.finish_reason = "stop"
                     return
-            piece, _ = self._piece(tokens, is_last=True)
+            piece, is_stopped = self._piece(None)
+            if is_stopped:
+                self.finish_reason = "stop"
             if piece:
                 yield piece
         finally:
             await self._remote.close()
 
-    def _piece(self, tokens: Sequence[int], *, is_last: bool) -> tuple[str, bool]:
-        """What has not been given of the text yet, and whether it ends with a stop."""
-        text = self._codec.decode([t for t in tokens if t < self._codec.num_tokens])
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        end = min(found, default=len(text))
-        if not found and not is_last:
-            end = len(text.rstrip(UNFINISHED))
-            end -= max((_begun(text[:end], stop) for stop in self._stops), default=0)
-        piece, self._shown = text[self._shown : end], max(self._shown, end)
+    def _piece(self, token: int | None) -> tuple[str, bool]:
+        """What can be given once a token has come, None for the end, and whether the text ends with
+        a stop. A stop may have special tokens in it, though no piece has."""
+        if token is None:
+            self._hold(self._pieces.rest())
+        else:
+            self._hold(self._pieces.push(token))
+            self._hold(self._codec.special.get(token, ""), is_shown=False)
+        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        end = min(found, default=len(self._held))
+        if not found and token is not None:
+            end -= max((_begun(self._held, stop) for stop in self.stops), default=0)
+        piece = "".join(itertools.compress(self._held[:end], self._is_shown))
+        self._held, self._is_shown = self._held[end:], self._is_shown[end:]
         return piece, bool(found)
+
+    def _hold(self, text: str, *, is_shown: bool = True) -> None:
+        self._held += text
+        self._is_shown += [is_shown] * len(text)
 
 
 def _begun(text: str, stop: str) -> int:
@@ -131,6 +144,7 @@ class Writer:
         self._exact = exact and has_codes
         self._longest = longest_text(spec)
         self._ends = end_tokens(spec, files)
+        self._next_turn = turns_of(files).next_turn
         self._names = itertools.count()
 
     def text(
@@ -140,9 +154,12 @@ class Writer:
         *,
         tell: Tell = lambda line: None,
         stops: Sequence[str] = (),
+        is_answer: bool = False,
     ) -> Text:
-        """A text that begins with these tokens. `stops`: it ends before the first of them.
-        `tell`: takes lines for people. Raises `UserError` where it would be too long."""
+        """A text that begins with these tokens. `stops`: it ends before the first of them; they may
+        name special tokens. `is_answer`: it is a text of its own, to a prompt of a chat template,
+        and goes on with none. `tell`: takes lines for people. Raises `UserError` where it would be
+        too long."""
         if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
             raise UserError(f"at most {MAX_STOPS} stops, of 1 to {MAX_STOP_CHARS} characters")
         vocabulary = self._vocabulary()
@@ -169,8 +186,17 @@ class Writer:
             tell=tell,
             exact=self._exact,
         )
+        if is_answer and self._next_turn:
+            stops = (*stops, self._next_turn)
         return Text(
-            prompt, remote, self.codec, self._ends, sampling, vocabulary=vocabulary, stops=stops
+            prompt,
+            remote,
+            self.codec,
+            self._ends,
+            sampling,
+            vocabulary=vocabulary,
+            stops=stops,
+            is_answer=is_answer,
         )
 
     @property

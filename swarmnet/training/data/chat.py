@@ -67,6 +67,12 @@ class Turns:
         return bool(self.end) and self.between.startswith(self.tail[: self.end_at])
 
     @property
+    def next_turn(self) -> str:
+        """What the text goes on with after an answer that no token ends, up to the words of the
+        next message; empty where one does."""
+        return "" if self.always_end else self.between.rstrip()
+
+    @property
     def end_at(self) -> int:
         """Characters of `tail` up to where the turn ends."""
         return self.tail.index(self.end) + len(self.end) if self.end else len(self.tail)

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,15 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.text_codec import ByteCodec, FileCodec, TextCodec
 from swarmnet.runtime.writing import writer
 from swarmnet.runtime.writing.chat import chat_prompt
+from swarmnet.runtime.writing.pieces import text_after
 from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
 from swarmnet.runtime.writing.writer import Text, Writer
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.training.data import chat_sandbox
+from swarmnet.training.data.chat import turns_of
 from swarmnet.wire import Array
 from tests.swarm.harness import OpenSigner, Swarm, tiny_spec
+from tests.training.data.making import CHATML
 
 VOCABULARY = 24
 TEMPLATE = (
@@ -202,9 +206,24 @@ def pieces_of(
     codec: TextCodec | None = None,
 ) -> tuple[list[str], str]:
     """`codec`: of tokens that are bytes."""
-    remote: Any = Scripted([*(text.encode() if isinstance(text, str) else text), 0])
-    written = Text([1], remote, codec or ByteCodec(), [0], Sampling(max_new_tokens=length),
-                   vocabulary=256, stops=stops)  # fmt: skip
+    tokens = [*(text.encode() if isinstance(text, str) else text), 0]
+    return pieces_after([1], tokens, [0], codec or ByteCodec(), stops, length)
+
+
+def pieces_after(
+    prompt: list[int],
+    tokens: list[int],
+    ends: list[int],
+    codec: TextCodec,
+    stops: tuple[str, ...] = (),
+    length: int = 100,
+    *,
+    is_answer: bool = False,
+) -> tuple[list[str], str]:
+    """The pieces of a text whose tokens are known, and why it ended."""
+    remote: Any = Scripted(tokens)
+    written = Text(prompt, remote, codec, ends, Sampling(max_new_tokens=length),
+                   vocabulary=512, stops=stops, is_answer=is_answer)  # fmt: skip
 
     async def gather() -> list[str]:
         return [piece async for piece in written]
@@ -251,6 +270,133 @@ def test_a_stop_and_its_beginning_are_not_given() -> None:
     assert "".join(pieces) == "one\nUsual"
     assert reason == "stop"
     assert "".join(pieces_of("one\nUs", stops=("\nUser:",))[0]) == "one\nUs"
+
+
+WORDS = ["The", "cat", "sat", "on", "a", "mat", ".", "s", "don", "'", "t", "né", "x" * 9, "</s>"]
+
+
+def with_words(
+    pre: Any, decoder: Any, names: Sequence[str], *, byte_fallback: bool = False
+) -> FileCodec:
+    """The codec of a tokenizer that has all bytes as tokens, and these."""
+    fallback = [f"<0x{i:02X}>" for i in range(256)] if byte_fallback else []
+    names = [*dict.fromkeys([*fallback, *names, "[UNK]"])]
+    model = tokenizers.models.BPE(
+        {name: i for i, name in enumerate(names)}, [], byte_fallback=byte_fallback
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoder
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_end|>", special=True)])
+    return FileCodec(tokenizer.to_str().encode())
+
+
+def metaspace() -> FileCodec:
+    pre, decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    return with_words(pre, decoder, [*("▁" + w for w in WORDS), *WORDS, "▁"])
+
+
+def llama_2() -> FileCodec:
+    """Spaces as Llama 2's tokenizer writes them, bytes for what it has no token for."""
+    steps = [
+        tokenizers.decoders.Replace("▁", " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(" ", 1, 0),
+    ]
+    names = [*("▁" + w for w in WORDS), *WORDS, "▁"]
+    decoder = tokenizers.decoders.Sequence(steps)
+    return with_words(None, decoder, names, byte_fallback=True)
+
+
+def byte_level() -> FileCodec:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    pre = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    names = [*alphabet, *("Ġ" + w for w in WORDS), *WORDS]
+    return with_words(pre, tokenizers.decoders.ByteLevel(), names)
+
+
+def word_pieces() -> FileCodec:
+    names = [*WORDS, *("##" + w for w in WORDS)]
+    return with_words(None, tokenizers.decoders.WordPiece(), names)
+
+
+def suffixes() -> FileCodec:
+    """As GPT-1's tokenizer: a word's last token says that it ends."""
+    names = [*WORDS, *(w + "</w>" for w in WORDS)]
+    return with_words(None, tokenizers.decoders.BPEDecoder(), names)
+
+
+CODECS = {f.__name__: f for f in (metaspace, llama_2, byte_level, word_pieces, suffixes)}
+
+
+@pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
+@given(data=st.data())
+def test_pieces_are_what_the_whole_text_gains(make: Callable[[], FileCodec], data: Any) -> None:
+    """Whatever the decoder does with the first token, or with two that follow each other."""
+    codec = made(make)
+    end = codec.num_tokens - 1
+    words = st.lists(st.integers(0, end - 1), max_size=12)
+    prompt, tokens = data.draw(words.filter(bool)), data.draw(words)
+    before, whole = codec.decode(prompt), codec.decode(prompt + tokens)
+    pieces, reason = pieces_after(prompt, [*tokens, end], [end], codec)
+    assert reason == "stop"
+    if "\N{REPLACEMENT CHARACTER}" not in before + whole:
+        assert before + "".join(pieces) == whole
+    assert "".join(pieces_after(prompt, [*tokens, end], [end], codec, is_answer=True)[0]) == (
+        text_after(codec, [], tokens)
+    ), "an answer is a text of its own"
+
+
+@lru_cache
+def made(make: Callable[[], FileCodec]) -> FileCodec:
+    return make()
+
+
+@pytest.mark.parametrize("make", [metaspace, llama_2])
+def test_a_text_goes_on_with_the_space_between(make: Callable[[], FileCodec]) -> None:
+    codec = made(make)
+    ids = {codec.decode([i, i])[len(codec.decode([i])) :]: i for i in range(codec.num_tokens)}
+    prompt, tokens = [ids[" The"], ids[" cat"]], [ids[" sat"], ids[" on"], ids[" mat"], ids["."]]
+    pieces, _ = pieces_after(prompt, [*tokens, 0], [0], codec)
+    assert pieces == [" sat", " on", " mat", "."]
+    assert pieces_after(prompt, [*tokens, 0], [0], codec, is_answer=True)[0][0] == "sat"
+
+
+def test_a_character_that_the_prompt_began_is_finished() -> None:
+    for codec in (ByteCodec(), bytes_of_llama_2(), made(llama_2)):
+        begun, rest = list("né €".encode()[:-1]), list("€€".encode()[2:])
+        assert "".join(pieces_after(begun, [*rest, 0], [0], codec)[0]) == "€€"
+
+
+def test_a_stop_may_be_a_token_that_no_text_shows() -> None:
+    codec = made(byte_level)
+    token = next(i for i, text in codec.special.items() if text == "<|im_end|>")
+    yo, on = codec.encode("yo\n"), codec.encode("\nyo")
+    tokens = [*yo, token, *on, 0]
+    for stop, text in (
+        ("<|im_end|>", "yo\n"),
+        ("<|im_end|>\n", "yo\n"),
+        ("\n<|im_end|>", "yo"),
+        ("o\n<|im_end|>\ny", "y"),
+        ("<|im_end|>x", "yo\n\nyo"),
+    ):
+        pieces, reason = pieces_after([1], tokens, [0], codec, (stop,))
+        assert "".join(pieces) == text, stop
+        assert reason == "stop"
+
+
+def test_an_answer_ends_where_the_next_turn_would_begin() -> None:
+    """Where no token of the template ends a turn; else that token does."""
+    plain = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+    assert turns_of({"chat_template.jinja": plain.encode()}).next_turn == "\n\n### user:"
+    tokenizer = {"added_tokens": [{"id": 7, "content": "<|im_end|>"}]}
+    files = {
+        "chat_template.jinja": CHATML.encode(),
+        "tokenizer.json": json.dumps(tokenizer).encode(),
+    }
+    turns = turns_of(files)
+    assert (turns.next_turn, turns.end) == ("", "<|im_end|>")
+    assert turns_of({}).end == turns_of({"chat_template.jinja": b"{% for"}).end == ""
 
 
 # ---- chat -----------------------------------------------------------------------------------
@@ -321,7 +467,9 @@ class Endless:
         self.begun, self.ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
         self.error = error
 
-    def text(self, prompt: list[int], sampling: Sampling, *, stops: list[str]) -> Endless:
+    def text(
+        self, prompt: list[int], sampling: Sampling, *, stops: list[str], is_answer: bool
+    ) -> Endless:
         return self
 
     async def __aiter__(self) -> AsyncIterator[str]:
@@ -555,6 +703,9 @@ def test_a_chat_answers_the_prompt(tmp_path: Path) -> None:
         put: list[str] = []
         await converse(talk.writer, Sampling(max_new_tokens=4), "hello", "be short", put=put.append)
         assert put[-1] == "\n"
+        answer = talk.writer.text([1], Sampling(), is_answer=True)
+        assert answer.stops == ("\n<user>",), "no token of the template ends a turn"
+        assert talk.writer.text([1], Sampling(), stops=["x"]).stops == ("x",)
 
     in_real_time(scenario, tmp_path)
 
