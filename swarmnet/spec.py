@@ -27,6 +27,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     model_validator,
 )
@@ -69,6 +70,7 @@ RUN_FILES = (
     "weights.sha256",
 )
 """Files that a run may have. The last one is the list of its initial shards' hashes."""
+MAX_SEQUENCE = 1 << 22
 DEFAULT_SEQUENCE = 1024
 """Tokens of a sample where a model has been trained on longer ones and the run says nothing."""
 ALL_LINEAR = "all-linear"
@@ -112,6 +114,13 @@ def _exact_in_json(seed: int) -> int:
             "choose another one"
         )
     return seed
+
+
+def _length(value: Any) -> int | str:
+    is_number = type(value) is int and 0 <= value <= MAX_SEQUENCE
+    if not is_number and value != AUTO:
+        raise ValueError(f'must be tokens, 0 to {MAX_SEQUENCE}, or "{AUTO}"')
+    return AUTO if value == AUTO else int(value)
 
 
 Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_printable)]
@@ -450,9 +459,11 @@ class DataSpec(_Table):
     """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`. A model that `from`
     names brings its own."""
 
-    sequence_length: int = Field(default=0, ge=0, le=1 << 22)
+    sequence_length: Annotated[int | str, PlainValidator(_length)] = 0
     """Tokens of a training sequence; one sequence is one sample. 0: the model's
-    `max_position_embeddings`, and with `from` no more than 1024."""
+    `max_position_embeddings`, and with `from` no more than 1024. `auto`: as many as 95 % of the
+    dialogues need, in whole eights and no more than the model's context; whoever starts the run
+    looks."""
 
     held_out_fraction: float = Field(default=0.02, ge=0, le=0.5)
     """Part of the text that is never trained on, in whole documents; 0 = measure nothing."""
@@ -743,11 +754,21 @@ class RunSpec(_Table):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sample of a language model; 0 where that is not known yet."""
-        if self.data.sequence_length or self.model.kind != "transformers":
-            return self.data.sequence_length or self.model.max_position_embeddings
-        longest = self.model.config.get("max_position_embeddings", DEFAULT_SEQUENCE)
-        return min(int(longest), DEFAULT_SEQUENCE) if self.model.config else 0
+        """Tokens of a sample of a language model; 0 where that is not known yet. Where the data are
+        to say it, and have not, what it would be without a word."""
+        written = self.data.sequence_length
+        if written and written != AUTO:
+            return int(written)
+        if self.model.kind != "transformers":
+            return self.model.max_position_embeddings
+        return min(self.longest_context, DEFAULT_SEQUENCE) if self.model.config else 0
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the model takes at once, as far as its config says."""
+        if self.model.kind != "transformers":
+            return self.model.max_position_embeddings
+        return int(self.model.config.get("max_position_embeddings", DEFAULT_SEQUENCE))
 
     @property
     def is_bytes(self) -> bool:
@@ -775,8 +796,8 @@ class RunSpec(_Table):
             "[model] continues": bool(self.model.continues) and not self.model.weights,
             "[data] epochs": self.data.epochs > 0,
             "[lora]": self.lora is not None and self.lora.is_open,
-            "[data] sequence_length": self.model.kind == "transformers"
-            and self.data.sequence_length == 0,
+            "[data] sequence_length": self.data.sequence_length == AUTO
+            or (self.model.kind == "transformers" and self.data.sequence_length == 0),
             "[pipeline] layers": not self.pipeline.layers,
             BOUNDARY_CODEC_KEY: self.pipeline.codec == AUTO,
             UPDATE_CODEC_KEY: self.sync.codec == AUTO,
@@ -850,7 +871,7 @@ class RunSpec(_Table):
             )
         if model.kind != "llama":
             return self
-        if data.sequence_length > model.max_position_embeddings:
+        if data.sequence_length != AUTO and self.sequence_length > model.max_position_embeddings:
             raise ValueError(
                 f"[data] sequence_length ({data.sequence_length}) must not be more than [model] "
                 f"max_position_embeddings ({model.max_position_embeddings})"
@@ -918,6 +939,12 @@ class RunSpec(_Table):
         values["optimizer"] |= {"rounds": rounds, "warmup_rounds": warmup}
         values["data"]["epochs"] = 0.0
         return _validate(values, "--rounds")
+
+    def with_sequence_length(self, sequence_length: int) -> RunSpec:
+        """This run with samples of so many tokens. Raises `SpecError`."""
+        values = self.model_dump()
+        values["data"]["sequence_length"] = sequence_length
+        return _validate(values, "[data] sequence_length")
 
     def with_data(self, *, rounds: int, fingerprint: str, held_out: str = "") -> RunSpec:
         """This run with what only its data tell: rounds in place of epochs, and the fingerprints;

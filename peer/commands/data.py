@@ -15,7 +15,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.data import Place, TextData, open_data_at
 from swarmnet.training.data.packing import Sample
-from swarmnet.training.data.resolving import num_rounds
+from swarmnet.training.data.resolving import num_rounds, with_length
 
 OPENS, CLOSES = "⟦", "⟧"
 """Around text that is not learned."""
@@ -37,12 +37,15 @@ def show_data(options: DataOptions, console: Console) -> None:
     from swarmnet.runtime.joining.starting import files_of_run
 
     spec, contents = files_of_run(options.spec, options.tokenizer)
-    data = open_data_at(spec, Place(options.data, options.tokenizer, contents))
+    place = Place(options.data, options.tokenizer, contents)
+    spec = with_length(spec, place)
+    data = open_data_at(spec, place)
     if not isinstance(data, TextData):
         raise DataError("[model] builder: the model has data of its own; only text is shown")
     rounds = spec.optimizer.rounds or num_rounds(spec, data)
     if options.as_json:
-        console.print_json(json.dumps(_values(data, rounds, options.samples)))
+        values = _values(data, rounds, options.samples)
+        console.print_json(json.dumps({**values, "sequence_length": spec.sequence_length}))
         return
     for k, source in enumerate(data.sources):
         about = source.about
@@ -50,6 +53,13 @@ def show_data(options: DataOptions, console: Console) -> None:
         _say(console, f"  {about.num_documents:,} documents, {about.num_tokens:,} tokens")
         if about.is_dialogues:
             _say(console, f"  {about.num_learned:,} of them are what the assistant says: learned")
+        if about.lengths:
+            half, most, longest = (f"{length:,}" for length in about.lengths)
+            _say(
+                console,
+                f"  dialogues: half have at most {half} tokens, 95 % at most {most}, "
+                f"the longest {longest}; a sample has {spec.sequence_length:,}",
+            )
         trained, held_out = source.samples, source.held_out
         _say(
             console, f"  trained on: {trained.num_tokens:,} tokens, {trained.num_samples:,} samples"

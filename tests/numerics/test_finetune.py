@@ -25,7 +25,6 @@ def example_over(model: Path, folder: Path) -> Path:
     for pattern, value in (
         (r"^from = .*", f'from = "{model}"'),
         (r"^paths = .*", f'paths = "{EXAMPLE / "talks.jsonl"}"'),
-        (r"^sequence_length = .*", f"sequence_length = {LONGEST}"),
         (r"^epochs = .*", "epochs = 5"),
     ):
         text, count = re.subn(pattern, value, text, flags=re.MULTILINE)

@@ -1,15 +1,44 @@
-"""What only the data of a run tell, found by whoever starts it: the number of rounds, and the
-fingerprints."""
+"""What only the data of a run tell, found by whoever starts it: the length of its samples, the
+number of rounds, and the fingerprints."""
 
 from __future__ import annotations
 
+import logging
 import math
 
 from swarmnet.errors import DataError
+from swarmnet.protocol.codecs import AUTO
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import Data
-from swarmnet.training.data.opening import Place, open_data_at
+from swarmnet.training.data.opening import Place, encoder_of, open_data_at, open_store, placed
 from swarmnet.training.data.text_data import TextData
+
+log = logging.getLogger("swarmnet.data")
+
+WHOLE = 8
+"""The length that is found is a multiple of this."""
+
+
+def with_length(spec: RunSpec, place: Place) -> RunSpec:
+    """The spec with a number for `[data] sequence_length = "auto"`: as many tokens as 95 % of the
+    dialogues need, of the source whose dialogues are longest; where no source has dialogues, as
+    many as without a word. The spec's model is known. Raises `DataError`."""
+    if spec.data.sequence_length != AUTO:
+        return spec
+    if spec.model.kind == "custom":
+        raise DataError(
+            f'[data] sequence_length = "{AUTO}" is for language models; write a number of tokens'
+        )
+    longest = spec.longest_context
+    encoder, files = encoder_of(spec, place)
+    sources = placed(spec.data, place.paths)
+    stores = [open_store(s, encoder, files, longest) for s in sources if s.messages_field]
+    wanted = [-(-store.about.lengths[1] // WHOLE) * WHOLE for store in stores]
+    if len(stores) < len(sources):
+        wanted.append(spec.sequence_length)
+    length = min(max(wanted), longest)
+    log.warning('[data] sequence_length = "%s": samples of %s tokens', AUTO, f"{length:,}")
+    return spec.with_sequence_length(length)
 
 
 def with_data(spec: RunSpec, place: Place) -> RunSpec:

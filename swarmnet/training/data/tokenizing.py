@@ -16,7 +16,7 @@ from swarmnet.errors import DataError
 from swarmnet.spec import SourceSpec
 from swarmnet.training.data.bad_records import BadRecord, BadRecords
 from swarmnet.training.data.chat import ChatTemplate, Rendered
-from swarmnet.training.data.encoding import NOTHING_SAID, Encoder, FileEncoder
+from swarmnet.training.data.encoding import NOTHING_SAID, TOO_LONG, Encoder, FileEncoder
 from swarmnet.training.data.files import FoundFile
 from swarmnet.training.data.formats import NotText
 from swarmnet.training.data.readers import Piece, Reader
@@ -28,6 +28,7 @@ BATCH_BYTES, BATCH_PIECES = 1 << 20, 1024
 """That the tokenizer gets at once: its threads share them."""
 DIALOGUES = 128
 """Likewise."""
+CUT = "cut at a turn"
 PERCENTILES = (50, 95, 100)
 SHOWN_NAMES = 5
 TELL_EVERY_S = 5.0
@@ -100,7 +101,11 @@ class Tokenizing:
                 self._take_back()
                 refused.append((file.path, str(error)))
         self._flush()
-        lines = (*((_refused_line(refused),) if refused else ()), *self._bad.lines)
+        lines = (
+            *((_refused_line(refused),) if refused else ()),
+            *self._bad.lines,
+            *self._lines_of_dialogues(),
+        )
         left_out = {
             **(self._left_out + self._bad.kinds),
             **({"files": len(refused)} if refused else {}),
@@ -109,6 +114,19 @@ class Tokenizing:
             counted = ", ".join(f"{n} {why}" for why, n in left_out.items() if why != "files")
             raise DataError("; ".join(filter(None, ("[data] has no text at all", counted, *lines))))
         self._writer.finish(left_out, lines, percentiles(self._lengths))
+
+    def _lines_of_dialogues(self) -> tuple[str, ...]:
+        """What was lost of those that are longer than a sample."""
+        cut, dropped = self._left_out[CUT], self._left_out[TOO_LONG]
+        if not cut + dropped:
+            return ()
+        _, most, longest = percentiles(self._lengths)
+        return (
+            f"[data] of {len(self._lengths):,} dialogues {cut + dropped:,} are longer than a "
+            f"sample of {self._longest:,} tokens ([data] sequence_length): {cut:,} cut after a "
+            f"turn, {dropped:,} left out; 95 % have at most {most:,} tokens, the longest "
+            f"{longest:,}",
+        )
 
     def _add(self, piece: Piece) -> None:
         if self._template is None:
@@ -166,7 +184,7 @@ class Tokenizing:
                 self._left_out[found.left_out] += 1
                 continue
             if found.is_cut:
-                self._left_out["cut at a turn"] += 1
+                self._left_out[CUT] += 1
             self._writer.write(found.ids, found.num_bytes, found.learned)
             self._writer.end_document()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet.errors import DataError, SpecError
+from swarmnet.protocol.codecs import AUTO
 from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEYS, RunSpec
 from swarmnet.training.models.initial_weights import EndedWeights, InitialLayout, InitialSources
 from swarmnet.training.models.lora import target_names
@@ -149,17 +150,22 @@ def _with_data(
     spec: RunSpec, builder: str, place: Place | None, contents: Mapping[str, bytes]
 ) -> RunSpec:
     if place is None:
+        if spec.data.sequence_length == AUTO:
+            raise DataError(
+                f'[data] sequence_length = "{AUTO}": whoever starts the run looks how long its '
+                "dialogues are; name the data (--data), or write a number"
+            )
         if spec.data.epochs:
             raise DataError(
                 "[data] epochs: whoever starts the run counts its rounds, and needs the data for "
                 "that; name them (--data), or write [optimizer] rounds"
             )
         return spec
-    from swarmnet.training.data.resolving import with_data
+    from swarmnet.training.data.resolving import with_data, with_length
 
-    read = with_data(
-        spec.with_builder(builder or spec.model.builder), replace(place, files=contents)
-    )
+    place = replace(place, files=contents)
+    spec = with_length(spec, place)
+    read = with_data(spec.with_builder(builder or spec.model.builder), place)
     return spec.with_data(
         rounds=read.optimizer.rounds,
         fingerprint=read.data.fingerprint,

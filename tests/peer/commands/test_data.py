@@ -61,6 +61,9 @@ def test_what_a_model_sees_of_each_source(tmp_path: Path) -> None:
     )
     assert lines[talks + 1].startswith("  3 documents, ")
     assert "what the assistant says" in lines[talks + 2]
+    assert lines[talks + 3] == (
+        "  dialogues: half have at most 32 tokens, 95 % at most 32, the longest 32; a sample has 64"
+    )
     assert any("1 without an answer of the assistant" in line for line in lines[talks:notes])
     text = "\n".join(lines[talks:notes])
     prompt = "⟦<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟧"
@@ -81,6 +84,19 @@ def test_for_programs(tmp_path: Path) -> None:
     assert [source["name"] for source in values["sources"]] == ["talks", "notes"]
     assert values["sources"][0]["left_out"] == {"without an answer of the assistant": 1}
     assert values["rounds"] >= 1
+
+
+def test_a_length_that_the_data_say(tmp_path: Path) -> None:
+    path = run_in(tmp_path)
+    text = path.read_text()
+    path.write_text(text.replace("[data]\n", '[data]\nsequence_length = "auto"\n'))
+    values = json.loads(CliRunner().invoke(app, ["data", str(path), "--json"]).stdout)
+    assert values["sequence_length"] == 64, "of texts, what the model takes"
+    only_talks = text[: text.index('[[data.source]]\nname = "notes"')]
+    only_talks += text[text.index("[optimizer]") :]
+    path.write_text(only_talks.replace("[data]\n", '[data]\nsequence_length = "auto"\n'))
+    values = json.loads(CliRunner().invoke(app, ["data", str(path), "--json"]).stdout)
+    assert values["sequence_length"] == 32
 
 
 def test_bad_data_is_one_line(tmp_path: Path) -> None:

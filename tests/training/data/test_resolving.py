@@ -10,11 +10,11 @@ import pytest
 
 from swarmnet.errors import DataError, SpecError
 from swarmnet.runtime.joining.starting import start_run
-from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.spec import RunSpec, load_spec, parse_spec
 from swarmnet.training.data import Place, open_data, open_data_at
 from swarmnet.training.data.resolving import is_same, measures_the_same
 from swarmnet.training.models.resolving import resolve_run
-from tests.training.data.making import tokenizer_folder, write_records
+from tests.training.data.making import CHATML, tokenizer_folder, write_records
 from tests.training.specs import TEXT, small_spec, write_text
 
 RUN = """
@@ -97,6 +97,56 @@ def test_epochs_of_several_sources(tmp_path: Path) -> None:
     ]
     assert rounds[0] == rounds[1] == pytest.approx(2 * 40 * 4 / 8, abs=1)
     assert rounds[2] == pytest.approx(2 * 300 * 4 / 3 / 8, abs=1)
+
+
+def test_the_data_say_how_long_samples_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """95 % of the dialogues fit, and what becomes of the others is said."""
+    said = [["hi", "yo " * (5 + n % 3)] for n in range(38)] + [
+        ["hi", "long " * 60],
+        ["a " * 60, "b"],
+    ]
+    records = [
+        {"m": [{"role": r, "content": t} for r, t in zip(("user", "assistant"), one, strict=True)]}
+        for one in said
+    ]
+    records[-2]["m"] = [*records[0]["m"], *records[-2]["m"]]
+    path = write_records(tmp_path / "d.jsonl", records)
+    head = f'tokenizer = "{tokenizer_folder(tmp_path / "t", CHATML)}"\nmessages_field = "m"\n'
+    run = run_of(tmp_path, f'paths = "{path}"\nsequence_length = "auto"\nepochs = 1\n{head}')
+    run.write_text(
+        run.read_text()
+        .replace("max_position_embeddings = 16", "max_position_embeddings = 512")
+        .replace("vocab_size = 256", "vocab_size = 400")
+    )
+    started = start_run(run).spec
+    assert started.open_keys == ()
+    data = open_data(started)
+    _, most, longest = data.sources[0].about.lengths
+    length = started.data.sequence_length
+    assert length == -(-most // 8) * 8 == started.sequence_length
+    assert most < 64 < longest
+    assert RunSpec.from_canonical(started.canonical()) == started
+    lines = [r.message for r in caplog.records if "sequence_length" in r.message]
+    assert lines[0] == f'[data] sequence_length = "auto": samples of {length} tokens'
+    assert lines[1].startswith("[data] of 40 dialogues 2 are longer than a sample")
+    assert "1 cut after a turn, 1 left out; 95 % have at most" in lines[1]
+    written = run.read_text().replace('"auto"', str(length))
+    run.write_text(written)
+    assert start_run(run).spec.run_id == started.run_id, "another way to write the number"
+    auto = written.replace(f"sequence_length = {length}", 'sequence_length = "auto"')
+    run.write_text(auto.replace("= 512", "= 44"))
+    assert start_run(run).spec.sequence_length == 44, "no more than the model takes"
+    with pytest.raises(DataError, match="or write a number"):
+        resolve_run(load_spec(run))
+
+
+@pytest.mark.parametrize("length", ['"long"', "-1", "1.5", "true"])
+def test_a_length_is_a_number_or_auto(length: str) -> None:
+    text = RUN.format(data=f'paths = "x"\nsequence_length = {length}', optimizer="rounds = 5")
+    with pytest.raises(SpecError, match=r'sequence_length.*tokens, 0 to 4194304, or "auto"'):
+        parse_spec(text)
 
 
 def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
