@@ -36,6 +36,7 @@ from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
 from swarmnet.simulation.coding import Coding, CodingTime
 from swarmnet.swarm.batch import Batch, Documents
 from swarmnet.swarm.ports import (
+    CodingErrors,
     Generation,
     LossResult,
     Passage,
@@ -365,6 +366,12 @@ class SyntheticShardCodec:
         return self._coded(codec, gradient)
 
     def forget_error(self, shard_index: int) -> None:
+        pass
+
+    def errors(self) -> CodingErrors:
+        return {}
+
+    def load_errors(self, errors: CodingErrors) -> None:
         pass
 
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:

@@ -7,7 +7,7 @@ the averaging thread (through `Worker.run`), the rest anywhere and at once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from swarmnet.protocol.codecs import UpdateCodec
@@ -280,6 +280,10 @@ class Stage(Protocol):
         put aside as before. *device*, or *averaging* where nothing of it was let in yet."""
 
 
+CodingErrors = Mapping[int, tuple[str, Array]]
+"""By shard: the codec of the contribution that it was lost of, and bfloat16 [size of the shard]."""
+
+
 class ShardCodec(Protocol):
     """How the shards of a stage are coded in updates. All *averaging*. What reads coded shards
     raises `ProtocolViolation` where they are none that the codec makes."""
@@ -295,6 +299,14 @@ class ShardCodec(Protocol):
 
     def forget_error(self, shard_index: int) -> None:
         """The last contribution to the shard does not count, nor does what coding has lost."""
+
+    def errors(self) -> CodingErrors:
+        """What coding has lost of this replica's last contributions. Nothing here ever changes the
+        arrays."""
+
+    def load_errors(self, errors: CodingErrors) -> None:
+        """In place of what coding has lost here. Raises `ProtocolViolation` where one does not fit
+        its shard, is not finite, or is of another codec than the run's contributions."""
 
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
         """fp32."""
@@ -575,6 +587,8 @@ class Snapshot:
     """By shard, what `Optimizer.export` gave."""
     own_steps: tuple[OwnSteps, ...] = ()
     """By shard; none where replicas make no steps of their own."""
+    errors: CodingErrors = field(default_factory=dict)
+    """Of this replica's contributions before the round."""
 
 
 class Checkpoints(Protocol):

@@ -3,7 +3,8 @@
     STATE_DIR/checkpoints/<run>/round-00000120/
         stage.safetensors       the parameters, fp32, under Hugging Face's names
         optimizer.safetensors   the moments of the shards that the peer owned; where replicas make
-                            steps of their own, also what these have come to: parameters and moments
+                            steps of their own, also what these have come to: parameters and
+                            moments; where contributions are coded, what that has lost of them
         meta.json               what, of which run and round; a checksum of each file
 
 `<run>` is the beginning of the run's id: a peer that turns to another run loses nothing of this.
@@ -37,7 +38,7 @@ from torch import Tensor
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.protocol.recovery import STRIDES
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import OwnSteps, Saved, Snapshot
+from swarmnet.swarm.ports import CodingErrors, OwnSteps, Saved, Snapshot
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.held_out_losses import add_losses, best_round, read_losses
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
@@ -55,6 +56,8 @@ MOMENTS = {2: ("mean", "square"), 3: ("mean", "square", "ahead"), 1: ("momentum"
 """By their number, the arrays of a shard's optimizer state: AdamW's, in the order of
 `ShardedAdamW.export` (a third where exchanges are delayed), and the outer step's of
 `OuterNesterov.export`."""
+ERRORS = "errors"
+"""First part of the names of what coding has lost: ERRORS.SHARD.CODEC."""
 OWN = ("parameters", "mean", "square")
 """Of a shard, what a replica's own steps have made of it, in the order of `LocalSteps.export`."""
 MIN_KEPT = 2
@@ -64,6 +67,10 @@ READ_BYTES = 1 << 22
 NAME = re.compile(r"round-(\d{8,19})")
 UNFINISHED = ".unfinished-"
 """Prefix of a folder that is being written, or replaced."""
+
+
+Moments = dict[int, tuple[dict[str, Any], tuple[Array, ...]]]
+"""As `Snapshot.optimizer`."""
 
 
 class CheckpointError(UserError):
@@ -196,7 +203,7 @@ class CheckpointStore:
         if sum(sizes) != flat.numel():
             raise CheckpointError(f"{folder}: does not fit the model")
         parameters = tuple(from_tensor(part) for part in flat.split(list(sizes)))
-        optimizer, own_steps = _load_optimizer(folder, meta, sizes)
+        optimizer, own_steps, errors = _load_optimizer(folder, meta, sizes)
         if b"".join(xxhash.xxh3_64_digest(p.data) for p in parameters).hex() != meta.digests:
             raise CheckpointError(f"{folder}: the parameters do not match their digests")
         self._loaded = frozenset({round_index})
@@ -208,6 +215,7 @@ class CheckpointStore:
             digests=bytes.fromhex(meta.digests),
             optimizer=optimizer,
             own_steps=own_steps,
+            errors=errors,
         )
 
     def keep(self, rounds: Collection[int]) -> None:
@@ -273,6 +281,8 @@ class CheckpointStore:
             own_steps.append({"steps": int(values["steps"]), "tokens": own.tokens})
             for name, array in zip(OWN, (own.parameters, *arrays), strict=True):
                 moments[f"own.{j}.{name}"] = to_tensor(array)
+        for j, (codec, lost) in sorted(snapshot.errors.items()):
+            moments[f"{ERRORS}.{j}.{codec}"] = to_tensor(lost)
         about = {"format": "pt", "run_id": self._spec.run_id, "round": str(snapshot.round)}
         save_file(named, folder / STAGE_FILE, metadata=about)
         save_file(moments, folder / OPTIMIZER_FILE, metadata=about)
@@ -409,7 +419,8 @@ def _load_tensors(path: Path, meta: Meta) -> dict[str, Tensor]:
 
 def _load_optimizer(
     folder: Path, meta: Meta, sizes: Sequence[int]
-) -> tuple[dict[int, tuple[dict[str, Any], tuple[Any, ...]]], tuple[OwnSteps, ...]]:
+) -> tuple[Moments, tuple[OwnSteps, ...], CodingErrors]:
+    """Moments, own steps, and what coding has lost."""
     path = folder / OPTIMIZER_FILE
     tensors = _load_tensors(path, meta)
 
@@ -421,7 +432,7 @@ def _load_optimizer(
 
     if any(not 0 <= j < len(sizes) for j in meta.steps):
         raise CheckpointError(f"{path}: of shards that do not exist")
-    state: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
+    state: Moments = {}
     for j, steps in sorted(meta.steps.items()):
         is_ahead = f"shards.{j}.ahead" in tensors
         num_arrays = 1 if f"shards.{j}.momentum" in tensors else 3 if is_ahead else 2
@@ -431,12 +442,28 @@ def _load_optimizer(
     for j, own in enumerate(meta.own_steps):
         fast, *moments = arrays([f"own.{j}.{name}" for name in OWN], j)
         own_steps.append(OwnSteps(fast, own["tokens"], ({"steps": own["steps"]}, tuple(moments))))
-    return state, tuple(own_steps)
+    return state, tuple(own_steps), _load_errors(path, tensors, sizes)
 
 
-def _fits(values: Tensor, size: int) -> bool:
-    """Finite fp32 numbers, as many as the shard has."""
-    is_shard = values.dtype == torch.float32 and values.shape == (size,)
+def _load_errors(path: Path, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> CodingErrors:
+    errors: dict[int, tuple[str, Array]] = {}
+    for name, lost in tensors.items():
+        first, *rest = name.split(".")
+        if first != ERRORS:
+            continue
+        match rest:
+            case [number, codec] if number.isascii() and number.isdigit():
+                j = int(number)
+                if j < len(sizes) and _fits(lost, sizes[j], torch.bfloat16):
+                    errors[j] = codec, from_tensor(lost)
+                    continue
+        raise CheckpointError(f"{path}: {name[:64]} does not fit")
+    return errors
+
+
+def _fits(values: Tensor, size: int, dtype: torch.dtype = torch.float32) -> bool:
+    """Finite numbers, as many as the shard has."""
+    is_shard = values.dtype == dtype and values.shape == (size,)
     return is_shard and bool(torch.isfinite(values).all())
 
 

@@ -49,6 +49,8 @@ class Openings:
         own = self._gossip.own
         joined = own.state == JOINING
         history = self._recovery.history()
+        if joined:
+            await self._recovery.settle_errors(replica, averaging, history)
         changes = self._changes(replica, averaging, history)
         if not joined and history != own.history:
             self._on_history(own.history, history)

@@ -182,8 +182,8 @@ class Checkpointing:
         self.gossip.add_total("checkpoints")
 
     async def _snapshot(self, replica: Replica, averaging: Averaging) -> Snapshot | None:
-        """The beginning of the present round; None where the round ended meanwhile. Moments first:
-        they change before the parameters do."""
+        """The beginning of the present round; None where the round ended meanwhile. What coding has
+        lost comes first, then moments, then parameters: in this order an exchange changes them."""
         r, digests, worker = replica.round, replica.digests, replica.worker
         optimizer = replica.optimizer
         history = self.gossip.own.history
@@ -191,6 +191,7 @@ class Checkpointing:
         own_steps: tuple[OwnSteps, ...] | None = ()
         averaging.work.export_begins()
         try:
+            errors = await averaging.work.errors(r)
             for j in optimizer.owned():
                 state = await worker.run(
                     lambda j=j: optimizer.export(j) if averaging.states.follows(j, r) else None  # type: ignore[misc]
@@ -209,7 +210,9 @@ class Checkpointing:
             if digest != digests[8 * j : 8 * j + 8]:
                 return None
             parameters.append(shard)
-        return Snapshot(r, history, replica.index, tuple(parameters), digests, moments, own_steps)
+        return Snapshot(
+            r, history, replica.index, tuple(parameters), digests, moments, own_steps, errors
+        )
 
 
 def _copied(replica: Replica, j: int) -> tuple[Array, bytes]:

@@ -167,7 +167,7 @@ class Handover:
         if not self.may_give() or not await self._pass_on(heir, r):
             return False
         # What coding had lost went with it. This replica may yet stay, and contribute again.
-        await self.averaging.work.contributions_lost(range(self.replica.num_shards))
+        await self.averaging.work.contribution_given(r)
         return True
 
     async def _pass_on(self, heir: str, r: int) -> bool:

@@ -24,6 +24,7 @@ from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.recovery.waiting_notice import WaitingNotice
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.recovery")
@@ -65,6 +66,9 @@ class Recovery:
         self._told_ahead = False
         self._may_resume = True
         """Nothing has come from elsewhere yet."""
+        self._loaded_errors: tuple[int, bytes] | None = None
+        """(history, digests) of the checkpoint whose coding errors this replica has, until it is
+        known whether they hold."""
         self.notice = WaitingNotice(self.reconnecting)
 
     # ---- what this peer has -----------------------------------------------------------------
@@ -119,6 +123,20 @@ class Recovery:
                 max(lost),
             )
         self._told_ahead = True
+
+    async def settle_errors(self, replica: Replica, averaging: Averaging, history: int) -> None:
+        """The replica is about to become active, in this history. What coding had lost when a
+        checkpoint was made is part of the run that goes on from it. A run that went on meanwhile
+        has been sent some of that since."""
+        loaded, self._loaded_errors = self._loaded_errors, None
+        if loaded is None:
+            return
+        now, own_id = asyncio.get_running_loop().time(), self.gossip.own.peer_id
+        members = self.gossip.view.members(replica.index, now)
+        others = any(m.state == ACTIVE and m.peer_id != own_id for m in members)
+        went_on = others and loaded[0] >= history
+        if went_on or replica.digests != loaded[1]:
+            await averaging.work.contributions_lost(range(replica.num_shards))
 
     # ---- histories --------------------------------------------------------------------------
 
@@ -258,6 +276,7 @@ class Recovery:
             await averaging.forget_state()
             return False
         await replica.transitions.open_round(donor.round, is_whole=True)
+        self._loaded_errors = None  # there has been no exchange since: they hold
         if was_loaded or replica.plan.mode == GOSSIP:
             averaging.states.restored(replica.optimizer.owned())
         else:  # others own the shards by now
@@ -285,19 +304,21 @@ class Recovery:
             snapshot = await disk.worker.run(lambda: disk.checkpoints.load(offer.round))
             if snapshot.stage != replica.index:
                 raise UserError(f"round {offer.round}: of stage {snapshot.stage} by now")
-            await replica.worker.run(lambda: _put(snapshot, replica))
+            await replica.worker.run(lambda: _put(snapshot, replica, averaging.work))
         except (SwarmnetError, OSError) as e:
             log.warning("a checkpoint cannot be used: %s", e)
             self._offers = [o for o in self._offers if o != offer]
             self._damaged = True
             # Some of it may be in the replica already, in place of what was loaded before.
             await averaging.forget_state()
+            await averaging.work.contributions_lost(range(replica.num_shards))
             self._unload(self.offers(replica.index))
             return False
         await replica.transitions.open_round(round_index, is_whole=False)
         averaging.states.restored(sorted(snapshot.optimizer))
         await replica.measure_digests()
         self.restored = (snapshot.history, snapshot.round)
+        self._loaded_errors = snapshot.history, replica.digests
         return True
 
     def _unload(self, offers: tuple[Restorable, ...]) -> None:
@@ -307,14 +328,16 @@ class Recovery:
         self.gossip.update(restorable=offers, urgent=True, **loaded)
 
 
-def _put(snapshot: Snapshot, replica: Replica) -> None:
-    """On the worker: the parameters beside the present ones, the moments in place of all others.
-    Moments first: those that do not fit are found before anything is put aside."""
+def _put(snapshot: Snapshot, replica: Replica, work: ShardWork) -> None:
+    """On the worker: the parameters beside the present ones, the moments in place of all others,
+    and so what coding has lost. Moments first: those that do not fit are found before anything is
+    put aside."""
     local = replica.local if snapshot.own_steps else None
     for j in replica.optimizer.owned():
         replica.optimizer.drop(j)
     for j, (values, arrays) in sorted(snapshot.optimizer.items()):
         replica.optimizer.load(j, values, arrays)
+    work.load_errors(snapshot.errors)
     if local is not None:
         for j, own in enumerate(snapshot.own_steps):
             local.load(j, *own.moments)

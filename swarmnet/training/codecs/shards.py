@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import (
     CHUNK,
     ERROR_DECAY,
@@ -19,7 +20,14 @@ from swarmnet.protocol.codecs import (
     coded_form,
     update_codec,
 )
-from swarmnet.training.arrays import check_shape, from_tensor, is_finite, to_tensor
+from swarmnet.swarm.ports import CodingErrors
+from swarmnet.training.arrays import (
+    check_finite,
+    check_shape,
+    from_tensor,
+    is_finite,
+    to_tensor,
+)
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.wire import Array
 
@@ -62,6 +70,21 @@ class TorchShardCodec:
 
     def forget_error(self, shard_index: int) -> None:
         self._errors.pop(shard_index, None)
+
+    def errors(self) -> CodingErrors:
+        return {j: (name, from_tensor(lost)) for j, (name, lost) in self._errors.items()}
+
+    def load_errors(self, errors: CodingErrors) -> None:
+        known = {self.names.of_contribution(is_short=is_short) for is_short in (True, False)}
+        loaded: dict[int, tuple[str, Tensor]] = {}
+        for j, (name, lost) in errors.items():
+            if name not in known or not 0 <= j < len(self._sizes):
+                raise ProtocolViolation(f"what {name} has lost of shard {j}, in a run without that")
+            check_shape(f"what was lost of shard {j}", lost, "bfloat16", (self._sizes[j],))
+            values = to_tensor(lost)
+            check_finite(f"what was lost of shard {j}", values)
+            loaded[j] = name, values
+        self._errors = loaded
 
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
         size, short = self._sizes[shard_index], self.names.of_contribution(is_short=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S, STRIDES
@@ -577,5 +580,68 @@ def test_a_run_that_is_stopped_again_and_again_keeps_its_moments(tmp_path: Path)
             assert life or all(m.steps for m in metas), "saved without moments"
             whole = newest_whole_round(folder, 2)
             assert whole == 2 * EVERY
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(
+    ("mode", "codec"),
+    [("zero", "none"), ("zero", "int8"), ("zero", "int4"), ("local", "topk"), ("local", "none")],
+)
+def test_a_run_that_was_killed_is_the_run_to_the_bit(tmp_path: Path, mode: str, codec: str) -> None:
+    """What coding has lost of contributions, too, is in a checkpoint. A round is one microbatch, so
+    that nothing is summed in another order."""
+    sync: dict[str, Any] = {"mode": mode, "codec": codec}
+    sync |= {"local_steps": 2} if mode == "local" else {}
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync, global_batch=4)
+    models = []
+
+    async def scenario(swarm: Swarm, folder: Path, *, is_killed: bool) -> None:
+        for i in range(2):
+            start(swarm, folder, f"peer-{i}", stage=i)
+        if is_killed:
+            await swarm.until_round(2 * EVERY + 1)
+            kill_all(swarm)
+            for i in range(2):
+                start(swarm, folder, f"peer-{i}", stage=i)
+            assert (await first_rounds(swarm, 2))[0] == 2 * EVERY
+        await swarm.until_round(ROUNDS)
+        models.append(swarm.parameters())
+
+    for name, is_killed in (("whole", False), ("killed", True)):
+        (tmp_path / name).mkdir()
+        run = functools.partial(scenario, folder=tmp_path / name, is_killed=is_killed)
+        in_virtual_time(run, spec)
+    first, second = models
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_coding_had_lost_holds_only_in_a_run_that_goes_on_from_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """One that lives has been sent some of it since."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS, sync={"codec": "int8"})
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            start(swarm, tmp_path, f"peer-{i}")
+        await swarm.until_round(EVERY + 1)
+        peer = swarm.members["peer-1"].peer
+        replica, averaging, recovery = peer.replica, peer.averaging, peer.recovery
+        assert replica is not None
+        assert averaging is not None
+        codec, history = replica.optimizer.codec, peer.gossip.own.history
+        saved = CheckpointStore(tmp_path / "peer-1", spec).load(EVERY).errors
+        assert sorted(saved) == list(range(replica.num_shards))
+        for loaded, now, is_kept in (
+            ((history, replica.digests), history + 1, True),
+            ((history, replica.digests), history, False),
+            ((history, b"others"), history + 1, False),
+            (None, history, True),
+        ):
+            averaging.work.load_errors(saved)
+            recovery._loaded_errors = loaded  # noqa: SLF001  as after `_load`
+            await recovery.settle_errors(replica, averaging, now)
+            assert bool(codec.errors()) is is_kept
 
     in_virtual_time(scenario, spec)

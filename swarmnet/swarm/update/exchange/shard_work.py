@@ -17,6 +17,7 @@ from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import MirrorRequest
+from swarmnet.swarm.ports import CodingErrors
 from swarmnet.swarm.update.exchange.aggregation import Aggregator, Part
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import applied
@@ -110,6 +111,10 @@ class ShardWork:
         self._clip_norm = clip_norm
         self._num_exporting = 0
         self._exported = Condition()
+        self._coded_for: dict[int, int] = {}
+        """By shard, the newest exchange for which the own contribution was coded."""
+        self._given: tuple[int, CodingErrors] = -1, {}
+        """The round in which the own gradient was given away, and the errors that went with it."""
         self._makers: dict[int, str] = {}
         """By shard that this replica follows as backup, who made its last step."""
 
@@ -192,9 +197,13 @@ class ShardWork:
             is_short = len(plan.window(shard, exchange)) == 1 or exchange >= plan.rounds - 1
             return codec.contribution(shard, gradient, keeps_error=True, is_short=is_short)
 
-        return await self._replica.worker.run(
-            lambda: {j: coded(j, gradient) for j, gradient in gradients.items()}
-        )
+        def work() -> dict[int, Array]:
+            self._coded_for.update(dict.fromkeys(gradients, exchange))
+            if exchange > self._given[0]:
+                self._given = -1, {}
+            return {j: coded(j, gradient) for j, gradient in gradients.items()}
+
+        return await self._replica.worker.run(work)
 
     async def contributions_lost(self, shards: Sequence[int]) -> None:
         """The contributions to these do not count."""
@@ -206,6 +215,34 @@ class ShardWork:
 
         if shards and self.codes_contributions:
             await self._replica.worker.run(work)
+
+    async def contribution_given(self, round_index: int) -> None:
+        """Another replica has the own gradient of a round, and what coding had lost before."""
+        if self.codes_contributions:
+            errors = await self.errors(round_index)
+            await self.contributions_lost(range(self._replica.num_shards))
+            self._given = round_index, errors
+
+    async def errors(self, round_index: int) -> CodingErrors:
+        """What coding has lost of the contributions before a round of the run, for whoever begins
+        with that round again. Not of shards whose next contribution has been coded already."""
+        codec, exchange = self._replica.optimizer.codec, self.plan.parameter_version(round_index)
+        given_in, given = self._given
+
+        def work() -> CodingErrors:
+            before = {
+                j: e for j, e in codec.errors().items() if self._coded_for.get(j, -1) < exchange
+            }
+            return (dict(given) if given_in == round_index else {}) | before
+
+        return await self._replica.worker.run(work) if self.codes_contributions else {}
+
+    def load_errors(self, errors: CodingErrors) -> None:
+        """On the worker: in place of all that coding has lost here. Raises `ProtocolViolation`
+        where they do not fit."""
+        self._replica.optimizer.codec.load_errors(errors)
+        self._coded_for.clear()
+        self._given = -1, {}
 
     async def scale(self, exchange: int, shard: int, total: Total | None) -> float:
         """By which the sum is multiplied: one over the tokens, clipped by the norm of all stages.
