@@ -20,7 +20,7 @@ from swarmnet.runtime.seats import further_seats
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import Worker
-from swarmnet.swarm.recovery.model_fetch import fetch_model
+from swarmnet.swarm.recovery.model_fetch import RoundsPassed, fetch_model
 from swarmnet.swarm.recovery.saved_models import Key, Parts, SavedModelFetch
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.checkpoint import (
@@ -129,20 +129,27 @@ async def fetch_trained(
     wanted: Wanted = Wanted(),
 ) -> Trained:
     """The model of a round that replicas have saved; of the present one where none has been saved
-    by all. `worker`: a thread for the disk. Raises `UserError`."""
+    by all. Where the run is too fast for that, one that has been saved meanwhile. `worker`: a
+    thread for the disk. Raises `UserError`."""
     if spec.model.kind == "custom":
         raise UserError("a custom model can be exported from --state-dir only")
     sizes = [stage_shard_sizes(spec, k) for k in range(spec.pipeline.num_stages)]
     fetch = SavedModelFetch(transport, gossip, sizes, Limits(), parts, worker, log.warning)
-    found = await fetch.fetch(wanted.choose)
-    if found is not None:
-        (_, round_index), shards, held_out = found
-        return Trained(spec, round_index, _named(spec, shards), held_out=held_out)
-    if wanted.round is not None or wanted.best:
-        what = "a measured round" if wanted.best else f"round {wanted.round}"
-        raise UserError(f"no peer has {what} saved; see --state-dir, or leave the option out")
-    round_index, named = await fetch_named(spec, transport, gossip)
-    return Trained(spec, round_index, named)
+    while True:
+        found = await fetch.fetch(wanted.choose)
+        if found is not None:
+            (_, round_index), shards, held_out = found
+            return Trained(spec, round_index, _named(spec, shards), held_out=held_out)
+        if wanted.round is not None or wanted.best:
+            what = "a measured round" if wanted.best else f"round {wanted.round}"
+            raise UserError(f"no peer has {what} saved; see --state-dir, or leave the option out")
+        try:
+            round_index, named = await fetch_named(spec, transport, gossip)
+        except RoundsPassed:
+            if not fetch.is_saved:
+                raise
+            continue
+        return Trained(spec, round_index, named)
 
 
 async def fetch_named(
@@ -172,8 +179,14 @@ class DiskParts:
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder, self._run_id = folder, run_id
 
-    def has(self, key: Key) -> bool:
-        return self._of(key).is_dir()
+    def begun(self) -> list[Key]:
+        prefix = f"{self._run_id[:SHOWN_CHARACTERS]}-"
+        keys = []
+        for path in sorted(self._folder.glob(f"{prefix}*/")):
+            with suppress(ValueError):  # somebody else's
+                history, round_index = path.name.removeprefix(prefix).split("-")
+                keys.append((int(history), int(round_index)))
+        return keys
 
     def begin(self, key: Key) -> None:
         self._key = key

@@ -670,13 +670,15 @@ class SavedRound:
 
 @dataclass(frozen=True, slots=True)
 class SavedReply:
-    """Checkpoints of a peer, and the held-out losses that it knows, by round."""
+    """Checkpoints of a peer, and the held-out losses that it knows, by round. `kept`: the rounds
+    that it keeps for those that fetch them."""
 
     rounds: tuple[SavedRound, ...]
     held_out: dict[int, float]
+    kept: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _index(*self.held_out)
+        _index(*self.held_out, *self.kept)
         if not all(0 <= loss <= MAX_LOSS for loss in self.held_out.values()):
             raise ValueError("a loss is out of range")
 

@@ -28,6 +28,10 @@ from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message, convert
 
 
+class RoundsPassed(UserError):
+    """The run moves on faster than the model comes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Model:
     """What is fetched."""
@@ -45,8 +49,7 @@ async def fetch_model(
     rng: random.Random,
 ) -> tuple[int, list[list[Array]]]:
     """The round, and for every stage its shards (flat fp32). `shard_sizes`: elements of each shard
-    of each stage. Raises `UserError` where a stage is not served, or the run is faster than the
-    link."""
+    of each stage. Raises `UserError` where a stage is not served, and `RoundsPassed`."""
     for _ in range(MAX_TRIES):  # rounds that pass under a download
         model = await _common_model(gossip, shard_sizes)
         at_once = asyncio.Semaphore(limits.max_fetching)
@@ -66,9 +69,9 @@ async def fetch_model(
             for task in fetching:
                 task.cancel()
             await asyncio.gather(*fetching, return_exceptions=True)
-    raise UserError(
-        f"the run made {MAX_TRIES} updates while the model was on its way; export from the peers' "
-        "--state-dir, or when the run is done"
+    raise RoundsPassed(
+        f"the run made {MAX_TRIES} updates while the model was on its way, and no peer has saved "
+        "one; export from the peers' --state-dir, or when the run is done"
     )
 
 

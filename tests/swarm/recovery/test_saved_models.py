@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from swarmnet.protocol.membership.records import OBSERVING, HeldOut, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.recovery import saved_models
+from swarmnet.swarm.recovery import model_fetch, saved_models
 from swarmnet.swarm.recovery.model_fetch import fetch_model
 from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.swarm.settings import Limits
@@ -48,8 +49,6 @@ def test_a_round_stays_while_it_is_fetched_and_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run goes on for many rounds while the parts come; the second try asks for the rest."""
-    import asyncio
-
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
     parts = DiskParts(tmp_path / ".model.part", spec.run_id)
     asked: list[tuple[int, int]] = []
@@ -172,5 +171,38 @@ def test_each_stage_of_a_live_model_is_that_of_one_replica(tmp_path: Path) -> No
             assert len(of_stage) > 1
             digests = b"".join(xxhash.xxh3_64_digest(shard.data) for shard in of_stage)
             assert digests in {r.digests for r in records}
+
+    in_virtual_time(scenario, spec)
+
+
+class SlowReplies:
+    """A shard takes seconds to the one that fetches it; everything else is quick."""
+
+    def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
+        return 5.0 if target == "observer" and num_bytes > 8_000 else 0.0005
+
+
+def test_where_the_run_is_faster_than_the_link_its_first_checkpoint_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=400, global_batch=4)
+    monkeypatch.setattr(model_fetch, "MAX_TRIES", 3)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            store = CheckpointStore(tmp_path / f"peer-{i}", spec, every=8)
+            swarm.start(f"peer-{i}", stage=i, disk=Disk(store, InlineWorker(), 8), speed=0.1)
+        await swarm.until_round(1)
+        swarm.hub.network = SlowReplies()
+        gossip = observer(swarm)
+        gossiping = asyncio.ensure_future(gossip.run())
+        try:
+            await gossip.reconcile("peer-0")
+            parts = DiskParts(tmp_path / ".model.part", spec.run_id)
+            trained = await fetch_trained(spec, gossip.transport, gossip, parts, InlineWorker())
+            assert trained.round >= 8
+        finally:
+            gossiping.cancel()
+            await asyncio.gather(gossiping, return_exceptions=True)
 
     in_virtual_time(scenario, spec)
