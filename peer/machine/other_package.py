@@ -31,7 +31,9 @@ def _is_as_installed(file: metadata.PackagePath) -> bool:
     """Whether what is there is the file that was installed, and none that another package put in
     its place."""
     try:
-        digest = hashlib.new(file.hash.mode, file.read_binary()).digest()
-    except (AttributeError, OSError, ValueError):  # without a hash, gone, of a kind unknown here
+        found = file.read_binary()
+        name, expected = (file.hash.mode, file.hash.value) if file.hash else ("", "")
+        digest = hashlib.new(name, found).digest()
+    except (OSError, ValueError):  # gone; without a hash, or of a kind unknown here
         return False
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == file.hash.value
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == expected
