@@ -194,3 +194,36 @@ def test_every_library_that_a_message_asks_for_is_one_of_our_requirements() -> N
     ]
     assert len(asked) >= 6
     assert {canonicalize_name(name) for name in asked} <= known
+
+
+def test_a_missing_library_is_said_before_a_model_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub
+
+    from swarmnet.training.models.model_config import MissingModels
+    from swarmnet.training.models.model_folder import find_folder
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(MissingModels, match=r"pip install .*transformers"):
+        find_folder("SomeOrganisation/some-model")
+
+
+def test_every_library_that_is_imported_is_one_of_our_requirements() -> None:
+    """Not one that comes along with another today. What is used where it happens to be there is
+    named here."""
+    known = {canonicalize_name(r.name) for r in requirements()} | set(needs.APART)
+    by_module = metadata.packages_distributions()
+    if_there = {"pynvml", "triton"}
+    undeclared = set()
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
+                brought_by = {canonicalize_name(d) for d in by_module.get(top, [top])}
+                if top not in {"swarmnet", "peer"} | if_there and not brought_by & known:
+                    undeclared.add(top)
+    assert undeclared == set()

@@ -30,10 +30,10 @@ def other_package() -> tuple[str, bool] | None:
 def _is_as_installed(file: metadata.PackagePath) -> bool:
     """Whether what is there is the file that was installed, and none that another package put in
     its place."""
-    try:
-        found = file.read_binary()
-        name, expected = (file.hash.mode, file.hash.value) if file.hash else ("", "")
-        digest = hashlib.new(name, found).digest()
-    except (OSError, ValueError):  # gone; without a hash, or of a kind unknown here
+    if file.hash is None:
         return False
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == expected
+    try:
+        digest = hashlib.new(file.hash.mode, file.read_binary()).digest()
+    except (OSError, ValueError):  # gone, or hashed in a way that is unknown here
+        return False
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == file.hash.value

@@ -11,7 +11,7 @@ from typing import Any
 from swarmnet.errors import SpecError
 from swarmnet.spec import MAX_FILE_BYTES, RUN_FILES, ModelSpec
 from swarmnet.training.models.base import ParameterRange
-from swarmnet.training.models.model_config import read_config
+from swarmnet.training.models.model_config import read_config, require_transformers
 from swarmnet.training.models.source_weights import INDEX_FILE, SINGLE_FILE, SourceWeights
 
 log = logging.getLogger("swarmnet.models")
@@ -35,6 +35,7 @@ def find_folder(source: str) -> Path:
         return folder
     if not HUB_NAME.fullmatch(source):
         raise SpecError(f"[model] from: no folder {source}, and no ORG/NAME of the hub")
+    require_transformers()  # rather than after a long download
     from huggingface_hub import snapshot_download
 
     log.warning("downloading %s from the Hugging Face hub", source)
