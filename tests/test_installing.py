@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import functools
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +21,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from peer.commands import doctor
 from swarmnet import needs
+from swarmnet.transport import libp2p
 from tests import wheels
 from tests.wheels import PLATFORMS, ROOT, pins, requirements, to_compile
 
@@ -32,6 +40,14 @@ INSTALL = re.compile(
     r"\b(?:pip3? (?:install|download|wheel)|pipx (?:install|run)|uvx|uv (?:add|tool install)"
     r"|conda install)\b([^\n#&|;`]*)"
 )
+
+
+@functools.cache
+def nodes() -> list[ast.AST]:
+    """Imports and calls, of all of the code."""
+    wanted = (ast.Import, ast.ImportFrom, ast.Call)
+    trees = [ast.parse(path.read_text()) for path in CODE]
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, wanted)]
 
 
 def _read(path: Path) -> str:
@@ -112,20 +128,74 @@ def test_py_libp2p_is_installed_in_the_version_that_was_tried() -> None:
         assert re.search(r"pip install .*--no-deps libp2p$", (ROOT / file).read_text(), re.M)
 
 
-def test_a_carrier_that_is_not_installed_is_one_line_with_what_to_type() -> None:
-    code = """if True:
-        import importlib.util, sys
-        find = importlib.util.find_spec
-        importlib.util.find_spec = lambda name: None if name == "libp2p" else find(name)
-        from peer.cli import run_command
-        sys.exit(run_command(["doctor", "--transport", "py-libp2p", "--json"]))
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    [finding] = [f for f in json.loads(done.stdout) if f["level"] == "bad"]
-    assert finding["check"] == "carrier"
+def test_a_carrier_that_is_not_installed_is_one_line_with_what_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    for name in ("libp2p", f"{libp2p.__name__}.imports", f"{libp2p.__name__}.host"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr(libp2p, "imports", raising=False)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "libp2p" else find(name)
+    )
+    options = doctor.DoctorOptions(transport="py-libp2p")
+    [finding], _ = asyncio.run(doctor.check_network(options))
+    assert (finding.check, finding.level) == ("carrier", doctor.BAD)
     said = f"py-libp2p is not installed: pip install --no-deps libp2p=={pins()['libp2p']}"
-    assert finding["found"] == said
+    assert finding.found == said
+
+
+class Index:
+    """A package index on loopback, with one file for pip."""
+
+    def __init__(self, page: str) -> None:
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(page.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/simple"
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ('<a href="../../files/pip-26.3-py3-none-any.whl#sha256=00">', "is not the pip-26.3"),
+        ('<a href="../../files/pip-1.0.tar.gz">', "there is no pip-26.3"),
+        (None, "cannot be had from http://127.0.0.1"),
+    ],
+)
+def test_a_pip_that_is_not_the_one_that_was_tried_is_not_run(page: str | None, said: str) -> None:
+    """Where Python comes without ensurepip, as on Debian and Ubuntu."""
+    index = Index(page or "")
+    if page is None:
+        index.server.server_close()
+    serving = threading.Thread(target=index.server.serve_forever)
+    if page is not None:
+        serving.start()
+    try:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / ".ci" / "get-pip.py")],
+            env={k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
+            | {"PIP_INDEX_URL": index.url},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        if page is not None:
+            index.server.shutdown()
+            serving.join()
+            index.server.server_close()
     assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert said in line
+    assert "python3-venv" in line
 
 
 # ---- no package of somebody else ------------------------------------------------------------
@@ -186,8 +256,7 @@ def test_every_library_that_a_message_asks_for_is_one_of_our_requirements() -> N
     known = {canonicalize_name(r.name) for r in requirements()} | set(needs.APART)
     asked = [
         argument.value
-        for path in CODE
-        for call in ast.walk(ast.parse(path.read_text()))
+        for call in nodes()
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "install_command"
         for argument in call.args
         if isinstance(argument, ast.Constant)
@@ -217,13 +286,12 @@ def test_every_library_that_is_imported_is_one_of_our_requirements() -> None:
     by_module = metadata.packages_distributions()
     if_there = {"pynvml", "triton"}
     undeclared = set()
-    for path in CODE:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module or ""]
-            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
-                brought_by = {canonicalize_name(d) for d in by_module.get(top, [top])}
-                if top not in {"swarmnet", "peer"} | if_there and not brought_by & known:
-                    undeclared.add(top)
+    for node in nodes():
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
+            brought_by = {canonicalize_name(d) for d in by_module.get(top, [top])}
+            if top not in {"swarmnet", "peer"} | if_there and not brought_by & known:
+                undeclared.add(top)
     assert undeclared == set()
