@@ -34,6 +34,7 @@ from pydantic import (
 from rfc8785 import IntegerDomainError
 
 from swarmnet.errors import SpecError
+from swarmnet.files import text_of
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
 from swarmnet.llama_keys import honoured
 from swarmnet.protocol.codecs import (
@@ -992,12 +993,9 @@ def load_spec(path: Path) -> RunSpec:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_SPEC_BYTES + 1)
-        text = raw.decode("utf-8-sig")  # some editors write a byte order mark
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise SpecError(f"{path}: not UTF-8 text; a spec is a TOML file") from None
-    return parse_spec(text, source=path.name)
+    return parse_spec(text_of(raw, path, SpecError), source=path.name)
 
 
 def parse_spec(text: str, source: str = "run.toml") -> RunSpec:

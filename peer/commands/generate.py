@@ -116,7 +116,7 @@ async def typed() -> str | None:
     while True:
         if sys.stdin.isatty():
             _put("> ")
-        line = await _next_line()
+        line = (await _next_line()).removeprefix("\ufeff")  # of a file that is piped in
         if not line:
             return None
         if line.strip():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.errors import UserError
+from swarmnet.files import text_of, write_whole
 from swarmnet.protocol.resource_limits import (
     OwnerLimits,
     parse_rate,
@@ -125,7 +125,7 @@ def read_limits(path: Path) -> OwnerLimits:
 def parse_limits(text: bytes, where: str) -> OwnerLimits:
     """Raises `UserError`, one line."""
     try:
-        values = tomllib.loads(text.decode())
+        values = tomllib.loads(text_of(text, where))
     except (ValueError, RecursionError) as e:
         raise UserError(f"{where} is not TOML: {' '.join(str(e).split())}") from None
     fields: dict[str, Any] = {}
@@ -164,10 +164,8 @@ def limits_text(limits: OwnerLimits) -> str:
 
 def write_limits(path: Path, limits: OwnerLimits) -> None:
     """Atomically. Raises `UserError`."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(limits_text(limits))
-        beside.replace(path)
+        write_whole(path, limits_text(limits))
     except OSError as e:
         raise UserError(f"cannot write {path}: {e.strerror}") from None
 

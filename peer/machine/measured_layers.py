@@ -5,8 +5,8 @@ The cut is a part of the spec, and so of the run's id: only who starts a run can
 
 from __future__ import annotations
 
+import codecs
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from swarmnet.errors import SpecError
+from swarmnet.files import text_of, write_whole
 from swarmnet.protocol.membership.assignment import split_layers
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 
@@ -124,7 +125,12 @@ def show_measured(
 def write_layers(path: Path, layers: Sequence[int]) -> None:
     """Puts `layers` into the `[pipeline]` of a spec's file, all else left as it is. Raises
     `SpecError` where that cannot be done."""
-    before = path.read_text(encoding="utf-8")
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        raise SpecError(f"cannot read {path}: {e.strerror}") from None
+    written = text_of(raw, path, SpecError)
+    before = written.replace("\r\n", "\n")
     spec = parse_spec(before)
     after = _with_layers(before, f"layers = {list(layers)}")
     pipeline = spec.pipeline.model_copy(update={"layers": tuple(layers)})
@@ -133,12 +139,12 @@ def write_layers(path: Path, layers: Sequence[int]) -> None:
             f"{path}: [pipeline] is written in a way that cannot be edited; put "
             f"layers = {list(layers)} into it by hand"
         )
-    beside = path.with_name(f".{path.name}.new")
+    if before != written:
+        after = after.replace("\n", "\r\n")
+    mark = codecs.BOM_UTF8 if raw.startswith(codecs.BOM_UTF8) else b""
     try:
-        beside.write_text(after, encoding="utf-8")
-        os.replace(beside, path)
+        write_whole(path, mark + after.encode())
     except OSError as e:
-        beside.unlink(missing_ok=True)
         raise SpecError(f"{path} cannot be written: {e.strerror}") from None
 
 

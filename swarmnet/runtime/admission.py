@@ -9,6 +9,7 @@ from pathlib import Path
 
 from swarmnet.admission import INVITE_PREFIX, OPEN, Admission, Invite, InviteOnly, Open
 from swarmnet.errors import UserError
+from swarmnet.files import text_of
 from swarmnet.spec import RunSpec
 
 INVITE_FILE = "invite"
@@ -51,12 +52,13 @@ def admit(spec: RunSpec, peer_id: str, given: str, state_dir: Path | None) -> Ad
 
 
 def _given(text: str) -> Invite:
-    if text.startswith(INVITE_PREFIX):
-        return Invite.parse(text)
+    written = text.strip().removeprefix("\ufeff")
+    if written.startswith(INVITE_PREFIX):
+        return Invite.parse(written)
     path = Path(text)
     try:
         with path.open("rb") as file:
-            return Invite.parse(file.read(MAX_FILE_BYTES).decode("ascii", "replace"))
+            return Invite.parse(text_of(file.read(MAX_FILE_BYTES), path))
     except OSError as e:
         raise UserError(
             f"--invite {text[:64]} is neither an invite ({INVITE_PREFIX}...) nor a file: "

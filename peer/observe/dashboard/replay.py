@@ -47,7 +47,7 @@ def check_file(path: Path) -> None:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Objects that have an event and a time; a line that was cut off in the middle is left out."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
             for line in file:
                 if len(line) > MAX_LINE_CHARS:
                     continue

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
+from swarmnet.files import text_of
 from swarmnet.protocol.membership.addresses import by_peer, in_turns, peer_of
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.racing import LOOK_S, NoneAnswers, nothing_new, race
@@ -101,7 +102,7 @@ class Named:
                 return []
             self.run_ids[ready.peer_id] = ready.run_id
             return list(ready.addresses)
-        lines = data.decode(errors="replace").splitlines()
+        lines = text_of(data, path).splitlines()
         return [line.strip() for line in lines if line.strip()]
 
 

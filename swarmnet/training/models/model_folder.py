@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -114,7 +115,7 @@ def _license(folder: Path) -> str:
     """What the folder's model card says; empty where it says nothing."""
     try:
         with (folder / CARD).open("rb") as file:
-            text = file.read(MAX_CARD_BYTES).decode(errors="replace")
+            text = file.read(MAX_CARD_BYTES).decode("utf-8-sig", errors="replace")
     except OSError:
         return ""
     head = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
@@ -123,7 +124,8 @@ def _license(folder: Path) -> str:
 
 
 def read_bounded(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Raises `SpecError` where it cannot be read or is longer."""
+    """A file of a run. A byte order mark is left out: most readers take it for a part of the text.
+    Raises `SpecError` where it cannot be read or is longer."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -131,4 +133,4 @@ def read_bounded(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
         raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
     if len(data) > limit:
         raise SpecError(f"{path}: longer than {limit >> 20} MiB")
-    return data
+    return data.removeprefix(codecs.BOM_UTF8)

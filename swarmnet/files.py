@@ -1,0 +1,67 @@
+"""Files of this machine: what is written is whole, and what people have written is read as they
+meant it."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from swarmnet.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+WIDE_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Byte order marks of encodings that are not UTF-8, the longer ones first: one begins another."""
+
+
+def is_full(error: BaseException) -> bool:
+    """There is no room left on the disk, or the user may take no more of it. Also of errors that
+    a library has made of the system's: these have its number in their text."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL
+    return any(f"os error {number})" in str(error) for number in FULL)
+
+
+def write_whole(path: Path, data: bytes | str) -> None:
+    """In place of what is there, all of it or nothing. Raises `OSError`."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(data.encode() if isinstance(data, str) else data)
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):  # else it takes the room that others want
+            beside.unlink(missing_ok=True)
+        raise
+
+
+def append_whole(descriptor: int, data: bytes) -> None:
+    """To an open file, all of it or nothing: what comes later begins where this would have. Raises
+    `OSError`."""
+    before = os.fstat(descriptor).st_size
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        with suppress(OSError):  # a pipe cannot be cut
+            os.ftruncate(descriptor, before)
+        raise
+
+
+def text_of(data: bytes, where: object, error: type[UserError] = UserError) -> str:
+    """What a person has written, without the byte order mark that some editors begin it with.
+    Raises `error`, one line, for other encodings than UTF-8. `where`: the file, for people."""
+    for mark, encoding in WIDE_MARKS.items():
+        if data.startswith(mark):
+            raise error(f"{where} is {encoding} text; save it as UTF-8 (iconv -t UTF-8)")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise error(f"{where} is not UTF-8 text") from None
