@@ -15,6 +15,7 @@ from torch import Tensor
 from peer.commands.base_weights import fetch_base, kept_base
 from peer.commands.model_folder import Trained, check_out, write_folder
 from swarmnet.errors import UserError
+from swarmnet.files import write_whole
 from swarmnet.runtime.options import TransportName
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.runtime.seats import further_seats
@@ -208,10 +209,8 @@ class DiskParts:
 
     def put(self, stage: int, shard: int, values: Array) -> None:
         path = self._path(stage, shard)
-        beside = path.with_name(f".{path.name}")
         try:
-            beside.write_bytes(values.data)
-            beside.replace(path)
+            write_whole(path, bytes(values.data))
         except OSError as e:
             raise UserError(f"cannot write {path}: {e.strerror or e}") from None
 

@@ -3,6 +3,7 @@ model card."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from swarmnet.errors import UserError
+from swarmnet.files import is_full
 from swarmnet.spec import RunSpec
 from swarmnet.training.byte_tokenizer import byte_tokenizer_files
 from swarmnet.training.end_tokens import end_tokens
@@ -96,6 +98,7 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
     of `DTYPES`; that of the model which the run began from where it is empty. Raises `UserError`
     where it cannot be written."""
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     spec = trained.spec
@@ -127,6 +130,9 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as e:
         raise UserError(f"cannot write {out}: {e.strerror or e}") from None
+    except SafetensorError as e:
+        why = os.strerror(errno.ENOSPC) if is_full(e) else " ".join(str(e).split())[:200]
+        raise UserError(f"cannot write {out}: {why}") from None
     num_parameters = sum(t.numel() for t in tensors.values())
     return f"{out}: round {trained.round}, {num_parameters:,} parameters"
 

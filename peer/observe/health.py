@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmnet.files import write_whole
 from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.peer import Peer
 
 log = logging.getLogger("swarmnet.peer")
@@ -73,7 +74,7 @@ async def tell_health(path: Path, peer: Peer) -> None:
     """Writes the file until cancelled, then removes it."""
     began_at = asyncio.get_running_loop().time()
     seen = RoundsSeen(began_at)
-    told = ""
+    told, trouble = "", Trouble()
     try:
         while True:
             content = describe_health(peer, seen)
@@ -81,7 +82,7 @@ async def tell_health(path: Path, peer: Peer) -> None:
             if content["why"] != told and not is_new:
                 told = str(content["why"])
                 log.warning("unhealthy: %s", told) if told else log.info("healthy again")
-            await asyncio.to_thread(_write, path, content)
+            await asyncio.to_thread(_write, path, content, trouble)
             await asyncio.sleep(TELL_EVERY_S)
     finally:
         _remove(path)
@@ -115,10 +116,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def _write(path: Path, content: dict[str, object], trouble: Trouble) -> None:
     try:
-        beside.write_text(json.dumps(content) + "\n")
-        beside.replace(path)
+        write_whole(path, json.dumps(content) + "\n")
     except OSError as e:
-        log.warning("cannot write the health file %s: %s", path, e.strerror)
+        more = trouble.failed(time.monotonic())
+        if more is not None:
+            log.warning("cannot write the health file %s: %s%s", path, e.strerror, more)
+        return
+    trouble.is_over()

@@ -12,6 +12,7 @@ from typing import Any
 
 from peer.observe.events import Event
 from swarmnet.errors import UserError
+from swarmnet.files import append_whole
 
 
 class MetricsFile:
@@ -27,7 +28,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self.path = path
         try:
-            self._file = path.open("a" if append else "w", encoding="utf-8")
+            self._file = path.open("ab" if append else "wb", buffering=0)
         except OSError as error:
             raise UserError(f"cannot write --metrics {path}: {_reason(error)}") from None
 
@@ -43,17 +44,14 @@ class MetricsFile:
         if not lines:
             return
         try:
-            self._file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
-            self._file.flush()
+            text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+            append_whole(self._file.fileno(), text.encode())
         except OSError as error:
             raise UserError(f"cannot write --metrics {self.path}: {_reason(error)}") from None
 
     def close(self) -> None:
         """Idempotent."""
-        try:
-            self._file.close()
-        except OSError:
-            pass  # what could not be flushed was reported by `write`
+        self._file.close()
 
     def __enter__(self) -> MetricsFile:
         return self

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from swarmnet.errors import UserError
+from swarmnet.files import append_whole
+from swarmnet.protocol.trouble import Trouble
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -35,6 +38,7 @@ class CountedMicrobatches:
         self._path = path
         self._run_id = run_id
         self._history = history
+        self._trouble = Trouble()
 
     def __call__(self, round_index: int, slot: int) -> None:
         """A slot counts."""
@@ -46,11 +50,16 @@ class CountedMicrobatches:
 
     def _append(self, values: dict[str, Any]) -> None:
         """Never raises: a full disk does not stop training."""
+        line = json.dumps({"run_id": self._run_id, **values}) + "\n"
         try:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"run_id": self._run_id, **values}) + "\n")
+            with self._path.open("ab", buffering=0) as file:
+                append_whole(file.fileno(), line.encode())
         except OSError as e:
-            log.warning("%s: %s; not on record: %s", self._path, e.strerror, values)
+            more = self._trouble.failed(time.monotonic())
+            if more is not None:
+                log.warning("%s: %s; not on record: %s%s", self._path, e.strerror, values, more)
+            return
+        self._trouble.is_over()
 
 
 def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, list[int]]:

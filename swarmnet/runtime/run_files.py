@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet.errors import AddressError, SwarmnetError, UserError
+from swarmnet.files import write_whole
 from swarmnet.spec import FileSpec
 from swarmnet.swarm.initial.files import fetch_file
 from swarmnet.transport.base import Transport
@@ -54,11 +54,9 @@ class RunFiles:
         """Keeps files of the run. Raises `UserError`."""
         for name, data in contents.items():
             path = self._path(self.files[name].sha256)
-            beside = path.with_name(f".{path.name}.{os.getpid()}")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                beside.write_bytes(data)
-                beside.replace(path)
+                write_whole(path, data)
             except OSError as e:
                 raise UserError(f"cannot write {path}: {e.strerror or e}") from None
 

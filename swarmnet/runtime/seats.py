@@ -60,10 +60,12 @@ class Seats:
         self.further: dict[int, tuple[Peer, asyncio.Task[None]]] = {}
         self._stopping = asyncio.Event()
         self._too_many = 0
+        self._unsaved: list[str] = []
+        """Of the further ones that have left."""
 
     async def run(self, neighbours: list[str]) -> None:
         """Returns when all have left. Where one fails that a person wants, the others are cut off
-        too."""
+        too. Raises `UserError` where one has left what only it had on no disk."""
         first = asyncio.ensure_future(self.first.run(neighbours))
         keeping = asyncio.ensure_future(self._keep())
         try:
@@ -77,6 +79,8 @@ class Seats:
                 self.further = {s: e for s, e in self.further.items() if not e[1].done()}
                 if first.done():
                     self.stop()
+            if lost := [line for line in (self.first.unsaved, *self._unsaved) if line]:
+                raise UserError("; ".join(lost))
         finally:
             tasks = self._lives(first, keeping)
             for task in tasks:
@@ -136,6 +140,7 @@ class Seats:
         try:
             async with parts:
                 await peer.run([self.first.gossip.own.peer_id])
+                self._unsaved.append(peer.unsaved)
         except FAILURES as e:
             self._go_on_after(e)
 

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.files import write_whole
 from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import RunSpec
 
@@ -77,9 +78,7 @@ def _kept(path: Path, key: str) -> float:
 
 def _keep(path: Path, key: str, layer_s: float) -> None:
     try:
-        beside = path.with_name(f".{path.name}")
-        beside.write_text(json.dumps({"key": key, "layer_s": layer_s}) + "\n")
-        beside.replace(path)
+        write_whole(path, json.dumps({"key": key, "layer_s": layer_s}) + "\n")
     except OSError as e:
         log.warning("the measured speed cannot be kept in %s: %s", path, e.strerror)
 

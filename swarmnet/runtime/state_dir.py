@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmnet.errors import UserError
+from swarmnet.files import write_whole
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -60,10 +61,8 @@ def next_incarnation(state_dir: Path, now_unix_s: float) -> int:
     except (OSError, ValueError):
         last = 0
     incarnation = max(now_ms, last + 1) if 0 <= last < MAX_INCARNATION else now_ms
-    beside = path.with_name(f".{path.name}")
     try:
-        beside.write_text(f"{incarnation}\n")
-        beside.replace(path)
+        write_whole(path, f"{incarnation}\n")
     except OSError as e:
         log.warning("the start cannot be noted in %s: %s", path, e.strerror)
     return incarnation

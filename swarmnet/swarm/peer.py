@@ -122,6 +122,8 @@ class Peer:
         self._stopping = asyncio.Event()
         self._served: ServedStage | None = None
         self._others_here: list[str] = []
+        self.unsaved = ""
+        """Once it has left: why what only it had is on no disk; empty where that is not so."""
         self._build_membership()
         self._build_pipeline()
         self._build_lifecycle()
@@ -456,7 +458,12 @@ class Peer:
         served = self._served
         if served is not None:
             if not living.done():
+                is_alone = not served.departure.others(ACTIVE)
                 await self._hand_over(served, "left before others had taken over every shard")
+                if self.checkpointing is not None and served.replica.synced:
+                    self.unsaved = await self.checkpointing.unsaved(
+                        served.replica, is_needed=is_alone
+                    )
             self._speed.stopped(served.replica.index)
         if self.feeder is not None:
             self.feeder.leave()

@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.files import is_full
 from swarmnet.protocol.recovery import STRIDES
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import CodingErrors, OwnSteps, Saved, Snapshot
@@ -181,14 +182,23 @@ class CheckpointStore:
         return self.folder / f"round-{round_index:08d}"
 
     def save(self, snapshot: Snapshot) -> None:
-        """Writes a checkpoint; one of the same round is replaced. Raises `CheckpointError`."""
+        """Writes a checkpoint; one of the same round is replaced. Where the disk is full, older
+        ones make room for it, but the newest. Raises `CheckpointError`; nothing of the new one is
+        left on the disk then."""
         target = self.path(snapshot.round)
         unfinished = self.folder / f"{UNFINISHED}{target.name}"
         with _one_line(target):
-            self._remove_leftovers()
-            unfinished.mkdir(parents=True)
-            self._write(unfinished, snapshot)
-            _put(unfinished, target)
+            while True:
+                self._remove_leftovers()
+                try:
+                    unfinished.mkdir(parents=True)
+                    self._write(unfinished, snapshot)
+                    _put(unfinished, target)
+                    break
+                except (OSError, SafetensorError) as e:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    if not (is_full(e) and self._make_room()):
+                        raise
             self._prune()
 
     def load(self, round_index: int) -> Snapshot:
@@ -309,6 +319,23 @@ class CheckpointStore:
         if self.folder.is_dir():
             for path in sorted(self.folder.glob(f"{UNFINISHED}*")):
                 shutil.rmtree(path)
+
+    def _make_room(self) -> bool:
+        """Removes the checkpoint that is missed least; False where only the newest is left. First
+        those that no restart of this run needs, the one with the best held-out loss last of them;
+        then the older ones of the newest."""
+        found = self._found()
+        if len(found) < 2:
+            return False
+        newest = max(found, key=lambda one: (one[1].history, one[1].round))
+        of_history = [one for one in found if one[1].history == newest[1].history]
+        present = of_history[-self._keep :]
+        best = best_round(read_losses(self.folder), {meta.round for _, meta in found})
+        others = sorted(
+            (one for one in found if one not in present), key=lambda one: one[1].round == best
+        )
+        _remove((others or present)[0][0])
+        return True
 
     def _prune(self) -> None:
         """Keeps the newest of the newest history, and the two newest of every second, fourth and

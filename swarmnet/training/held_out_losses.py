@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from swarmnet.files import write_whole
 from swarmnet.protocol.membership.records import MAX_LOSS
 
 FILE = "held_out.json"
@@ -34,9 +35,7 @@ def add_losses(folder: Path, losses: Mapping[int, float]) -> None:
         return
     kept = {r: found[r] for r in sorted(found)[-MAX_KEPT:]}
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{FILE}"
-    beside.write_text(json.dumps(kept) + "\n")
-    beside.replace(folder / FILE)
+    write_whole(folder / FILE, json.dumps(kept) + "\n")
 
 
 def best_round(losses: Mapping[int, float], among: set[int]) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet.errors import UserError
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.seats import SeatCount, Seats
@@ -35,6 +36,7 @@ class Serving:
             changed=SimpleNamespace(wait=asyncio.sleep), own=SimpleNamespace(peer_id=peer_id)
         )
         self.has_left = False
+        self.unsaved = ""
         self._fails_after_s = fails_after_s
         self._stopped = asyncio.Event()
 
@@ -47,6 +49,31 @@ class Serving:
 
     def stop(self) -> None:
         self._stopped.set()
+
+
+def test_a_state_that_is_on_no_disk_is_an_error_once_all_have_left() -> None:
+    """None of the others is cut off by it."""
+
+    async def scenario() -> None:
+        first, further = Serving(), Serving("m/1")
+        further.unsaved = "stage 1 ends unsaved"
+
+        async def make(seat: int, parts: AsyncExitStack) -> Any:
+            return further
+
+        async def two(num_here: int) -> int:
+            return 2
+
+        seats = Seats(first, two, make, False)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(seats.run([]))
+        await asyncio.sleep(10.0)
+        seats.stop()
+        with pytest.raises(UserError, match="stage 1 ends unsaved"):
+            await running
+        assert first.has_left
+        assert further.has_left
+
+    run(scenario())
 
 
 async def make_nothing(seat: int, parts: AsyncExitStack) -> Any:

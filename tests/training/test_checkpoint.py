@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from swarmnet.spec import RunSpec
@@ -286,3 +287,57 @@ def test_a_checkpoint_from_before_there_were_own_steps_is_read(tmp_path: Path) -
     del values["own_steps"]
     path.write_text(json.dumps(values))
     assert store(tmp_path).load(10).own_steps == ()
+
+
+def full_after(num_checkpoints: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The disk under a folder has room for so many checkpoints: writing more fails half-way."""
+    real = checkpoint.save_file
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        num_there = sum(1 for _ in folder.glob(f"checkpoints/*/*/{path.name}"))
+        if num_there >= num_checkpoints:
+            path.write_bytes(b"cut off")
+            raise SafetensorError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            )
+        real(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_older_checkpoints_make_room_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """And never the newest: where there is room for one alone, that one stays."""
+    store = CheckpointStore(tmp_path, SPEC, keep=3, every=1)
+    full_after(room, monkeypatch, tmp_path)
+    saved = []
+    for r in range(1, 9):
+        if room == 1 and saved:
+            with pytest.raises(CheckpointError, match="No space left"):
+                store.save(snapshot(r))
+        else:
+            store.save(snapshot(r))
+            saved.append(r)
+        there = {s.round for s in store.available()}
+        assert max(saved) in there
+        assert not list(store.folder.glob(".unfinished-*"))
+        store.load(max(saved))
+
+
+def test_what_others_fetch_and_the_best_make_room_before_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, SPEC)
+    for r in (1, 2, 3, 4):
+        store.note_held_out({2: 0.5})
+        store.keep([1])
+        store.save(snapshot(r))
+    assert [s.round for s in store.available()] == [1, 2, 3, 4]
+    full_after(4, monkeypatch, tmp_path)
+    store.save(snapshot(5))
+    assert [s.round for s in store.available()] == [2, 4, 5]
+    full_after(3, monkeypatch, tmp_path)
+    store.save(snapshot(6))
+    assert [s.round for s in store.available()] == [5, 6]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarmnet.files import write_whole
 from swarmnet.protocol.membership.addresses import of_all, peer_of
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, OBSERVING
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.trouble import Trouble
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -35,6 +37,7 @@ class KnownPeers:
     """Addresses by peer id, the latest met last."""
     own: Sequence[str] = ()
     """This machine's addresses."""
+    _trouble: Trouble = field(default_factory=Trouble)
 
     @classmethod
     def load(cls, state_dir: Path) -> KnownPeers:
@@ -78,12 +81,16 @@ class KnownPeers:
 
     def save(self) -> None:
         """Atomically; a disk that is full is no reason to stop."""
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps({"run_id": self.run_id, "peers": self.peers}))
-            beside.replace(self.path)
+            write_whole(self.path, json.dumps({"run_id": self.run_id, "peers": self.peers}))
         except OSError as e:
-            log.warning("cannot remember the peers of the run in %s: %s", self.path, e.strerror)
+            more = self._trouble.failed(time.monotonic())
+            if more is not None:
+                log.warning(
+                    "cannot remember the peers of the run in %s: %s%s", self.path, e.strerror, more
+                )
+            return
+        self._trouble.is_over()
 
     def latest_first(self) -> dict[str, tuple[str, ...]]:
         return dict(reversed(self.peers.items()))

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarmnet.errors import UserError
+from swarmnet.files import write_whole
 from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.peer")
@@ -77,11 +78,9 @@ def write_ready_file(
     """Says that this process listens. A reader sees the whole file or none. Raises `UserError`
     where it cannot be written."""
     path = ready_file_of(path, peer_id)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     ready = Ready(addresses[0], peer_id, os.getpid(), tuple(addresses), run_id, name, began_unix_s)
     try:
-        beside.write_text(json.dumps(asdict(ready)) + "\n")
-        beside.replace(path)
+        write_whole(path, json.dumps(asdict(ready)) + "\n")
     except OSError as e:
         raise UserError(f"cannot write the ready file {path}: {e.strerror}") from None
 

@@ -18,6 +18,7 @@ from swarmnet.protocol import recovery
 from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.records import MAX_LOSS
 from swarmnet.protocol.timing import BULK_S
+from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
@@ -69,6 +70,9 @@ class Checkpointing:
         self._unwritten: dict[int, float] = {}
         """Held-out losses that are not on the disk yet, by round."""
         self._noted: dict[int, float] = {}
+        self._trouble, self._trouble_with_losses = Trouble(), Trouble()
+        self._failure = ""
+        """Why the newest state that was to be saved is not on the disk."""
 
     async def opened(self, replica: Replica, averaging: Averaging) -> None:
         """A round has opened: saves its beginning when it is due. A checkpoint that is due
@@ -97,11 +101,19 @@ class Checkpointing:
                 self._unwritten[told.round] = told.loss
 
     async def _write_losses(self) -> None:
-        """Raises `OSError` or `SwarmnetError`."""
-        if news := self._unwritten:
-            self._unwritten = {}
+        """What cannot be written now is tried again with what is heard later."""
+        if not (news := dict(self._unwritten)):
+            return
+        try:
             await self.disk.worker.run(lambda: self.disk.checkpoints.note_held_out(news))
-            self._noted |= news
+        except (SwarmnetError, OSError) as e:
+            more = self._trouble_with_losses.failed(asyncio.get_running_loop().time())
+            if more is not None:
+                log.warning("a held-out loss was not noted: %s%s", e, more)
+            return
+        self._trouble_with_losses.is_over()
+        self._noted |= news
+        self._unwritten = {r: x for r, x in self._unwritten.items() if news.get(r) != x}
 
     async def _await_measurement(self, r: int) -> None:
         """The last one comes after the last checkpoint, where there is anybody who measures."""
@@ -109,10 +121,7 @@ class Checkpointing:
         until = loop.time() + LAST_MEASUREMENT_S
         while r not in self._noted and loop.time() < until:
             self._hear_losses()
-            try:
-                await self._write_losses()
-            except (SwarmnetError, OSError) as e:
-                log.warning("a held-out loss was not noted: %s", e)
+            await self._write_losses()
             if not measurers(self.gossip.view, loop.time()):
                 return
             await self.gossip.changed.wait(LOOK_AGAIN_S)
@@ -141,7 +150,26 @@ class Checkpointing:
             async with asyncio.timeout(LAST_SAVE_S):
                 await self._save(replica, averaging, is_leaving=True)
         except TimeoutError:
+            self._failure = "the disk took too long"
             log.warning("left before its last checkpoint was written")
+
+    async def unsaved(self, replica: Replica, *, is_needed: bool) -> str:
+        """Why a replica that ends with the run, or whose stage has no other (`is_needed`), leaves a
+        state that is on no disk, in a line; empty where it does not."""
+        state = (replica.index, replica.round)
+        is_saved = not self._failure or not replica.round or self._last == state
+        if is_saved or not (is_needed or replica.round >= self.rounds):
+            return ""
+        try:
+            saved = await self.disk.worker.run(self.disk.checkpoints.available)
+        except (SwarmnetError, OSError):
+            saved = ()
+        rounds = [s.round for s in saved if s.stage == replica.index]
+        there = f"the newest checkpoint here is of round {max(rounds)}" if rounds else ""
+        return (
+            f"stage {replica.index} ends unsaved in round {replica.round} ({self._failure}); "
+            f"{there or 'there is no checkpoint of it here'}"
+        )
 
     def restored(self, replica: Replica) -> None:
         """The replica's state came from the disk."""
@@ -159,10 +187,16 @@ class Checkpointing:
                     if snapshot is not None:
                         if not (is_leaving and await self._is_worse(snapshot, replica)):
                             await self._write(snapshot)
+                        self._failure = ""
+                        if self._trouble.is_over():
+                            log.warning("checkpoints are written again: round %d", snapshot.round)
                         return
                     await self.gossip.changed.wait(LOOK_AGAIN_S)
             except (SwarmnetError, OSError) as e:
-                log.warning("no checkpoint of round %d: %s", replica.round, e)
+                self._failure = str(e)
+                more = self._trouble.failed(asyncio.get_running_loop().time())
+                if more is not None:
+                    log.warning("no checkpoint of round %d: %s%s", replica.round, e, more)
 
     async def _is_worse(self, snapshot: Snapshot, replica: Replica) -> bool:
         """It lacks moments that the replica has, and an older checkpoint of the stage has some."""
