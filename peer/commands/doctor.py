@@ -19,12 +19,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from peer.commands.doctor_nat import check_nat
+from peer.commands.doctor_nat import check_nat, is_loopback
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.identity import Identity
 from swarmnet.needs import PY_LIBP2P, install_command
+from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.runtime.options import ANY_INTERFACE, TransportName
 from swarmnet.spec import RunSpec, load_spec
@@ -84,7 +85,7 @@ async def run_doctor(options: DoctorOptions, console: Console) -> int:
         for finding in findings:
             found.append(finding)
             if not options.as_json:
-                console.print(_line(finding), soft_wrap=True, highlight=False)
+                console.print(_line(finding), soft_wrap=True, highlight=False, markup=True)
 
     for check in (check_python, check_package, check_torch, check_memory):
         tell(await asyncio.to_thread(check))
@@ -98,7 +99,7 @@ async def run_doctor(options: DoctorOptions, console: Console) -> int:
         tell(await asyncio.to_thread(check_spec, spec, _existing(options.state_dir)))
     num_bad = sum(f.level == BAD for f in found)
     if options.as_json:
-        console.print_json(json.dumps([asdict(f) for f in found]))
+        console.print_json(json.dumps([asdict(f) for f in found]), ensure_ascii=True)
     else:
         console.print(_verdict(num_bad, sum(f.level == WARNING for f in found)))
     return num_bad
@@ -299,9 +300,13 @@ async def _ask(
     found = [Finding("the way out", GOOD, text)]
     transport.set_run(spec.run_id)
     # p2pd goes out from the port on which it listens where it is asked to, py-libp2p never.
-    nat = check_nat(transport, peer_id, can_compare=options.transport == "p2pd")
+    hosts = {_host(a) for a in own}
+    named = {_host(a) for a in given if peer_of(a) == peer_id}
+    is_here = all(host in hosts or is_loopback(host) for host in named)
+    can_compare = options.transport == "p2pd"
+    nat = check_nat(transport, peer_id, can_compare=can_compare, own_hosts=hosts, is_here=is_here)
     for check in (
-        check_way_in(transport, peer_id, own),
+        check_way_in(transport, peer_id, own, is_here=is_here),
         nat,
         check_speed(transport, peer_id),
     ):
@@ -312,8 +317,11 @@ async def _ask(
     return found, spec
 
 
-async def check_way_in(transport: Transport, peer_id: str, own: Sequence[str]) -> list[Finding]:
-    """Asks the peer to dial the addresses of the listening identity, which it has never met."""
+async def check_way_in(
+    transport: Transport, peer_id: str, own: Sequence[str], *, is_here: bool = False
+) -> list[Finding]:
+    """Asks the peer to dial the addresses of the listening identity, which it has never met.
+    `is_here`: it runs on this machine, so that it cannot tell what others reach."""
     asked = tuple(sorted(own, key=is_private))[:MAX_DIAL_BACK]
     reply = await transport.call(
         peer_id, "dial_back", Message(DialBackRequest(asked)), timeout_s=PROBE_TIMEOUT_S
@@ -324,10 +332,16 @@ async def check_way_in(transport: Transport, peer_id: str, own: Sequence[str]) -
     reached = [_host(a) for a, reason in pairs if not reason]
     if reached:
         text = f"that peer reached this machine at {', '.join(reached)}"
-        if all(is_private(a) for a, reason in pairs if not reason):
+        if is_here:
+            text += " (it runs on this machine: whether others do, only others can tell)"
+        elif all(is_private(a) for a, reason in pairs if not reason):
             text += " (a private address: peers elsewhere may not)"
         return [*found, Finding("the way in", GOOD, text)]
     why = pairs[0][1] if pairs else "no address"
+    if is_here:
+        text = f"not reached ({why}), though that peer runs on this machine"
+        mend = "see which addresses this machine has, and what its firewall lets through"
+        return [*found, Finding("the way in", WARNING, text, mend)]
     nat = "this machine is behind NAT (it has private addresses only)"
     text = nat if all(is_private(a) for a in own) else "a firewall is in the way"
     mend = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ipaddress
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding
@@ -31,22 +32,50 @@ MEND = (
 )
 
 
-async def check_nat(transport: Any, peer_id: str, *, can_compare: bool) -> list[Finding]:
+async def check_nat(
+    transport: Any,
+    peer_id: str,
+    *,
+    can_compare: bool,
+    own_hosts: Collection[str] = (),
+    is_here: bool = False,
+) -> list[Finding]:
     """NAT and relays, by the word of the peers that `peer_id` knows. `can_compare`: the transport
-    goes out from the port on which it listens, so that what different peers see can be compared."""
+    goes out from the port on which it listens, so that what different peers see can be compared.
+    `own_hosts`: IP addresses of this machine, whose own peers (`is_here`: `peer_id` is one) see
+    nothing of a NAT."""
     others = await _others(transport, peer_id)
-    judges = [peer_id]
+    judges = [] if is_here else [peer_id]
     for record in others:
         if len(judges) >= NUM_JUDGES:
             break
+        if is_on(own_hosts, record):
+            continue
         if await _can_reach(transport, record):
             judges.append(record.peer_id)
+    if not judges:
+        text = "not looked into: all peers that can be asked run on this machine"
+        return [Finding("NAT", SKIPPED, text, "name a peer on another one with --join")]
     sights = await look_from(transport, judges)
     pairs = [host_and_port(a) for a in transport.own_addresses()]
     own_hosts = [pair[0] for pair in pairs if pair is not None]
     found = [describe_nat(own_hosts, sights, can_compare=can_compare)]
-    candidates = [peer_id, *(r.peer_id for r in others if r.peer_id in judges)]
+    candidates = [*judges[:1], *(r.peer_id for r in others if r.peer_id in judges)]
     return [*found, await _check_relay(transport, candidates, is_reachable(sights))]
+
+
+def is_on(own_hosts: Collection[str], record: Record) -> bool:
+    """A peer says of itself that it is on the machine with these IP addresses."""
+    pairs = [pair for pair in map(host_and_port, record.addresses) if pair is not None]
+    hosts = {host for host, _ in pairs if not is_loopback(host)}
+    return bool(pairs) and hosts <= set(own_hosts)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def describe_nat(

@@ -14,6 +14,7 @@ import pytest
 
 from peer.commands import doctor
 from peer.commands.doctor import BAD, GOOD, SKIPPED, WARNING
+from peer.commands.doctor_nat import check_nat, is_on
 from peer.options import default_spec_path
 from swarmnet.errors import Busy, Unreachable
 from swarmnet.identity import Identity
@@ -208,6 +209,41 @@ def test_the_report_of_a_machine_that_nobody_reaches() -> None:
         assert only(found, "the way in").level == GOOD
 
     run_virtual(main())
+
+
+def test_a_peer_of_this_machine_says_nothing_of_its_nat() -> None:
+    """Neither where it reaches the asker nor where it does not is a router spoken of."""
+
+    async def main() -> None:
+        helper = Helper()
+        for own in ([f"/memory/p2p/{helper.listener}"], ["/ip4/192.168.1.7/tcp/4001/p2p/x"]):
+            found = await doctor.check_way_in(helper.asker, "helper", own, is_here=True)
+            finding = only(found, "the way in")
+            assert "on this machine" in finding.found
+            assert "NAT" not in finding.found
+            assert "forward" not in finding.mend
+        here = {"192.168.1.7"}
+        found = await check_nat(
+            helper.asker, "helper", can_compare=True, own_hosts=here, is_here=True
+        )
+        assert [(f.check, f.level) for f in found] == [("NAT", SKIPPED)]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("addresses", "is_here"),
+    [
+        (["/ip4/127.0.0.1/tcp/1/p2p/x"], True),
+        (["/ip4/192.168.1.7/tcp/1/p2p/x", "/ip4/127.0.0.1/tcp/1/p2p/x"], True),
+        (["/ip4/192.168.1.8/tcp/1/p2p/x", "/ip4/127.0.0.1/tcp/1/p2p/x"], False),
+        (["/ip4/93.184.215.14/tcp/1/p2p/x"], False),
+        ([], False),
+    ],
+)
+def test_which_peers_are_on_this_machine(addresses: list[str], is_here: bool) -> None:
+    record = Record("x", "run", 1, 1, addresses=tuple(addresses))
+    assert is_on({"192.168.1.7", "127.0.0.1"}, record) is is_here
 
 
 def test_a_clock_that_is_wrong() -> None:
