@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from peer.console import never_fail, without_controls
 from peer.grouped import grouped
 from peer.options import (
     LOOPBACK,
@@ -110,8 +111,8 @@ def peer(
 ) -> None:
     """Train on this machine: start a run, or join one.
 
-    [bold]swarmnet peer --spec run.toml[/bold] starts a run and prints the line that joins it;
-    [bold]swarmnet peer --join ADDR[/bold] joins. Ctrl-C finishes what is under way and leaves.
+    `swarmnet peer --spec run.toml` starts a run and prints the line that joins it;
+    `swarmnet peer --join ADDR` joins. Ctrl-C finishes what is under way and leaves.
     """
     if output.parent_pid is not None:
         from peer.loop import end_with_parent
@@ -178,9 +179,8 @@ def status(
     """Take one look at a run: coverage, throughput, round and loss."""
 
     def work() -> None:
-        from rich.console import Console
-
         from peer.commands.status import show_status, watch_status
+        from peer.console import make_console
 
         if watch and as_json:
             raise UsageError("--watch is for people; repeat --json where a program wants to look")
@@ -188,9 +188,9 @@ def status(
             from peer.loop import Stopped, run
 
             with suppress(Stopped):  # how it ends
-                run(watch_status(address, transport=transport, console=Console()))
+                run(watch_status(address, transport=transport, console=make_console()))
         else:
-            _run(show_status(address, as_json=as_json, transport=transport, console=Console()))
+            _run(show_status(address, as_json=as_json, transport=transport, console=make_console()))
 
     _guarded(work, debug)
 
@@ -271,14 +271,13 @@ def doctor(
     """Check this machine and its network, and say how to mend what is wrong."""
 
     def work() -> None:
-        from rich.console import Console
-
         from peer.commands.doctor import DoctorOptions, run_doctor
+        from peer.console import make_console
 
         options = DoctorOptions(tuple(join or ()), spec, port, state_dir, transport, as_json)
 
         async def check() -> None:
-            if await run_doctor(options, Console()):
+            if await run_doctor(options, make_console()):
                 raise typer.Exit(EXIT_FAILED)
 
         _run(check())
@@ -395,12 +394,11 @@ def data(
     """Show what a model sees of a run's data: documents, tokens, first samples, what is masked."""
 
     def work() -> None:
-        from rich.console import Console
-
         from peer.commands.data import DataOptions, show_data
+        from peer.console import make_console
 
         options = DataOptions(spec, tuple(paths or ()), tokenizer, samples, as_json)
-        show_data(options, Console())
+        show_data(options, make_console())
 
     _guarded(work, debug)
 
@@ -434,7 +432,7 @@ def plan(
     """Say how much memory a replica of each stage needs, or how to cut the layers into stages."""
 
     def work() -> None:
-        from rich.console import Console
+        from peer.console import make_console
 
         if write and not measure:
             raise UsageError("--write goes with --measure")
@@ -449,12 +447,12 @@ def plan(
                 device=device,
                 write=write,
                 as_json=as_json,
-                console=Console(),
+                console=make_console(),
             )
             return
         from peer.commands.plan import PlanOptions, show_plan
 
-        show_plan(PlanOptions(spec, replicas, in_flight, precision, as_json), Console())
+        show_plan(PlanOptions(spec, replicas, in_flight, precision, as_json), make_console())
 
     _guarded(work, debug)
 
@@ -598,7 +596,7 @@ def _describe(error: Exception, debug: bool) -> str:
 
 
 def _complain(line: str) -> None:
-    sys.stderr.write(f"swarmnet: {line}\n")
+    sys.stderr.write(f"swarmnet: {without_controls(line)}\n")
     sys.stderr.flush()
 
 
@@ -607,7 +605,7 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.write(without_controls(self.format(record)) + "\n")
             sys.stderr.flush()
         except Exception:
             self.handleError(record)
@@ -623,10 +621,29 @@ def _log_to_stderr(debug: bool) -> None:
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
 
 
+def the_command() -> Any:
+    """What the parser makes of `app`. Its help is plain text: brackets in it are no markup."""
+    command: Any = typer.main.get_command(app)
+    for one in (command, *command.commands.values()):
+        one.help = _as_text(one.help)
+        for parameter in one.params:
+            parameter.help = _as_text(getattr(parameter, "help", None))
+    return command
+
+
+def _as_text(text: str | None) -> str | None:
+    if text is None or "[" not in text:
+        return text
+    from rich.markup import escape  # not before somebody needs it
+
+    return escape(text)
+
+
 def run_command(arguments: Sequence[str]) -> int:
     """Runs one command line (without the program's name); returns the exit code."""
+    never_fail()
     try:
-        code = app(list(arguments), prog_name="swarmnet", standalone_mode=False)
+        code = the_command()(list(arguments), prog_name="swarmnet", standalone_mode=False)
     except ClickException as error:
         context = getattr(error, "ctx", None)
         if type(error).__name__ == "NoArgsIsHelpError":

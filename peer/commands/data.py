@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from peer.console import without_controls
 from swarmnet.errors import DataError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.batch import IGNORED
@@ -45,7 +46,8 @@ def show_data(options: DataOptions, console: Console) -> None:
     rounds = spec.optimizer.rounds or num_rounds(spec, data)
     if options.as_json:
         values = _values(data, rounds, options.samples)
-        console.print_json(json.dumps({**values, "sequence_length": spec.sequence_length}))
+        values["sequence_length"] = spec.sequence_length
+        console.print_json(json.dumps(values), ensure_ascii=True)
         return
     for k, source in enumerate(data.sources):
         about = source.about
@@ -140,4 +142,4 @@ def _counted(left_out: dict[str, int]) -> str:
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(without_controls(line), markup=False, highlight=False, soft_wrap=True)

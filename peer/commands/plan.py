@@ -75,7 +75,7 @@ def show_plan(options: PlanOptions, console: Console) -> None:
             "mode": spec.sync.mode,
             "stages": stages,
         }
-        console.print_json(json.dumps(plan))
+        console.print_json(json.dumps(plan), ensure_ascii=True)
         return
     console.print(_table(rows))
     console.print(_policies(policies))

@@ -9,6 +9,7 @@ import time
 from rich.console import Console
 from rich.live import Live
 
+from peer.console import without_controls
 from peer.observe.observing import JoinRun, RunObserver, join_run, wait_for_run
 from peer.observe.report import monitor_of
 from peer.observe.screen import dashboard
@@ -44,7 +45,7 @@ async def show_status(
         about = {"name": spec.name, "run_id": spec.run_id}
         console.file.write(json.dumps({**about, **model.to_json()}) + "\n")
     else:
-        console.print(describe(spec), highlight=False, markup=False)
+        console.print(without_controls(describe(spec)), highlight=False, markup=False)
         console.print(dashboard(spec, model))
 
 

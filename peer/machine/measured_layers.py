@@ -100,7 +100,7 @@ def show_measured(
             "present_slowest_stage_s": found.present.slowest_s,
             "where": found.where,
         }
-        console.print_json(json.dumps(values))
+        console.print_json(json.dumps(values), ensure_ascii=True)
         return
     is_given = found.present.layers == spec.pipeline.layers
     means = "its [pipeline] layers" if is_given else "estimated cost"

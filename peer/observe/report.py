@@ -11,8 +11,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Protocol
 
-from rich.console import Console
-
+from peer.console import make_console
 from peer.observe.dashboard.hub import Hub, state_of
 from peer.observe.events import Event
 from peer.observe.metrics import MetricsFile
@@ -74,12 +73,6 @@ def monitor_of(spec: RunSpec) -> Monitor:
     )
 
 
-def make_console() -> Console:
-    """Wide enough for the tables where there is no terminal to ask."""
-    console = PeerConsole(highlight=False)
-    return console if console.is_terminal else PeerConsole(highlight=False, width=PLAIN_WIDTH)
-
-
 def speaks_for_all(view: View, now: float) -> bool:
     """Whether this peer prints what is of the whole run, where all print to one log: the first of
     the live replicas does, by peer id; and everybody while there is none."""
@@ -100,7 +93,7 @@ class Reporter:
     ) -> None:
         self.spec = spec
         self.monitor = monitor_of(spec)
-        self.screen = Screen(make_console(), mode)
+        self.screen = Screen(make_console(PeerConsole, PLAIN_WIDTH), mode)
         self._is_shared = mode == "shared"
         self.metrics = metrics
         self.hub = hub

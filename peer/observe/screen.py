@@ -6,14 +6,17 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from peer.console import without_controls
 from peer.observe.events import CheckpointSaved, Event, RoundFinished
 from peer.observe.text import coverage, number, sentence, short_id, size
 from peer.observe.view_model import PeerRow, StageRow, ViewModel
@@ -102,7 +105,8 @@ class Screen:
 
     def say(self, line: str) -> None:
         """A line of text, as it is (no markup), never wrapped: it may be there to be copied."""
-        self._speak(lambda: self.console.print(Text(line), soft_wrap=True))
+        text = Text(without_controls(line))
+        self._speak(lambda: self.console.print(text, soft_wrap=True))
 
     def draw(self, renderable: RenderableType) -> None:
         """Something that stays, such as the summary."""
@@ -136,7 +140,12 @@ def dashboard(spec: RunSpec, model: ViewModel, limits: str = "") -> RenderableTy
         parts += [Text(), Text(f"limits: {limits}", "yellow")]
     if model.peers:
         parts += [Text(), peers_table(model.peers)]
-    return Panel(Group(*parts), title=Text(spec.name), title_align="left", border_style="cyan")
+    return Panel(
+        Group(*parts),
+        title=Text(without_controls(spec.name)),
+        title_align="left",
+        border_style="cyan",
+    )
 
 
 def _numbers(model: ViewModel) -> RenderableType:
@@ -163,13 +172,32 @@ def _numbers(model: ViewModel) -> RenderableType:
     return table
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One for each replica of a stage, with what the terminal's encoding has."""
+
+    num_replicas: int
+    num_joining: int
+
+    def text(self, is_ascii: bool) -> Text:
+        full, hollow = "#o" if is_ascii else "■□"
+        blocks = Text(full * self.num_replicas, "green")
+        blocks.append(hollow * self.num_joining, "yellow")
+        if self.num_replicas == 0:
+            blocks.append(" nobody serves it", "red")
+        return blocks
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.text(options.ascii_only)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self.text(options.ascii_only))
+
+
 def _stages(stages: Sequence[StageRow]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for row in stages[:MAX_STAGES_SHOWN]:
-        blocks = Text("■" * row.num_replicas, "green")
-        blocks.append("□" * row.num_joining, "yellow")
-        if row.num_replicas == 0:
-            blocks.append(" nobody serves it", "red")
+        blocks = Blocks(row.num_replicas, row.num_joining)
         rate = f"{number(row.samples_per_s, 1)} samples/s" if row.samples_per_s else ""
         risk = Text(row.risk if row.num_replicas else "", "yellow")
         table.add_row(Text(f"stage {row.stage}", "dim"), blocks, rate, risk)
@@ -194,7 +222,7 @@ def peers_table(peers: Sequence[PeerRow]) -> Table:
         table.add_row(
             Text(short_id(row.peer_id)),
             str(row.stage) if row.stage >= 0 else "-",
-            Text(_state(row), STATE_STYLES.get(row.state, "dim")),
+            Text(without_controls(_state(row)), STATE_STYLES.get(row.state, "dim")),
             str(row.round),
             number(row.samples_per_s, 1) if row.samples_per_s else "-",
             str(row.queue_length),

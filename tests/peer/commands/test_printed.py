@@ -1,0 +1,124 @@
+"""What commands print is what was written: brackets, on any terminal, and no command of others to
+the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from peer.cli import run_command, the_command
+from peer.console import make_console, never_fail, without_controls
+from peer.observe.screen import Screen, dashboard
+from peer.observe.view_model import StageRow, ViewModel
+from tests.training.specs import small_spec
+
+COMMAND: Any = the_command()
+BRACKETS = re.compile(r"\[[^\]]*\]")
+
+
+@pytest.mark.parametrize("name", ["", *sorted(COMMAND.commands)])
+def test_help_has_every_bracket_that_was_written(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setenv("TERMINAL_WIDTH", "1000")
+    command = COMMAND.commands[name] if name else COMMAND
+    run_command([*([name] if name else []), "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    texts = [command.help, *(getattr(p, "help", None) for p in command.params)]
+    written = [text.replace("\\[", "[") for text in texts if text]
+    wanted = [mark for text in written for mark in BRACKETS.findall(" ".join(text.split()))]
+    if name in ("export", "simulate"):
+        assert wanted
+    for mark in wanted:
+        assert mark in printed
+
+
+def test_brackets_in_what_is_printed_are_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_console().print("[lora] r of [/work/x] and [bold]")
+    assert "[lora] r of [/work/x] and [bold]" in capsys.readouterr().out
+    path = tmp_path / "[model]" / "[red]run.toml"
+    assert run_command(["data", str(path)]) == 1
+    assert f"cannot read {path}" in capsys.readouterr().err
+
+
+STAGES = (StageRow(0, 2, 1, 3.5), StageRow(1, 0, 0, 0.0))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_of_any_encoding_shows_every_line(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    never_fail()
+    screen = Screen(make_console())
+    screen.say("über ■ \udcff")
+    screen.draw(dashboard(small_spec(), model()))
+    screen.say("swarmnet peer --join /ip4/203.0.113.7")
+    out.flush()
+    printed = out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert "swarmnet peer --join /ip4/203.0.113.7" in printed
+    assert ("■■□" if encoding == "utf-8" else "##o") in printed
+    assert "nobody serves it" in printed
+    assert ("ber ■" if encoding == "utf-8" else "ber \\u25a0") in printed
+
+
+def model() -> ViewModel:
+    nothing: Any = None
+    return ViewModel(
+        0, 5, 0, 0, 8, False, *[nothing] * 5, stages=STAGES, peers=(), totals={}
+    )  # no round yet
+
+
+def test_commands_go_on_where_the_locale_is_not_utf8(tmp_path: Path) -> None:
+    """For real, once: a file with a name that the terminal does not have."""
+    path = tmp_path / "läuft.toml"
+    path.write_text('name = "läuft"\n', encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(
+        [sys.executable, "-c", "from peer.cli import main; main()", "data", str(path)],
+        env=environment,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert b"l\\xe4uft.toml: [model] is missing" in ended.stderr or b"uft.toml" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+def test_others_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202enothing"
+    assert without_controls(evil) == r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202enothing"
+    assert without_controls("two\nlines\tof text é") == "two\nlines\tof text é"
+    Screen(Console()).say(evil)
+    spec = small_spec().model_copy(update={"name": evil})
+    Screen(make_console()).draw(dashboard(spec, model()))
+    assert run_command(["export", "--out", evil, "--state-dir", f"/no/{evil}"]) == 1
+    said = capsys.readouterr()
+    for text in (said.out, said.err):
+        assert "owned" in text
+        assert not any(c in text for c in "\x1b\x07\x9b\u202e")
+
+
+def test_json_is_the_same_on_every_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    make_console().print_json(json.dumps({"name": "läuft 😀"}), ensure_ascii=True)
+    out.flush()
+    printed = out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert json.loads(printed) == {"name": "läuft 😀"}
