@@ -469,6 +469,10 @@ class DataSpec(_Table):
     held_out_fraction: float = Field(default=0.02, ge=0, le=0.5)
     """Part of the text that is never trained on, in whole documents; 0 = measure nothing."""
 
+    held_out_least: Literal["sample", "document"] = "sample"
+    """What is held out where `held_out_fraction` is less than a sample: as much as a sample, or a
+    document. Filled in by whoever starts the run."""
+
     held_out_microbatches: int = Field(default=8, ge=0, le=1 << 16)
     """Microbatches of a held-out measurement."""
 
@@ -947,17 +951,26 @@ class RunSpec(_Table):
         values["data"]["sequence_length"] = sequence_length
         return _validate(values, "[data] sequence_length")
 
-    def with_data(self, *, rounds: int, fingerprint: str, held_out: str = "") -> RunSpec:
-        """This run with what only its data tell: rounds in place of epochs, and the fingerprints;
-        `held_out` is that of `held_out_paths`. Raises `SpecError`."""
+    def with_data(
+        self, *, rounds: int, fingerprint: str, held_out: str = "", held_out_least: str = ""
+    ) -> RunSpec:
+        """This run with what only its data tell: rounds in place of epochs, the fingerprints
+        (`held_out`: of `held_out_paths`), and what is held out at least. Raises `SpecError`."""
         values = self.model_dump()
         values["optimizer"]["rounds"] = rounds
         values["data"] |= {
             "epochs": 0.0,
             "fingerprint": fingerprint,
             "held_out_fingerprint": held_out,
+            "held_out_least": held_out_least or self.data.held_out_least,
         }
         return _validate(values, "[data] epochs")
+
+    def with_held_out_documents(self) -> RunSpec:
+        """This run with a document held out where less than a sample is asked for."""
+        values = self.model_dump()
+        values["data"]["held_out_least"] = "document"
+        return _validate(values, "[data] held_out_fraction")
 
     def with_values(self, values: Mapping[str, Any]) -> RunSpec:
         """A run of these values. Raises `SpecError`."""

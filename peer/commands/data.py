@@ -14,9 +14,9 @@ from peer.console import without_controls
 from swarmnet.errors import DataError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.batch import IGNORED
-from swarmnet.training.data import Place, TextData, open_data_at
+from swarmnet.training.data import Place, TextData
 from swarmnet.training.data.packing import Sample
-from swarmnet.training.data.resolving import num_rounds, with_length
+from swarmnet.training.data.resolving import num_rounds, open_to_start, with_length
 
 OPENS, CLOSES = "⟦", "⟧"
 """Around text that is not learned."""
@@ -39,8 +39,7 @@ def show_data(options: DataOptions, console: Console) -> None:
 
     spec, contents = files_of_run(options.spec, options.tokenizer)
     place = Place(options.data, options.tokenizer, contents)
-    spec = with_length(spec, place)
-    data = open_data_at(spec, place)
+    spec, data = open_to_start(with_length(spec, place), place)
     if not isinstance(data, TextData):
         raise DataError("[model] builder: the model has data of its own; only text is shown")
     rounds = spec.optimizer.rounds or num_rounds(spec, data)
@@ -66,7 +65,8 @@ def show_data(options: DataOptions, console: Console) -> None:
         _say(
             console, f"  trained on: {trained.num_tokens:,} tokens, {trained.num_samples:,} samples"
         )
-        _say(console, f"  held out: {held_out.num_tokens:,} tokens")
+        share = 100 * held_out.num_tokens / max(about.num_tokens, 1)
+        _say(console, f"  held out: {held_out.num_tokens:,} tokens ({share:.1f} %)")
         if about.left_out:
             _say(console, f"  left out or cut: {_counted(about.left_out)}")
         if k < data.num_trained:

@@ -2,10 +2,13 @@
 
 Hashes are those of a document's tokens, so the choice is the same wherever the document lies, and
 the same text is never on both sides. As many documents are taken as it needs for `[data]
-held_out_fraction` of all tokens, and for one sample at least; many that are equal, and would be far
-more than that, are passed over. A text that is longer than half of
-that is cut into blocks, each with a hash of its own: else one long text would be held out whole or
-not at all. Dialogues are never cut.
+held_out_fraction` of all tokens; many that are equal, and would be far more than that, are passed
+over. A text that is longer than half of that is cut into blocks, each with a hash of its own: else
+one long text would be held out whole or not at all. Dialogues are never cut.
+
+Where that is less than a sample, a document is held out at least, and texts that fit into a sample
+are not cut. Runs that were begun before that rule hold out as much as a sample: of few dialogues
+that may be half.
 """
 
 from __future__ import annotations
@@ -75,14 +78,25 @@ class Division:
         return edges[::2], edges[1::2]
 
 
-def divide(store: Store, fraction: float, sequence_length: int) -> Division:
-    """Holds out a part of the store's tokens; none where `fraction` is 0."""
-    total = store.about.num_tokens
+def is_less_than_sample(store: Store, fraction: float, sequence_length: int) -> bool:
+    """Whether a part of the store's tokens is fewer than a sample takes."""
+    return 0 < math.ceil(store.about.num_tokens * fraction) < sequence_length + 1
+
+
+def divide(store: Store, fraction: float, sequence_length: int, *, holds_samples: bool) -> Division:
+    """Holds out a part of the store's tokens; none where `fraction` is 0. `holds_samples`: as much
+    as a sample at least."""
+    total, sample = store.about.num_tokens, sequence_length + 1
     if fraction == 0:
         return Division(store, np.zeros(BINS, bool))
-    wanted = max(math.ceil(total * fraction), sequence_length + 1)
-    longest = 0 if store.about.is_dialogues else max(wanted // 2, 1)
-    block = max(wanted // BLOCKS, sequence_length + 1)
+    wanted = math.ceil(total * fraction)
+    is_nearest = wanted < sample and not holds_samples
+    if is_nearest:
+        longest, block = sample, wanted
+    else:
+        wanted = max(wanted, sample)
+        longest, block = max(wanted // 2, 1), max(wanted // BLOCKS, sample)
+    longest = 0 if store.about.is_dialogues else longest
     tokens_of_bin = np.zeros(BINS, np.int64)
     for documents in store.chunks():
         lengths, hashes = store.lengths(documents), store.hashes(documents)
@@ -93,17 +107,20 @@ def divide(store: Store, fraction: float, sequence_length: int) -> Division:
             sizes = np.full(num_blocks, block, np.int64)
             sizes[-1] = int(lengths[i]) - block * (num_blocks - 1)
             _add(tokens_of_bin, _block_hashes(hashes[i : i + 1], num_blocks), sizes)
-    return Division(store, _chosen(tokens_of_bin, wanted), longest, block)
+    chosen = _chosen(tokens_of_bin, wanted, is_nearest=is_nearest)
+    return Division(store, chosen, longest, block)
 
 
-def _chosen(tokens_of_bin: np.ndarray, wanted: int) -> np.ndarray:
-    """The first bins that have as many tokens together as wanted, and not far more; bool."""
+def _chosen(tokens_of_bin: np.ndarray, wanted: int, *, is_nearest: bool) -> np.ndarray:
+    """The first bins that have as many tokens together as wanted, and not far more; or as near to
+    it as whole bins come. Bool."""
     held = np.zeros(BINS, bool)
     filled = np.flatnonzero(tokens_of_bin)
     total = 0
     for k in filled.tolist():
         size = int(tokens_of_bin[k])
-        if total + size <= MOST_TIMES * wanted:
+        most = 2 * wanted - total if is_nearest else MOST_TIMES * wanted
+        if total + size <= most:
             held[k] = True
             total += size
         if total >= wanted:

@@ -110,10 +110,12 @@ def text_of(
     opened = []
     for k, (source, store) in enumerate(stores):
         check_vocabulary(encoder, store.about.highest, vocab_size)
-        fraction = spec.data.held_out_fraction
-        if spec.data.held_out_paths or not spec.data.held_out_microbatches:
-            fraction = 0.0
-        division = divide(store, fraction, sequence_length)
+        division = divide(
+            store,
+            held_out_fraction(spec.data),
+            sequence_length,
+            holds_samples=spec.data.held_out_least == "sample",
+        )
         packer = Packer(sequence_length, encoder.end or 0, spec.data.document_mask)
         if k < num_trained:
             trained, rest = packer.both(division, seed_of(spec.seed, "documents", k))
@@ -128,10 +130,18 @@ def text_of(
         Mixture.of([source.weight for source, _ in stores[:num_trained]]),
         encoder,
         seed=spec.seed,
+        sequence_length=sequence_length,
         samples_per_microbatch=spec.pipeline.microbatch,
         held_out_microbatches=spec.data.held_out_microbatches,
         document_mask=spec.data.document_mask,
     )
+
+
+def held_out_fraction(data: DataSpec) -> float:
+    """Of each source, that is not trained on."""
+    if data.held_out_paths or not data.held_out_microbatches:
+        return 0.0
+    return data.held_out_fraction
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,15 @@ from swarmnet.errors import DataError
 from swarmnet.protocol.codecs import AUTO
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import Data
-from swarmnet.training.data.opening import Place, encoder_of, open_data_at, open_store, placed
+from swarmnet.training.data.held_out import MOST_TIMES, is_less_than_sample
+from swarmnet.training.data.opening import (
+    Place,
+    encoder_of,
+    held_out_fraction,
+    open_data_at,
+    open_store,
+    placed,
+)
 from swarmnet.training.data.text_data import TextData
 
 log = logging.getLogger("swarmnet.data")
@@ -48,13 +56,42 @@ def with_data(spec: RunSpec, place: Place) -> RunSpec:
         DataError: the data cannot be read, or have no end where epochs are to be counted.
         SpecError: there are too many rounds, or too few for the warm-up.
     """
-    data = open_data_at(spec, place)
+    spec, data = open_to_start(spec, place)
     rounds = spec.optimizer.rounds or num_rounds(spec, data)
     if not isinstance(data, TextData):
         return spec.with_data(rounds=rounds, fingerprint="")
     return spec.with_data(
         rounds=rounds, fingerprint=data.fingerprint, held_out=data.held_out_fingerprint
     )
+
+
+def open_to_start(spec: RunSpec, place: Place) -> tuple[RunSpec, Data]:
+    """The data of a run that starts, and its spec with what is held out of few data. Says where
+    that is not what was asked for. Raises as `with_data`."""
+    fraction = held_out_fraction(spec.data)
+    of_few = spec.with_held_out_documents() if fraction else spec
+    data = open_data_at(of_few, place)  # what there is enough of is divided alike
+    if not isinstance(data, TextData) or not fraction:
+        return spec, data
+    trained, length = data.sources[: data.num_trained], data.sequence_length
+    if any(is_less_than_sample(source.store, fraction, length) for source in trained):
+        spec = of_few
+    held_out, total = data.num_held_out_tokens, sum(s.about.num_tokens for s in trained)
+    if not held_out:
+        log.warning(
+            "[data] nothing is held out, and no held-out loss is measured: there is one document, "
+            "or all are equal; name other files with held_out_paths"
+        )
+    elif held_out > MOST_TIMES * fraction * total:
+        log.warning(
+            "[data] held_out_fraction = %g: %d of %d tokens (%.0f %%) are held out and not "
+            "learned, for it is a document at least; held_out_fraction = 0 learns all of them",
+            fraction,
+            held_out,
+            total,
+            100 * held_out / total,
+        )
+    return spec, data
 
 
 def num_rounds(spec: RunSpec, data: Data) -> int:

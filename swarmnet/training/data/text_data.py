@@ -52,13 +52,14 @@ class TextData:
         encoder: Encoder,
         *,
         seed: int,
+        sequence_length: int,
         samples_per_microbatch: int,
         held_out_microbatches: int,
         document_mask: bool = False,
     ) -> None:
         """`mixture`: of those of the sources that are trained on: the first ones."""
         self.sources = tuple(sources)
-        self.samples_per_microbatch = samples_per_microbatch
+        self.sequence_length, self.samples_per_microbatch = sequence_length, samples_per_microbatch
         self.encoder = encoder
         self.num_trained = len(mixture.counts)
         self._mixture, self._document_mask = mixture, document_mask

@@ -170,6 +170,7 @@ def _with_data(
         rounds=read.optimizer.rounds,
         fingerprint=read.data.fingerprint,
         held_out=read.data.held_out_fingerprint,
+        held_out_least=read.data.held_out_least,
     )
 
 

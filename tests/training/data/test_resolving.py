@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from swarmnet.errors import DataError, SpecError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.spec import RunSpec, load_spec, parse_spec
-from swarmnet.training.data import Place, open_data, open_data_at
+from swarmnet.training.data import Place, TextData, open_data, open_data_at
+from swarmnet.training.data.held_out import divide
 from swarmnet.training.data.resolving import is_same, measures_the_same
 from swarmnet.training.models.resolving import resolve_run
 from tests.training.data.making import CHATML, tokenizer_folder, write_records
@@ -192,6 +195,84 @@ def test_held_out_files_where_the_run_has_none_are_refused(tmp_path: Path) -> No
     spec = small_spec(text, data={"held_out_paths": text})
     with pytest.raises(DataError, match="say where the data that are trained on lie, too"):
         open_data_at(spec, Place((f"held-out={text}",)))
+
+
+def dialogues(folder: Path, count: int) -> tuple[str, str]:
+    """Paths of so many dialogues of about 60 tokens, and of their tokenizer."""
+    name = tokenizer_folder(folder / "t", CHATML)
+    said = [
+        [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} it is. " * 2}]
+        for n in range(count)
+    ]
+    return write_records(folder / "d.jsonl", [{"m": messages} for messages in said]), name
+
+
+@pytest.mark.parametrize(("count", "fraction", "held"), [(8, None, 1), (8, 0.25, 2), (40, None, 1)])
+def test_of_few_dialogues_few_are_held_out(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    count: int,
+    fraction: float | None,
+    held: int,
+) -> None:
+    """And where that is more than was asked for, whoever starts the run is told."""
+    path, tokenizer = dialogues(tmp_path, count)
+    data = {"held_out_microbatches": 8, "held_out_fraction": fraction or 0.02}
+    data |= {"paths": path, "tokenizer": tokenizer, "messages_field": "m"}
+    model = {"vocab_size": 400, "max_position_embeddings": 512}
+    with caplog.at_level(logging.WARNING, "swarmnet.data"):
+        spec = resolve_run(small_spec(data=data, model=model), "", Place()).spec
+    opened = open_data(spec)
+    assert isinstance(opened, TextData)
+    (source,) = opened.sources
+    division = divide(source.store, data["held_out_fraction"], 512, holds_samples=False)
+    lengths = division.lengths(np.arange(count), held_out=True)
+    assert np.count_nonzero(lengths) == held
+    assert lengths.sum() == opened.num_held_out_tokens
+    assert spec.data.held_out_least == "document"
+    lines = [r.message for r in caplog.records]
+    if held / count > 1.5 * data["held_out_fraction"]:
+        assert len(lines) == 1
+        assert "are held out and not learned, for it is a document at least" in lines[0]
+    else:
+        assert lines == []
+
+
+def test_a_part_of_a_short_text_is_held_out_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = write_text(tmp_path)
+    data = {"held_out_fraction": 0.02}
+    model = {"max_position_embeddings": 512}
+    with caplog.at_level(logging.WARNING, "swarmnet.data"):
+        spec = resolve_run(small_spec(text, data=data, model=model), "", Place()).spec
+    opened = open_data(spec)
+    assert isinstance(opened, TextData)
+    total = len(TEXT) + 1
+    assert 0.02 * total <= opened.num_held_out_tokens <= 0.03 * total
+    assert spec.data.held_out_least == "document"
+    assert caplog.records == []
+
+
+def test_what_is_enough_is_divided_as_it_always_was(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    written = small_spec(text, data={"held_out_fraction": 0.02})
+    spec = resolve_run(written, "", Place()).spec
+    assert b"held_out_least" not in spec.canonical()
+    before, few = open_data(written), open_data(written.with_held_out_documents())
+    for index in range(before.num_held_out):
+        assert before.held_out(index).arrays == few.held_out(index).arrays
+    assert before.num_samples == few.num_samples
+
+
+def test_a_run_that_measures_nothing_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one and the same"}\n' * 30)
+    with caplog.at_level(logging.WARNING, "swarmnet.data"):
+        resolve_run(small_spec(str(tmp_path / "a.jsonl")), "", Place())
+    (record,) = caplog.records
+    assert "nothing is held out" in record.message
 
 
 def test_a_tokenizer_of_the_same_size_is_another(tmp_path: Path) -> None:
