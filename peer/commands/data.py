@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +16,7 @@ from swarmnet.errors import DataError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.data import Place, TextData
+from swarmnet.training.data.encoding import Encoder
 from swarmnet.training.data.packing import Sample
 from swarmnet.training.data.resolving import num_rounds, open_to_start, with_length
 
@@ -85,11 +87,17 @@ def shown(data: TextData, sample: Sample) -> str:
     parts = []
     place = 0
     for is_learned, run in groupby(learned):
-        size = len(list(run))
-        text = data.encoder.decode(tokens[place : place + size])
+        before, place = place, place + len(list(run))
+        text = _gained(data.encoder, tokens[:place], before)
         parts.append(text if is_learned else f"{OPENS}{text}{CLOSES}")
-        place += size
     return "".join(parts) + (f" ({empty:,} places are empty)" if empty else "")
+
+
+def _gained(encoder: Encoder, tokens: Sequence[int], before: int) -> str:
+    """What the text of some tokens has more than that of the first `before`: a decoder may drop the
+    space that a text begins with."""
+    start, whole = encoder.decode(tokens[:before]), encoder.decode(tokens)
+    return whole[len(start) :] if whole.startswith(start) else encoder.decode(tokens[before:])
 
 
 def _tokens(data: TextData, sample: Sample) -> tuple[list[int], list[bool], int]:

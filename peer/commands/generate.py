@@ -81,7 +81,7 @@ async def open_writer(observer: Observer, tokenizer: Path | None, *, exact: bool
         files = {p.name: read_bounded(p) for p in beside if p.is_file()}
         files[TOKENIZER] = read_bounded(tokenizer)
         codec = FileCodec(files[TOKENIZER])
-    return Writer(spec, observer.gossip, codec, files, exact=exact)
+    return await asyncio.to_thread(Writer, spec, observer.gossip, codec, files, exact=exact)
 
 
 async def converse(

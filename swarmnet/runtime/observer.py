@@ -135,7 +135,8 @@ class Observer:
         codec = text_codec_of(self.spec, files)
         if codec is None:
             return ""
-        ends, rng = end_tokens(self.spec, files), random.Random(0)
+        ends = await asyncio.to_thread(end_tokens, self.spec, files)  # it runs a template
+        rng = random.Random(0)
         prefix = codec.encode(prompt)
         tokens = list(prefix)
         for _ in range(num_tokens):

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from peer.cli import app
+from peer.commands.data import shown
+from swarmnet.swarm.batch import IGNORED
+from swarmnet.training.data.encoding import open_encoder
+from swarmnet.training.data.packing import Sample
 from tests.training.data.making import CHATML, tokenizer_folder, write_records
 
 RUN = """
@@ -84,6 +92,18 @@ def test_for_programs(tmp_path: Path) -> None:
     assert [source["name"] for source in values["sources"]] == ["talks", "notes"]
     assert values["sources"][0]["left_out"] == {"without an answer of the assistant": 1}
     assert values["rounds"] >= 1
+
+
+def test_no_space_is_lost_where_learning_begins() -> None:
+    """By a decoder that drops the one at the beginning of a text."""
+    tokenizer = Tokenizer(models.BPE({"▁a": 0, "▁cat": 1, "▁sat": 2}, []))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    data: Any = SimpleNamespace(encoder=open_encoder("t", files))
+    inputs = np.array([0, 1, 2, 3], np.int32)
+    targets = np.array([IGNORED, 2, 3, IGNORED], np.int32)
+    assert shown(data, Sample(inputs, targets, (4,))) == "⟦a cat⟧ sat<|endoftext|>"
 
 
 def test_a_length_that_the_data_say(tmp_path: Path) -> None:
