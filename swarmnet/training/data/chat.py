@@ -56,21 +56,22 @@ class Turns:
     """From the generation prompt to the answer."""
     tail: str = ""
     """After the answer, where it is the last message."""
-    between: str = ""
-    """From the answer to the text of a user's next message."""
+    between: str | None = ""
+    """From the answer to the text of a user's next message; None where the template takes none."""
     end: str = ""
     """The token that ends the last answer, as text; empty where none does."""
 
     @property
     def always_end(self) -> bool:
         """A token ends each answer, not only the last one."""
-        return bool(self.end) and self.between.startswith(self.tail[: self.end_at])
+        ending = self.tail[: self.end_at]
+        return bool(self.end) and (self.between is None or self.between.startswith(ending))
 
     @property
     def next_turn(self) -> str:
         """What the text goes on with after an answer that no token ends, up to the words of the
         next message; empty where one does."""
-        return "" if self.always_end else self.between.rstrip()
+        return "" if self.always_end else (self.between or "").rstrip()
 
     @property
     def end_at(self) -> int:
@@ -152,18 +153,28 @@ class ChatTemplate:
 
     @cached_property
     def turns(self) -> Turns:
-        """Nothing of it is known where the template does not take a question and its answer."""
+        """Nothing of it is known where the template does not take a question and its answer, alone
+        or after a system's text."""
         asked: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+        told: list[dict[str, Any]] = [{"role": "system", "content": QUESTION}]
+        found = self._turns(asked)
+        return (found if found is not None else self._turns([*told, *asked])) or Turns()
+
+    def _turns(self, asked: list[dict[str, Any]]) -> Turns | None:
+        """By a dialogue that begins so; None where the template does not take it."""
         answered = [*asked, {"role": ASSISTANT, "content": ANSWER}]
         asked_on = [*answered, {"role": "user", "content": NEXT}]
         try:
             prompt = self._text(asked, "", prompts=True)
             last = _unmarked(self._text(answered, "")).text
+        except BadRecord:
+            return None
+        try:
             goes_on = _unmarked(self._text(asked_on, "")).text
         except BadRecord:
-            return Turns()
+            goes_on = ""
         start, _, tail = last.rpartition(ANSWER)
-        between = goes_on.rpartition(ANSWER)[2].partition(NEXT)[0] if NEXT in goes_on else ""
+        between = goes_on.rpartition(ANSWER)[2].partition(NEXT)[0] if NEXT in goes_on else None
         lead = start.removeprefix(prompt) if start.startswith(prompt) else ""
         return Turns(lead, tail, between, self._first_token(tail))
 

@@ -157,6 +157,21 @@ def test_where_no_token_ends_a_turn_the_end_of_the_text_does(
     assert learned_texts(asked) == [learned.partition("so")[0]], "nobody answered"
 
 
+@pytest.mark.parametrize(
+    ("rule", "begins"),
+    [
+        ("{% if messages[0]['role'] != 'system' %}{{ raise_exception('alone') }}{% endif %}", 0),
+        ("{% if messages | length > 2 %}{{ raise_exception('too many turns') }}{% endif %}", 1),
+    ],
+)
+def test_what_ends_a_turn_is_known_of_templates_with_rules(
+    tmp_path: Path, rule: str, begins: int
+) -> None:
+    said = [{"role": "system", "content": "s"}, *turns("hi", "yo")]
+    data = dialogues(tmp_path, said[begins:], template=rule + CHATML)
+    assert learned_texts(data) == ["yo<|im_end|>"]
+
+
 def test_what_a_template_does_not_take_is_left_out(tmp_path: Path) -> None:
     alternates = (
         "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
