@@ -176,16 +176,28 @@ def _with_data(
 
 def described(spec: RunSpec) -> RunSpec:
     """The spec with what its model's config.json says, and the codecs that it would be started
-    with, which is enough to plan it; nothing is read but that. Raises `SpecError`."""
+    with, which is enough to plan it; nothing is read but that, and the data where they say how long
+    samples are. Raises `SpecError`."""
+    written = spec
     spec = spec.with_chosen_codecs()
-    if not spec.model.source or spec.model.config:
-        return spec
-    from swarmnet.training.models.model_config import read_config
+    if spec.model.source and not spec.model.config:
+        from swarmnet.training.models.model_config import read_config
 
-    folder = find_folder(spec.model.source)
-    read = read_config(folder)
-    values: dict[str, Any] = {"config": read.values, "base": spec.model.source}
-    return _with_lora(spec.model_copy(update={"model": spec.model.model_copy(update=values)}))
+        folder = find_folder(spec.model.source)
+        read = read_config(folder)
+        values: dict[str, Any] = {"config": read.values, "base": spec.model.source}
+        spec = _with_lora(spec.model_copy(update={"model": spec.model.model_copy(update=values)}))
+    if spec.data.sequence_length != AUTO:
+        return spec
+    from swarmnet.training.data.opening import Place
+    from swarmnet.training.data.resolving import with_length
+
+    try:
+        return with_length(spec, Place(files=with_files(written)[1]))
+    except DataError as error:
+        usual = spec.sequence_length
+        log.warning("%s; reckoned with samples of %s tokens", error, f"{usual:,}")
+        return spec.with_sequence_length(usual)
 
 
 def file_values(contents: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:

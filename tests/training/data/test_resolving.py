@@ -16,7 +16,7 @@ from swarmnet.spec import RunSpec, load_spec, parse_spec
 from swarmnet.training.data import Place, TextData, open_data, open_data_at
 from swarmnet.training.data.held_out import divide
 from swarmnet.training.data.resolving import is_same, measures_the_same
-from swarmnet.training.models.resolving import resolve_run
+from swarmnet.training.models.resolving import described, resolve_run
 from tests.training.data.making import CHATML, tokenizer_folder, write_records
 from tests.training.specs import TEXT, small_spec, write_text
 
@@ -143,6 +143,11 @@ def test_the_data_say_how_long_samples_are(
     assert start_run(run).spec.sequence_length == 44, "no more than the model takes"
     with pytest.raises(DataError, match="or write a number"):
         resolve_run(load_spec(run))
+    run.write_text(auto)
+    assert described(load_spec(run)).sequence_length == length, "to plan it"
+    Path(path).unlink()
+    assert described(load_spec(run)).sequence_length == 512
+    assert "reckoned with samples of 512 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("length", ['"long"', "-1", "1.5", "true"])
