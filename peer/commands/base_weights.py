@@ -1,4 +1,5 @@
-"""The base of a run that trains adapters, for an export that merges both."""
+"""What a model has beside what its run trains, for an export of the whole: the base of the run, and
+buffers that it began with."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import SpecError, SwarmnetError, UserError
 from swarmnet.runtime.run_files import WEIGHTS, RunFiles
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.weights import fetch_initial
@@ -21,35 +22,43 @@ from swarmnet.wire import Array
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
+    from swarmnet.training.models.initial_weights import ModelWeights
 
-MISSING = "name the model's folder with --weights, or leave --merge out"
+WHERE = "name the model's folder with --weights, or the state folders of more peers"
 
 
 def kept_base(spec: RunSpec, state_dirs: Sequence[Path], folder: Path | None) -> dict[str, Tensor]:
-    """The base by name, from what peers have kept of it and from the model's folder. Raises
-    `UserError` where a part is not there."""
-    from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
+    """By name, from what peers have kept of it and from the model's folder. Raises `UserError`
+    where a part is not there."""
+    from swarmnet.training.models.initial_weights import read_base
 
+    if not has_base(spec):
+        return _own_buffers(spec)
     about = spec.files[WEIGHTS]
     read = (RunFiles(path, spec.files).read(about.sha256) for path in state_dirs)
     hashes = next((data for data in read if data is not None), None)
     if hashes is None:
-        raise UserError(f"--merge: no state folder has the run's {WEIGHTS}; name one more")
-    sources = [ModelWeights(spec, hashes, None, state_dir=path) for path in state_dirs]
-    if folder is not None:
-        sources.append(ModelWeights(spec, hashes, folder))
-    layout = InitialLayout.of(spec)
-    shards: list[list[Array]] = []
-    for stage, sizes in enumerate(layout.base_sizes):
-        shards.append([])
-        for j in range(len(sizes)):
-            found = (source.shard(stage, j) for source in sources)
-            shard = next((values for values in found if values is not None), None)
-            if shard is None:
-                raise UserError(f"--merge: the base of stage {stage} is not all here; {MISSING}")
-            shards[-1].append(shard)
-    return _named(spec, layout, shards)
+        raise UserError(f"no state folder has the run's {WEIGHTS}; name one more")
+    try:
+        return read_base(spec, hashes, state_dirs, folder)
+    except SpecError as e:
+        raise UserError(f"{e}; {WHERE}") from None
+
+
+def has_base(spec: RunSpec) -> bool:
+    """The run began from more than what it trains. Code of a custom model is not run for that."""
+    from swarmnet.training.models.initial_weights import InitialLayout
+
+    is_known = spec.model.kind != "custom" and spec.model.weights
+    return bool(is_known) and any(InitialLayout.of(spec).base)
+
+
+def _own_buffers(spec: RunSpec) -> dict[str, Tensor]:
+    """Of a model that began at random, or that has none. A custom model's builder makes them."""
+    from swarmnet.training.models.base import initial_buffers
+    from swarmnet.training.models.registry import model_plan
+
+    return {} if spec.model.kind == "custom" else initial_buffers(model_plan(spec), spec.seed)
 
 
 async def fetch_base(
@@ -60,9 +69,13 @@ async def fetch_base(
     files: Mapping[str, bytes],
     folder: Path | None,
 ) -> dict[str, Tensor]:
-    """The base by name, from the model's folder, else from peers. `files`: of the run. Raises
-    `UserError` where a part is not to be had."""
+    """By name, from the model's folder, else from peers. `files`: of the run. Raises `UserError`
+    where a part is not to be had."""
     from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
+    from swarmnet.training.models.registry import model_plan
+
+    if not has_base(spec):
+        return await worker.run(lambda: _own_buffers(spec))
 
     weights = await worker.run(lambda: ModelWeights(spec, files[WEIGHTS], folder))
     layout, at_once = InitialLayout.of(spec), asyncio.Semaphore(Limits().max_fetching)
@@ -81,7 +94,8 @@ async def fetch_base(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return _named(spec, layout, [[task.result() for task in of_stage] for of_stage in stages])
+    shards = [[task.result() for task in of_stage] for of_stage in stages]
+    return layout.named(shards, model_plan(spec).base_dtype)
 
 
 async def _one(
@@ -107,22 +121,6 @@ async def _one(
                     transport, record.peer_id, weights, worker, stage, shard, size,
                     Limits().fetch_timeout_s,
                 )  # fmt: skip
-    raise UserError(f"--merge: no peer gives the base of stage {stage}; {MISSING}")
-
-
-def _named(
-    spec: RunSpec, layout: InitialLayout, shards: Sequence[Sequence[Array]]
-) -> dict[str, Tensor]:
-    import torch
-
-    from swarmnet.training.arrays import to_tensor
-    from swarmnet.training.models.registry import model_plan
-
-    rounding = model_plan(spec).base_dtype
-    named: dict[str, Tensor] = {}
-    for ranges, of_stage in zip(layout.base, shards, strict=True):
-        flat = torch.cat([to_tensor(shard) for shard in of_stage])
-        if rounding is not None:
-            flat = flat.to(rounding).float()
-        named |= {r.name: r.part_of(flat) for r in ranges}
-    return named
+    raise UserError(
+        f"no peer gives the base of stage {stage}; name the model's folder with --weights"
+    )

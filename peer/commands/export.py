@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from peer.commands.base_weights import fetch_base, kept_base
+from peer.commands.base_weights import fetch_base, has_base, kept_base
 from peer.commands.model_folder import Trained, check_out, write_folder
 from swarmnet.errors import UserError
 from swarmnet.files import write_whole
@@ -69,8 +69,12 @@ class Wanted:
     def check(self, spec: RunSpec) -> None:
         """Raises `UserError` where it does not go with the run."""
         given = "--merge" if self.merge else "--weights" if self.weights is not None else ""
-        if given and spec.lora is None:
+        if given and spec.lora is None and (self.merge or not has_base(spec)):
             raise UserError(f"{given}: this run trains the whole model; leave it out")
+
+    def is_whole(self, spec: RunSpec) -> bool:
+        """The whole model is written, and not adapters alone."""
+        return self.merge or spec.lora is None
 
     def choose(self, keys: Sequence[Key], held_out: Mapping[int, float]) -> Key | None:
         """Of some rounds, the newest first. None where the wanted one is not among them. Raises
@@ -110,11 +114,11 @@ async def export_live(
             trained = await fetch_trained(spec, observer.transport, gossip, parts, disk, wanted)
             files = await observer.fetch_files()
             trained = replace(trained, files=files, base=wanted.base)
-            if wanted.merge:
+            if wanted.is_whole(spec):
                 base = await fetch_base(
                     spec, observer.transport, gossip, disk, trained.files, wanted.weights
                 )
-                trained = trained.merged(base)
+                trained = trained.whole(base)
         finally:
             await disk.close()
         line = write_folder(out, trained, wanted.dtype)
@@ -264,8 +268,8 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = W
         trained = Trained(
             spec, chosen.round, named, chosen.run_id, files, held_out, base=wanted.base
         )
-        if wanted.merge:
-            trained = trained.merged(kept_base(spec, folders, wanted.weights))
+        if wanted.is_whole(spec):
+            trained = trained.whole(kept_base(spec, folders, wanted.weights))
         return write_folder(out, trained, wanted.dtype)
     raise UserError("no undamaged round; name the --state-dir of more peers")
 

@@ -67,6 +67,9 @@ class Trained:
     """Measured losses, by round."""
     is_merged: bool = False
     """Adapters are in the weights."""
+    exact: frozenset[str] = frozenset()
+    """Names of buffers among them: they are written as they are, whatever the dtype of the
+    weights."""
     base: str = ""
     """The model that the run began from as this machine finds it, for adapters; empty where only
     its name is known."""
@@ -76,12 +79,17 @@ class Trained:
         """Adapters alone."""
         return self.spec.lora is not None and not self.is_merged
 
-    def merged(self, base: Mapping[str, Tensor]) -> Trained:
+    def whole(self, base: Mapping[str, Tensor]) -> Trained:
         """The whole model. `base`: what was not trained, by name."""
+        from swarmnet.training.models.base import describe_buffers
         from swarmnet.training.models.lora import merge
+        from swarmnet.training.models.registry import model_plan
 
-        assert self.spec.lora is not None
-        return replace(self, named=merge(self.named, base, self.spec.lora), is_merged=True)
+        lora, exact = self.spec.lora, frozenset[str]()
+        named = {**self.named, **base} if lora is None else merge(self.named, base, lora)
+        if base:
+            exact = frozenset(r.name for r in describe_buffers(model_plan(self.spec).layers))
+        return replace(self, named=named, is_merged=lora is not None, exact=exact)
 
 
 def check_out(out: Path) -> None:
@@ -114,7 +122,7 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
     try:
         beside.mkdir(parents=True)
         try:
-            tensors = {n: t.to(getattr(torch, written)) for n, t in _tensors(trained).items()}
+            tensors = _tensors(trained, getattr(torch, written))
             save_file(
                 {n: tensors[n].contiguous() for n in sorted(tensors)},
                 beside / weights_file,
@@ -137,19 +145,20 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
     return f"{out}: round {trained.round}, {num_parameters:,} parameters"
 
 
-def _tensors(trained: Trained) -> Mapping[str, Tensor]:
-    """Under the names that the family's files have."""
+def _tensors(trained: Trained, dtype: Any) -> Mapping[str, Tensor]:
+    """Under the names that the family's files have. `dtype`: torch's, of parameters."""
+    named = {n: t if n in trained.exact else t.to(dtype) for n, t in trained.named.items()}
     if trained.spec.model.kind != "transformers":
-        return trained.named
+        return named
     if trained.is_adapter:
         from swarmnet.training.models.lora_folder import adapter_tensors
 
-        return adapter_tensors(trained.named)
+        return adapter_tensors(named)
     from swarmnet.training.models.source_weights import TIED, saved_tensors
 
     config = trained.spec.model.config
     tied = TIED if config.get("tie_word_embeddings") else {}  # two stages may have had it
-    return saved_tensors(config, {n: t for n, t in trained.named.items() if n not in tied})
+    return saved_tensors(config, {n: t for n, t in named.items() if n not in tied})
 
 
 def _files(trained: Trained, dtype: str) -> dict[str, bytes]:

@@ -80,6 +80,8 @@ class Generation(Protocol):
     """Of a copy of the parameters, as passes need them."""
     token_bytes: int
     """That stay of a token."""
+    text_bytes: int
+    """That stay of a text, however long it is."""
 
     def copy(self, shards: Sequence[Array]) -> None:
         """Keeps the parameters that these shards (flat fp32) are, in place of others."""

@@ -32,8 +32,8 @@ from swarmnet.training.checkpoint import (
 )
 from swarmnet.training.ended_moments import EndedMoments, misfit
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
-from swarmnet.training.models.base import ParameterRange, tied_names
-from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
+from swarmnet.training.models.base import ParameterRange, initial_buffers, tied_names
+from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, read_base
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.models.source_weights import shard_hash
 
@@ -118,7 +118,25 @@ class Ended:
             moments = EndedMoments(self.stages, layout.trained_sizes)
             no_moments = moments.lacks
         tied = tied_names(model_plan(spec).layers)
-        return CheckpointWeights(self.run_id, paths, layout.trained, tied, moments, no_moments)
+        buffers = self._buffers(spec) if layout.buffers and spec.lora is None else {}
+        return CheckpointWeights(
+            self.run_id, paths, layout.trained, tied, moments, no_moments, buffers
+        )
+
+    def _buffers(self, new: RunSpec) -> dict[str, Tensor]:
+        """What its model has beside its parameters, by name. `new`: the run that continues this
+        one, as this machine builds it. Raises `SpecError`."""
+        spec = self.spec.with_builder(new.model.builder)
+        if not InitialLayout.of(spec).buffers:
+            return initial_buffers(model_plan(spec), spec.seed)
+        folders = {saved[0].parents[2] for of_stage in self.stages for saved in of_stage}
+        try:
+            return read_base(spec, self._hashes(), sorted(folders))
+        except SpecError as e:
+            raise SpecError(
+                f"[model] continues: run {self.run_id[:SHOWN_CHARACTERS]}: {e}; bring the folder "
+                "base of its state folders too"
+            ) from None
 
     def check_base(self, layout: InitialLayout, hashes: bytes, folder: Path) -> None:
         """As `EndedRun`: the lists of hashes are compared, also where the other run had cut the
@@ -163,14 +181,15 @@ class CheckpointWeights:
         tied: Mapping[str, str],
         moments: EndedMoments | None,
         no_moments: str,
+        buffers: Mapping[str, Tensor],
     ) -> None:
         """`stages`: the trained parameters of each of the new run. `tied`: `tied_names` of its
         model; files have such a name where the owner was in another stage. `no_moments`: as in
-        `EndedWeights`. Raises `SpecError` where the parameters are not exactly those of the
-        files."""
+        `EndedWeights`. `buffers`: of its base, by name. Raises `SpecError` where the parameters
+        are not exactly those of the files."""
         self._moments = moments
         self.no_moments = no_moments
-        self._tied = tied
+        self._tied, self._buffers = tied, buffers
         stored = {one.name: one for path in paths for one in stored_tensors(path)}
         owned = {name: one for name, one in stored.items() if name not in tied}
         self._stored = {tied.get(name, name): one for name, one in stored.items()} | owned
@@ -190,7 +209,10 @@ class CheckpointWeights:
         found = np.empty(stop - start, dtype=np.float32)
         for r in ranges:
             first, last = max(start, r.start), min(stop, r.stop)
-            if first < last:
+            if first < last and r.name in self._buffers:
+                whole = self._buffers[r.name].float().flatten()
+                found[first - start : last - start] = whole[first - r.start : last - r.start]
+            elif first < last:
                 stored = self._stored[self._tied.get(r.name, r.name)]
                 part = self._files.read(stored, first - r.start, last - r.start)
                 found[first - start : last - start] = part

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.batch import IGNORED
 from swarmnet.swarm.ports import Data
 from swarmnet.training.arrays import to_tensor
+from swarmnet.training.models.model_config import load_config
 from swarmnet.training.optimizer.schedule import learning_rate
 
 
@@ -21,8 +23,7 @@ class PlainTrainer:
 
     def __init__(self, spec: RunSpec, weights: Mapping[str, Tensor], data: Data) -> None:
         self._spec, self._settings, self._data = spec, run_settings(spec), data
-        values = dict(spec.model.config)
-        config = CONFIG_MAPPING[values.pop("model_type")](**values)
+        config = copy.deepcopy(load_config(spec.model.config))
         model = AutoModelForCausalLM.from_config(config)
         missing, unexpected = model.load_state_dict(dict(weights), strict=False)
         assert not unexpected

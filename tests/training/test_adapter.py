@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from swarmnet.errors import SpecError
 from swarmnet.run_identity import to_json
@@ -215,9 +215,10 @@ def test_latent_attention_keeps_documents_apart() -> None:
 @pytest.mark.parametrize("family", ["llama 3", "gemma3", "qwen3 moe"])
 def test_a_cache_gives_the_same_logits(tmp_path: Path, family: str) -> None:
     saved(tmp_path, family, False)
-    _, modules, _ = built(tmp_path)
+    plan, modules, _ = built(tmp_path)
     tokens = tokens_of(samples=1)
-    cache, found = DynamicCache(config=load_config(travelled(tmp_path))), []
+    assert plan.cache is not None
+    cache, found = plan.cache.make(), []
     for part in (slice(0, 11), *(slice(at, at + 1) for at in range(11, LENGTH))):
         context = LayerContext(torch.arange(LENGTH)[None, part], cache)
         found.append(through(modules, tokens[:, part], context))

@@ -114,7 +114,7 @@ class GenerateService:
             async with self._copying:
                 self._check_wanted(replica, key, call)
                 self._end(key)
-                cache_bytes = generation.token_bytes * wish.max_tokens
+                cache_bytes = generation.token_bytes * wish.max_tokens + generation.text_bytes
                 if not self._has_room(replica, cache_bytes):
                     raise Busy("no memory here for another text", backlog_s=FIRST_PAUSE_S)
                 has_room = self._has_room(replica, cache_bytes + generation.copy_bytes)
@@ -249,6 +249,7 @@ class GenerateService:
         """Counts what texts take of the machine's memory."""
         is_copied = self._sessions.copied_round is not None
         cached = generation.token_bytes * self._sessions.max_tokens
+        cached += generation.text_bytes * self._sessions.num_open
         self._limits.hold_texts(self._peer_id, cached + is_copied * generation.copy_bytes)
 
     def _look(self) -> None:

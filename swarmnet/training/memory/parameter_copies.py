@@ -94,11 +94,12 @@ class ParameterCopies:
         return found
 
 
-def lower_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """What a layer has of floats besides its parameters, in the precision of the passes."""
+def lower_buffers(module: nn.Module, dtype: torch.dtype, exact: Sequence[str] = ()) -> None:
+    """What a layer has of floats besides its parameters, in the precision of the passes. `exact`:
+    as `ModelPlan.exact_buffers`."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and not any(one in name for one in exact):
                 setattr(part, name, buffer.to(dtype))
 
 

@@ -55,7 +55,7 @@ from swarmnet.protocol.codecs import (
 )
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
-from swarmnet.training.models.base import describe_base, num_parameters
+from swarmnet.training.models.base import describe_buffers, describe_frozen, num_parameters
 from swarmnet.training.models.lora import is_packed, packing_of
 from swarmnet.training.models.packing import BITS
 from swarmnet.training.models.registry import model_plan, split_stages
@@ -155,16 +155,17 @@ def base_bytes(spec: RunSpec, stage: int, precision: Precision) -> float:
     `[lora] base_dtype` where linear layers keep it so (the few others are counted alike, as long as
     it is not one of few bits)."""
     plan = model_plan(spec)
-    if not plan.has_base:
-        return 0.0
     layers = split_stages(plan, spec.pipeline.num_stages)[stage]
+    buffers = FP32_BYTES * num_parameters(describe_buffers(layers))
+    if not plan.has_base:
+        return float(buffers)
     is_low = precision is not FP32 or plan.base_dtype is not None
-    ranges = describe_base(layers)
+    ranges = describe_frozen(layers)
     each, packing = LOW_BYTES if is_low else FP32_BYTES, packing_of(spec.lora)
     matrices = [r for r in ranges if packing and is_packed(r.name, r.shape)]
     num_packed = sum(math.prod(r.shape) for r in matrices)
     kept = each * (num_parameters(ranges) - num_packed)
-    return float(kept + BITS.get(packing, 0.0) / 8 * num_packed)
+    return float(buffers + kept + BITS.get(packing, 0.0) / 8 * num_packed)
 
 
 def exchange_bytes(

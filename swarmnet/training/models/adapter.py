@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.llama import LOSS_FLOPS_PER_LOGIT, count_tokens, next_token_loss
 from swarmnet.training.models.model_config import load_config, model_classes
+from swarmnet.training.models.text_cache import TextCache
 
 EMBEDDING, LAYERS, NORM, HEAD = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
 PLAN_PARTS = ("embed_tokens", "layers", "norm")
@@ -41,6 +43,8 @@ POSITION_TABLES = 16
 PROBE_SHAPE = (1, 3)
 NO_MASK = "swarmnet_causal"
 MAX_LENGTH = 1 << 30
+PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
+"""Kinds of layers that are causal without a mask."""
 MAX_OUTSIDE = 1 << 24
 """Numbers that a family may keep outside embedding, layers, norm and head: tables of positions."""
 
@@ -54,12 +58,14 @@ class Decoder(TakesContext):
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         shell = _base_shell(config, (index,))
-        layer = _layer_class(config)(config, index)
+        layer = _layer_class(config, index)(config, index)
         # The family's layer and this module share their parts, so that whoever replaces one here
         # (a linear layer by a part of it, say) replaces it there.
         self._modules = layer._modules  # noqa: SLF001  torch has no public way to share parts
         self._parameters = layer._parameters  # noqa: SLF001  likewise
         self._buffers = layer._buffers  # noqa: SLF001  likewise
+        unsaved = layer._non_persistent_buffers_set  # noqa: SLF001  likewise
+        self._non_persistent_buffers_set = unsaved
         run = functools.partial(type(layer).forward, layer)
         shell.layers = [run]
         object.__setattr__(self, "_shell", shell)
@@ -88,39 +94,24 @@ class Decoder(TakesContext):
         rotary = getattr(shell, "rotary_emb", None)
         if rotary is not None:
             rotary.move_to(x_BSD.device)
-        return shell(
+        y_BSD: Tensor = shell(
             inputs_embeds=x_BSD,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=None if cache is None else _LayerCache(cache, self._index),
+            past_key_values=None if cache is None else cache.of_layer(self._index),
             use_cache=cache is not None,
         ).last_hidden_state
-
-
-class _LayerCache:
-    """A cache as one layer sees it: earlier layers have added the present tokens already, so the
-    lengths are those of the layer itself."""
-
-    def __init__(self, cache: Any, index: int) -> None:
-        self._cache, self._index = cache, index
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return self._cache.get_seq_length(self._index)
-
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
-        return self._cache.get_query_offset(self._index)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> Any:
-        return self._cache.get_mask_sizes(query_length, self._index)
+        if cache is not None:
+            cache.extend(self._index, x_BSD.shape[1])
+        return y_BSD
 
 
 def _window(config: Any) -> int:
     """How long a sequence may be so that attention without a mask is right in every layer."""
     if config._attn_implementation != "sdpa":  # noqa: SLF001  others are not causal without one
         return 0
+    if not PLAIN_LAYERS.issuperset(getattr(config, "layer_types", None) or ()):
+        return 0  # layers that choose what they look at need to be told what they may see
     names = ("sliding_window", "attention_chunk_size")
     found = [getattr(config, name, None) for name in names]
     return min((w for w in found if w), default=MAX_LENGTH)
@@ -136,6 +127,8 @@ class Head(nn.Module):
         _resize(head, config.vocab_size)
         self._parameters = head._parameters  # noqa: SLF001  as in `Decoder`
         self._buffers = head._buffers  # noqa: SLF001  likewise
+        unsaved = head._non_persistent_buffers_set  # noqa: SLF001  likewise
+        self._non_persistent_buffers_set = unsaved
         shell.model = _Given()
         object.__setattr__(self, "_shell", shell)
 
@@ -214,14 +207,38 @@ def adapter_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
             functools.partial(_cache, _key(config)),
             _cached_numbers(config),
             getattr(config, "max_position_embeddings", None) or 0,
+            _state_numbers(config),
         ),
+        exact_buffers=_exact_buffers(config),
     )
 
 
-def _cache(key: str) -> Any:
-    from transformers import DynamicCache
+def _cache(key: str) -> TextCache:
+    """What the family's own model makes where it is given no cache."""
+    config = load_config(json.loads(key))
+    shell = _base_shell(config, ())
+    shell.config, shell.layers = config, []
+    x = torch.zeros((1, 1, config.hidden_size))
+    with torch.no_grad():
+        made = shell(inputs_embeds=x, position_ids=_positions(1, x.device), use_cache=True)
+    return TextCache(made.past_key_values)
 
-    return DynamicCache(config=load_config(json.loads(key)))
+
+def _state_numbers(config: Any) -> int:
+    """That a layer of linear attention keeps of a text, however long."""
+    if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
+        return 0
+    heads = getattr(config, "linear_num_value_heads", None) or config.num_attention_heads
+    size = _head_size(config)
+    sizes = (getattr(config, f"linear_{n}_head_dim", None) or size for n in ("key", "value"))
+    return int(heads * math.prod(sizes))
+
+
+def _exact_buffers(config: Any) -> tuple[str, ...]:
+    """What the family's own rule keeps in fp32 also where a model is loaded in less."""
+    _, causal = model_classes(config)
+    names = (causal._keep_in_fp32_modules_strict, causal._keep_in_fp32_modules)  # noqa: SLF001
+    return tuple(sorted({name.rpartition(".")[2] for some in names for name in some or ()}))
 
 
 def _cached_numbers(config: Any) -> int:
@@ -274,21 +291,22 @@ def _build(config: Any, make: Callable[[], nn.Module], *, initializes: bool) -> 
     if not parameters or parameters[0].is_meta:
         return module
     with torch.no_grad():
-        if initializes:
-            owner = _base_shell(config, ())
-            for part in module.modules():
+        owner = _base_shell(config, ())
+        for part in module.modules():
+            # Buffers have values also where those of the parameters come.
+            if initializes or any(True for _ in part.buffers(recurse=False)):
                 owner._init_weights(part)  # noqa: SLF001  what every family overrides
-            if isinstance(module, Head):
-                module.get_parameter("weight").normal_(0.0, config.initializer_range)
-        else:
+        if not initializes:
             for p in parameters:
                 p.zero_()
+        elif isinstance(module, Head):
+            module.get_parameter("weight").normal_(0.0, config.initializer_range)
     return module
 
 
 def check_cuttable(config: Any) -> None:
     """Raises `SpecError` unless the model is embedding, decoder layers, norm and head, one after
-    the other, and its family does nothing else to the hidden state."""
+    the other, its family does nothing else to the hidden state, and nothing else belongs to it."""
     _is_cuttable(_key(config))
 
 
@@ -302,23 +320,54 @@ def _is_cuttable(key: str) -> None:
             f"[model] model_type {kind} is not supported: transformers declares no pipeline of "
             "embedding, layers and norm for it"
         )
-    with torch.device("meta"):
-        outside = _base_shell(config, ())
-    if sum(t.numel() for t in (*outside.parameters(), *outside.buffers())) > MAX_OUTSIDE:
-        raise SpecError(f"[model] model_type {kind}: too much of it lies outside its layers")
-    shell = _base_shell(config, ())
-    shell.layers = []
-    x = torch.randn((*PROBE_SHAPE, config.hidden_size), generator=torch.Generator().manual_seed(0))
     try:
-        with torch.no_grad():
-            same = torch.equal(shell(inputs_embeds=x, use_cache=False).last_hidden_state, x)
+        with torch.device("meta"):
+            outside = _base_shell(config, ())
+        if sum(t.numel() for t in (*outside.parameters(), *outside.buffers())) > MAX_OUTSIDE:
+            raise SpecError(f"[model] model_type {kind}: too much of it lies outside its layers")
+        if not _gives_back(config):
+            raise SpecError(
+                f"[model] model_type {kind} is not supported: it changes the hidden state outside "
+                "its layers"
+            )
+        _check_tensors(config)
+    except SpecError:
+        raise
     except Exception as error:  # whatever a family's code does there
         text = " ".join(str(error).split())[:200]
         raise SpecError(f"[model] model_type {kind} cannot be cut into layers: {text}") from None
-    if not same:
+
+
+def _gives_back(config: Any) -> bool:
+    """Without layers, the family's model gives back what it is given."""
+    shell = _base_shell(config, ())
+    shell.layers = []
+    x = torch.randn((*PROBE_SHAPE, config.hidden_size), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return torch.equal(shell(inputs_embeds=x, use_cache=False).last_hidden_state, x)
+
+
+def _check_tensors(config: Any) -> None:
+    """Raises `SpecError` unless the layers have all tensors of the whole model, and no others."""
+    from transformers.initialization import no_init_weights
+
+    _, causal = model_classes(config)
+    with torch.device("meta"), no_init_weights():
+        theirs = {n: t.shape for n, t in causal(config).state_dict().items()}
+        ours = {}
+        for layer in _layers(config, 1, has_weights=True):
+            for name, tensor in layer.build().state_dict(keep_vars=True).items():
+                ours[f"{layer.name}.{name}"] = tensor.shape
+                if not tensor.is_floating_point():
+                    raise SpecError(
+                        f"[model] model_type {config.model_type} is not supported: "
+                        f"{layer.name}.{name} has whole numbers"
+                    )
+    if ours != theirs:
+        names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
         raise SpecError(
-            f"[model] model_type {kind} is not supported: it changes the hidden state outside its "
-            "layers"
+            f"[model] model_type {config.model_type} is not supported: it has another {names[0]} "
+            "as a whole than in layers"
         )
 
 
@@ -367,17 +416,19 @@ def _rotary(key: str, make: Any) -> _Rotary:
     return _Rotary(lambda: make(load_config(json.loads(key))))
 
 
-@functools.lru_cache(maxsize=16)
-def _class_of_layer(key: str) -> type[nn.Module]:
+@functools.lru_cache(maxsize=64)
+def _class_of_layer(key: str, index: int) -> type[nn.Module]:
     config = load_config(json.loads(key))
     base, _ = model_classes(config)
-    one = _small(config, (0,))
+    one = _small(config, (index,))
     with torch.device("meta"):
         return type(base(one).layers[0])
 
 
-def _layer_class(config: Any) -> type[nn.Module]:
-    return _class_of_layer(_key(config))
+def _layer_class(config: Any, index: int) -> type[nn.Module]:
+    """Layers of one type have one class."""
+    types = getattr(config, "layer_types", None)
+    return _class_of_layer(_key(config), types.index(types[index]) if types else 0)
 
 
 def _embedding(config: Any) -> nn.Module:
@@ -423,19 +474,19 @@ def _numbers_of_layers(key: str) -> tuple[tuple[int, int], ...]:
         for i in range(config.num_hidden_layers):
             kind = layer_kind(config, i)
             if kind not in known:
-                known[kind] = _count(config, _layer_class(config)(config, i))
+                known[kind] = _count(config, _layer_class(config, i)(config, i))
             found.append(known[kind])
     return tuple(found)
 
 
 def layer_kind(config: Any, index: int) -> Any:
     """Layers of one kind have the same parameters."""
-    types = getattr(config, "layer_types", None)
     has_experts = getattr(config, "decoder_sparse_step", None)
     first_dense = getattr(config, "first_k_dense_replace", None)
     dense_only = tuple(getattr(config, "mlp_only_layers", None) or ())
+    by_layer = (v for _, v in sorted(config.canonical_values.items()) if isinstance(v, list))
     return (
-        types[index] if types else None,
+        *(str(values[index]) for values in by_layer if len(values) == config.num_hidden_layers),
         has_experts and (index + 1) % has_experts == 0,
         first_dense and index < first_dense,
         index in dense_only,

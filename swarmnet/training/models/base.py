@@ -20,7 +20,8 @@ Rules for a layer:
 - Its input is the batch of the layer before (first dimension: samples), which it must not change
   in place, and its output is one float32 tensor of shape (samples, *output_shape).
 - Its output for a sample depends on this sample and the parameters only (no batch
-  normalisation), and it has no state that training changes besides its parameters.
+  normalisation), and it has no state that training changes besides its parameters. Buffers stay
+  as they begin; an export has the parameters only.
 - No parameter belongs to two layers.
 - With `[data] document_mask` the plan must say `takes_context` and `takes_ignored`. Layers that mix
   positions are then a `TakesContext`, which is called as `layer(x, context)`.
@@ -34,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,8 @@ class CachePlan:
     """That one such layer keeps of a token."""
     max_tokens: int = 0
     """Of a text; 0: the model has no limit."""
+    fixed_numbers: int = 0
+    """That one such layer may keep of a text beside, however long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,12 @@ class ModelPlan:
     as they are, so they are in no vector of a stage, and in no update. What a stage trains, and
     what its shards, digests, checkpoints and downloads are made of, are the others."""
     base_dtype: torch.dtype | None = None
-    """Precision that the base is rounded to, once; None for as it comes."""
+    """Precision that parameters of the base are rounded to, once; None for as they come."""
+    has_weights: bool = False
+    """The run begins from weights. Persistent buffers of its layers come with them, as a part of
+    the base; else they are as `build()` makes them."""
+    exact_buffers: tuple[str, ...] = ()
+    """Parts of names of buffers that stay in fp32 whatever the precision of the passes."""
     cache: CachePlan | None = None
     """None: the model cannot go on with a text without computing all of it again."""
     is_random: bool = False
@@ -184,10 +192,17 @@ def build_layer(plan: ModelPlan, layer: LayerBuilder, seed: int) -> nn.Module:
     """The layer with its initial weights, on the CPU. Torch's global generator is left as it was.
 
     Raises:
-        SpecError: a parameter is not float32 or does not require a gradient.
+        SpecError: a parameter is not float32 or does not require a gradient, or a part of the layer
+            changes its buffers in training.
     """
     with seeded(derive_seed(seed, layer.name)):
         module = layer.build()
+    for name, part in module.named_modules():
+        if getattr(part, "track_running_stats", False):
+            raise SpecError(
+                f"{layer.name}.{name}: {type(part).__name__} keeps running statistics, which "
+                "replicas do not share; use one without, such as GroupNorm or RMSNorm"
+            )
     for name, parameter in module.named_parameters():
         full_name = f"{layer.name}.{name}"
         if plan.has_base and not parameter.requires_grad:
@@ -227,8 +242,8 @@ def parameter_ranges(
     return ranges_of(own_parameters(layers, modules))
 
 
-def ranges_of(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[ParameterRange, ...]:
-    """Where parameters lie that come one after the other."""
+def ranges_of(named: Iterable[tuple[str, Tensor]]) -> tuple[ParameterRange, ...]:
+    """Where tensors lie that come one after the other."""
     ranges: list[ParameterRange] = []
     start = 0
     for name, p in named:
@@ -246,11 +261,40 @@ def own_parameters(
     return _own(layers, modules, is_trained=True)
 
 
-def base_parameters(
+def frozen_parameters(
     layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
 ) -> list[tuple[str, nn.Parameter]]:
-    """`own_parameters` of what is not trained (`ModelPlan.has_base`)."""
+    """`own_parameters` of those that are not trained (`ModelPlan.has_base`)."""
     return _own(layers, modules, is_trained=False)
+
+
+def persistent_buffers(
+    layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
+) -> list[tuple[str, Tensor]]:
+    """What files of a model have beside its parameters, by full name, in canonical order."""
+    return [
+        (f"{layer.name}.{name}", tensor)
+        for layer, module in zip(layers, modules, strict=True)
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if not isinstance(tensor, nn.Parameter)
+    ]
+
+
+def base_buffers(
+    plan: ModelPlan, layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
+) -> list[tuple[str, Tensor]]:
+    """Those that are a part of the base."""
+    found = persistent_buffers(layers, modules) if plan.has_weights else []
+    return [(name, buffer) for name, buffer in found if buffer.is_floating_point()]
+
+
+def base_tensors(
+    plan: ModelPlan, layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
+) -> list[tuple[str, Tensor]]:
+    """The base of some consecutive layers, by full name, in canonical order: parameters that are
+    not trained, then buffers."""
+    frozen = frozen_parameters(layers, modules) if plan.has_base else []
+    return [*frozen, *base_buffers(plan, layers, modules)]
 
 
 def _own(
@@ -284,15 +328,42 @@ def tied_names(layers: Sequence[LayerBuilder]) -> dict[str, str]:
     return {f"{layer.name}.{n}": owner for layer in layers for n, owner in layer.tied.items()}
 
 
+def described(layers: Sequence[LayerBuilder]) -> list[nn.Module]:
+    """The layers without memory: their parameters and buffers have names and shapes only."""
+    with torch.device("meta"):  # where nothing is drawn
+        return [layer.build() for layer in layers]
+
+
 def describe_parameters(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
     """`parameter_ranges` of layers that nobody built: no memory is taken."""
-    return parameter_ranges(layers, _described(layers))
+    return parameter_ranges(layers, described(layers))
 
 
-def describe_base(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
-    """Where each parameter of the base of some layers lies, one after the other in canonical order;
-    none where all of them are trained. No memory is taken."""
-    return ranges_of(base_parameters(layers, _described(layers)))
+def describe_base(plan: ModelPlan, layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
+    """Where each tensor of the base of some layers lies, one after the other in canonical order. No
+    memory is taken."""
+    return ranges_of(base_tensors(plan, layers, described(layers)))
+
+
+def describe_frozen(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
+    """The same of parameters that are not trained."""
+    return ranges_of(frozen_parameters(layers, described(layers)))
+
+
+def describe_buffers(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
+    """The same of persistent buffers, wherever they come from."""
+    return ranges_of(persistent_buffers(layers, described(layers)))
+
+
+def initial_buffers(plan: ModelPlan, seed: int) -> dict[str, Tensor]:
+    """All persistent buffers of a model as `build()` makes them, by full name. One layer at a time
+    is built, of those that have any."""
+    found: dict[str, Tensor] = {}
+    for layer in plan.layers:
+        if describe_buffers([layer]):
+            module = build_layer(plan, layer, seed)
+            found |= {n: b.detach().clone() for n, b in persistent_buffers([layer], [module])}
+    return found
 
 
 def cut_shards(num_parameters: int, size: int, num_tied: int = 0) -> tuple[int, ...]:
@@ -307,8 +378,3 @@ def cut_shards(num_parameters: int, size: int, num_tied: int = 0) -> tuple[int, 
 def num_parameters(ranges: Sequence[ParameterRange]) -> int:
     """Elements of all of them."""
     return ranges[-1].stop if ranges else 0
-
-
-def _described(layers: Sequence[LayerBuilder]) -> list[nn.Module]:
-    with torch.device("meta"):  # where nothing is drawn
-        return [layer.build() for layer in layers]

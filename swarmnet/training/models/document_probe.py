@@ -20,28 +20,8 @@ from swarmnet.errors import SpecError
 from swarmnet.spec import ModelSpec
 from swarmnet.training.models.adapter import adapter_plan
 from swarmnet.training.models.base import LayerContext, TakesContext, seeded, with_mask
+from swarmnet.training.models.shrunk import shrunk_configs
 
-SMALL = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 64,
-    "sliding_window": 8,
-    "attention_chunk_size": 8,
-    "pad_token_id": None,
-}
-"""Where the config has them."""
-LATENT = {k: v for k, v in SMALL.items() if k != "head_dim"} | {"num_key_value_heads": 4}
-"""The second try: families with latent attention have no groups of heads, and derive their size."""
-LEAST_LAYERS = 2
 LENGTHS = ((10, 14), (1, 20, 3))
 """Documents of two samples."""
 TOLERANCE = 1e-3
@@ -84,29 +64,12 @@ def _rope_tables(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def _is_apart(key: str) -> bool:
-    for sizes in (SMALL, LATENT):
+    for small in shrunk_configs(json.loads(key)):
         try:
-            return _largest_difference(_shrunk(json.loads(key), sizes)) < TOLERANCE
+            return _largest_difference(small) < TOLERANCE
         except Exception:
             continue
     return False
-
-
-def _shrunk(config: dict[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """A small model's config: one layer of each kind, and these sizes where the config has them."""
-    num_layers = config["num_hidden_layers"]
-    kinds = config.get("layer_types") or []
-    chosen = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
-    chosen += [i for i in range(num_layers) if i not in chosen][
-        : max(0, LEAST_LAYERS - len(chosen))
-    ]
-    small: dict[str, Any] = {}
-    for key, value in config.items():
-        is_by_layer = isinstance(value, list) and len(value) == num_layers
-        small[key] = [value[i] for i in chosen] if is_by_layer else value
-        if key in sizes and value is not None:
-            small[key] = sizes[key]
-    return small | {"num_hidden_layers": len(chosen), "tie_word_embeddings": False}
 
 
 def _largest_difference(config: dict[str, Any]) -> float:

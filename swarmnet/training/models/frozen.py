@@ -1,9 +1,9 @@
-"""The base of a stage: parameters that are not trained. They come from a model's folder, shard by
-shard, and stay as they are."""
+"""The base of a stage: what is not trained, frozen parameters and persistent buffers. It comes from
+a model's folder, shard by shard, and stays as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,9 +15,10 @@ from swarmnet.training.arrays import check_finite, check_shape, to_tensor
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
-    base_parameters,
+    ParameterRange,
+    base_buffers,
+    base_tensors,
     cut_shards,
-    describe_base,
     num_parameters,
     ranges_of,
 )
@@ -97,21 +98,26 @@ def settle(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
 
 
 class StageBase:
-    """The base of some layers; of none where all their parameters are trained."""
+    """The base of some layers; of none where all is trained."""
 
     def __init__(
         self, plan: ModelPlan, layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
     ) -> None:
-        named = base_parameters(layers, modules) if plan.has_base else []
+        named = base_tensors(plan, layers, modules)
         self._ranges = ranges_of(named)
-        self._parameters = [p for _, p in named]
-        self._rounding = plan.base_dtype
-        self.shard_sizes = base_shards(layers) if plan.has_base else ()
+        by_name = dict(zip((layer.name for layer in layers), modules, strict=True))
+        buffers = {name for name, _ in base_buffers(plan, layers, modules)}
+        self._places = [
+            _buffer_of(by_name, name) if name in buffers else _parameter(tensor)
+            for name, tensor in named
+        ]
+        self._roundings = [None if name in buffers else plan.base_dtype for name, _ in named]
+        self.shard_sizes = base_shards(self._ranges)
         self._missing = set(range(len(self.shard_sizes)))
         linears = (m for module in modules for m in module.modules() if isinstance(m, FrozenLinear))
         self._packing = {id(m.weight): m for m in linears if m.packing}
-        self._lacking = [p.numel() for p in self._parameters]
-        """Of each parameter, elements that have not come."""
+        self._lacking = [tensor.numel() for _, tensor in named]
+        """Of each, elements that have not come."""
 
     @property
     def missing(self) -> list[int]:
@@ -128,22 +134,32 @@ class StageBase:
         check_finite("the base", tensor)
         if shard_index not in self._missing:
             return
-        if self._rounding is not None:
-            tensor = tensor.to(self._rounding)
         start = sum(self.shard_sizes[:shard_index])
         stop = start + tensor.numel()
         with torch.no_grad():
-            for k, (r, p) in enumerate(zip(self._ranges, self._parameters, strict=True)):
+            for k, r in enumerate(self._ranges):
                 first, last = max(start, r.start), min(stop, r.stop)
                 if first < last:
-                    place = p.data.view(-1)[first - r.start : last - r.start]
-                    place.copy_(tensor[first - start : last - start])
+                    there = self._places[k]()
+                    place = there.data.view(-1)[first - r.start : last - r.start]
+                    values, rounding = tensor[first - start : last - start], self._roundings[k]
+                    place.copy_(values if rounding is None else values.to(rounding))
                     self._lacking[k] -= last - first
-                    if not self._lacking[k] and id(p) in self._packing:
-                        self._packing[id(p)].pack()
+                    if not self._lacking[k] and id(there) in self._packing:
+                        self._packing[id(there)].pack()
         self._missing.discard(shard_index)
 
 
-def base_shards(layers: Sequence[LayerBuilder]) -> tuple[int, ...]:
-    """Elements of each shard of the base of a stage's layers; none where all is trained."""
-    return cut_shards(num_parameters(describe_base(layers)), BASE_SHARD_PARAMETERS)
+def _parameter(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+def _buffer_of(modules: Mapping[str, nn.Module], full_name: str) -> Callable[[], Tensor]:
+    """It is looked for each time: when its layer goes to a device, another takes its place."""
+    layer = next(name for name in modules if full_name.startswith(f"{name}."))
+    return lambda: modules[layer].get_buffer(full_name.removeprefix(f"{layer}."))
+
+
+def base_shards(ranges: Sequence[ParameterRange]) -> tuple[int, ...]:
+    """Elements of each shard of a base."""
+    return cut_shards(num_parameters(ranges), BASE_SHARD_PARAMETERS)

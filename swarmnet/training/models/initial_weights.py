@@ -1,9 +1,10 @@
 """The weights that a run began from, on one machine; implements `swarm.ports.InitialWeights`.
 
 Where a model is trained whole, these are the first parameters of its stages: those of a model's
-folder, or those that another run ended with (`swarmnet.training.continuing`). Where adapters are
-trained they are the base, which every replica of a stage needs: what has come of it is kept in the
-state folder, so that nobody has to have the model's folder when a run goes on.
+folder, or those that another run ended with (`swarmnet.training.continuing`). Every replica of a
+stage needs its base too: where adapters are trained all other parameters, and the persistent
+buffers of its layers. What has come of it is kept in the state folder, so that nobody has to have
+the model's folder when a run goes on.
 
 Where the moments of another run go on, they are initial shards too: for each shard of the trained
 parameters one with its mean, its square and its number of steps.
@@ -27,7 +28,12 @@ from safetensors.torch import load_file, save_file
 from swarmnet.errors import ProtocolViolation, SpecError, UserError
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
-from swarmnet.training.models.base import ParameterRange, describe_base, describe_parameters
+from swarmnet.training.models.base import (
+    ParameterRange,
+    describe_base,
+    describe_frozen,
+    describe_parameters,
+)
 from swarmnet.training.models.frozen import base_shards
 from swarmnet.training.models.lora_folder import AdapterWeights
 from swarmnet.training.models.model_folder import open_weights
@@ -48,6 +54,7 @@ FOLDER = "base"
 NAME_CHARACTERS = 16
 """Of the hash of the list of hashes, in the name of a base's folder."""
 VALUES = "values"
+MAX_KNOWN = 4
 
 
 class Weights(Protocol):
@@ -58,7 +65,8 @@ class Weights(Protocol):
 
 
 class EndedWeights(Weights, Protocol):
-    """The parameters with which a run ended, and the moments of its optimizer."""
+    """The parameters with which a run ended, what its model has beside them, and the moments of its
+    optimizer."""
 
     no_moments: str
     """Why these do not go on, in words; empty where they do."""
@@ -81,22 +89,42 @@ class InitialLayout:
     """By stage; none where trained parameters begin at random."""
     has_moments: bool = False
     """Each trained shard has one with its moments."""
+    has_adapters: bool = False
+    """The trained parameters are adapters."""
+    buffers: frozenset[str] = frozenset()
+    """Names of those in the base."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> InitialLayout:
         """`spec`: what its model's folder and adapter say is in it. Raises `SpecError`."""
+        if spec.model.kind == "custom":  # its code may be another one by now
+            return cls._of(spec)
+        key = spec.canonical()
+        known = _known.get(key)
+        if known is None:
+            if len(_known) >= MAX_KNOWN:
+                _known.clear()
+            known = _known[key] = cls._of(spec)
+        return known
+
+    @classmethod
+    def _of(cls, spec: RunSpec) -> InitialLayout:
         plan = model_plan(spec)
         num_stages = spec.pipeline.num_stages
         stages = split_stages(plan, num_stages)
         size = shard_parameters(spec, plan)
         sizes = [stage_shards(plan, num_stages, k, size) for k in range(num_stages)]
         is_random = spec.lora is not None and not (spec.lora.adapter or spec.model.continues)
+        base = [describe_base(plan, layers) for layers in stages]
+        frozen = {r.name for r in describe_frozen(plan.layers)}
         return cls(
-            [describe_base(layers) if plan.has_base else () for layers in stages],
-            [base_shards(layers) if plan.has_base else () for layers in stages],
+            base,
+            [base_shards(ranges) for ranges in base],
             [describe_parameters(layers) for layers in stages],
             [()] * num_stages if is_random else sizes,
             spec.model.moments,
+            spec.lora is not None,
+            frozenset(r.name for ranges in base for r in ranges) - frozen,
         )
 
     @property
@@ -115,7 +143,31 @@ class InitialLayout:
 
     def of_model(self) -> list[tuple[ParameterRange, ...]]:
         """By stage, what the model's folder has."""
-        return self.base if any(self.base) else self.trained
+        if self.has_adapters:
+            return self.base
+        both = zip(self.base, self.trained, strict=True)
+        return [(*base, *trained) for base, trained in both]
+
+    def named(
+        self, shards: Sequence[Sequence[Array]], rounding: torch.dtype | None
+    ) -> dict[str, torch.Tensor]:
+        """The base by name, from its shards by stage. `rounding`: of parameters, as in
+        `ModelPlan.base_dtype`."""
+        found: dict[str, torch.Tensor] = {}
+        for ranges, of_stage in zip(self.base, shards, strict=True):
+            if ranges:
+                flat = torch.cat([to_tensor(shard) for shard in of_stage])
+                found |= {r.name: r.part_of(flat) for r in ranges}
+        if rounding is None:
+            return found
+        return {
+            name: tensor if name in self.buffers else tensor.to(rounding).float()
+            for name, tensor in found.items()
+        }
+
+
+_known: dict[bytes, InitialLayout] = {}
+"""By a spec's canonical form: large models take a second to be described."""
 
 
 class InitialSources:
@@ -133,14 +185,15 @@ class InitialSources:
         the run's model."""
         self._layout = layout
         self._ended = ended
-        has_base = any(layout.base)
         self.model: SourceWeights | None = None
-        if folder is not None and (has_base or not spec.model.continues):
+        if folder is not None and (layout.has_adapters or not spec.model.continues):
             self.model = open_weights(folder, spec.model.config, layout.of_model())
+        self._base: Weights | None = self.model
         self._trained: Weights | None = self.model
         if spec.model.continues:
             self._trained = ended
-        elif has_base:
+            self._base = self.model if layout.has_adapters else ended
+        elif layout.has_adapters:
             self._trained = None if adapter is None else AdapterWeights(adapter, layout.trained)
 
     def read(self, stage: int, shard: int) -> torch.Tensor | None:
@@ -148,7 +201,7 @@ class InitialSources:
         layout = self._layout
         num_base = len(layout.base_sizes[stage])
         if shard < num_base:
-            return _part(self.model, layout.base[stage], layout.base_sizes[stage], shard)
+            return _part(self._base, layout.base[stage], layout.base_sizes[stage], shard)
         trained, sizes = layout.trained[stage], layout.trained_sizes[stage]
         if shard < num_base + len(sizes):
             return _part(self._trained, trained, sizes, shard - num_base)
@@ -165,6 +218,27 @@ def _part(
 ) -> torch.Tensor | None:
     start = sum(sizes[:shard])
     return None if source is None else source.flat(ranges, start, start + sizes[shard])
+
+
+def read_base(
+    spec: RunSpec, hashes: bytes, state_dirs: Sequence[Path], folder: Path | None = None
+) -> dict[str, torch.Tensor]:
+    """The base of a run by name, as parameters are rounded to in it, from what peers have kept of
+    it in their state folders, and from the model's folder. Raises `SpecError`."""
+    sources = [ModelWeights(spec, hashes, None, state_dir=path) for path in state_dirs]
+    if folder is not None:
+        sources.append(ModelWeights(spec, hashes, folder))
+    layout = InitialLayout.of(spec)
+    shards: list[list[Array]] = []
+    for stage, sizes in enumerate(layout.base_sizes):
+        shards.append([])
+        for j in range(len(sizes)):
+            found = (source.shard(stage, j) for source in sources)
+            shard = next((values for values in found if values is not None), None)
+            if shard is None:
+                raise SpecError(f"the base of stage {stage} is not all here")
+            shards[-1].append(shard)
+    return layout.named(shards, model_plan(spec).base_dtype)
 
 
 class ModelWeights:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -151,6 +152,10 @@ def load_config(values: Mapping[str, Any]) -> Any:
 def _loaded(key: str) -> Any:
     values = json.loads(key)
     kind = str(values.pop("model_type", ""))
+    for name, why in REFUSED_WHERE_SET.items():
+        if values.get(name):
+            raise SpecError(f"[model] config: {name} is not supported: {why}")
+        values.pop(name, None)
     unknown = sorted(values.keys() - _known_keys(_config_class(kind)))
     if unknown:
         raise SpecError(
@@ -158,6 +163,22 @@ def _loaded(key: str) -> Any:
             f"transformers; update it: {install_command('transformers', options='-U')}"
         )
     return _made(kind, values, "[model] config")
+
+
+def longest_context(config: Any) -> float:
+    """Tokens of the longest sequence that a model is made for; infinite where the family has no
+    limit. A position encoding that is stretched reaches further than the config's own number."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if not longest:
+        return math.inf
+    whole = getattr(config, "rope_parameters", None) or {}
+    tables = [t for t in (whole, *whole.values()) if isinstance(t, Mapping)]
+    stretched = (
+        t["factor"] * (t.get("original_max_position_embeddings") or longest)
+        for t in tables
+        if isinstance(t.get("factor"), int | float)
+    )
+    return int(max(longest, *stretched, 0))
 
 
 def model_classes(config: Any) -> tuple[Any, Any]:

@@ -85,13 +85,15 @@ def has_weights(folder: Path) -> bool:
 def open_weights(
     folder: Path, config: Mapping[str, Any], stages: Sequence[Sequence[ParameterRange]]
 ) -> SourceWeights:
-    """The weights of a folder, checked against the parameters of all stages. Raises `SpecError`."""
+    """The weights of a folder, checked against the tensors of all stages. Raises `SpecError`."""
     ranges = [r for stage in stages for r in stage]
     weights = SourceWeights(folder, config, [r.name for r in ranges])
     weights.check(ranges)
-    unused = [name for name in weights.unused if name != "lm_head.weight"]
-    if unused:
-        log.warning("%s: %d tensors have no place, such as %s", folder, len(unused), unused[0])
+    if weights.unused:
+        log.warning(
+            "%s: %d tensors, such as %s, are left out, as transformers does: they are neither "
+            "trained nor exported", folder, len(weights.unused), weights.unused[0],
+        )  # fmt: skip
     return weights
 
 

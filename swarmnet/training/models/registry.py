@@ -19,7 +19,7 @@ from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
     cut_shards,
-    describe_base,
+    describe_frozen,
     describe_parameters,
     num_parameters,
 )
@@ -42,8 +42,9 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         plan = llama_plan(spec.model, spec.sequence_length)
     elif spec.model.kind == "transformers":
         from swarmnet.training.models.adapter import adapter_plan  # slow to import
+        from swarmnet.training.models.family_probe import checked
 
-        plan = adapter_plan(spec.model, spec.sequence_length)
+        plan = checked(adapter_plan(spec.model, spec.sequence_length), spec.model.config)
         if spec.data.document_mask:
             from swarmnet.training.models.document_probe import check_documents_apart
 
@@ -57,13 +58,15 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         _check_plan(plan, spec.model.builder)
     if spec.data.document_mask:
         check_document_mask(plan)
+    model = spec.model
+    has_weights = bool(model.weights or model.source or model.continues)
     split = spec.pipeline.layers
     if split and sum(split) != len(plan.layers):
         raise SpecError(
             f"[pipeline] layers: they add up to {sum(split)}, but the model has "
             f"{len(plan.layers)} layers; swarmnet plan --measure prints some that fit"
         )
-    return replace(plan, split=split) if split else plan
+    return replace(plan, split=split or plan.split, has_weights=has_weights)
 
 
 def check_document_mask(plan: ModelPlan) -> None:
@@ -139,7 +142,7 @@ def tied_elements(plan: ModelPlan, num_stages: int, stage_index: int) -> int:
 def stage_shards(plan: ModelPlan, num_stages: int, stage_index: int, size: int) -> tuple[int, ...]:
     """Elements of each shard of a stage. Raises `SpecError`."""
     layers = split_stages(plan, num_stages)[stage_index]
-    if not plan.has_base and (frozen := describe_base(layers)):
+    if not plan.has_base and (frozen := describe_frozen(layers)):
         raise SpecError(f"{frozen[0].name} must be a float32 parameter that requires a gradient")
     tied = tied_elements(plan, num_stages, stage_index)
     total = num_parameters(describe_parameters(layers))

@@ -30,35 +30,66 @@ MAX_INDEX_BYTES = 64 << 20
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Where a model's embedding and head are one matrix; its files have it once, or twice the same."""
 BASE_PREFIX = "model."
-NEVER_USED = ("rotary_emb.inv_freq",)
+NEVER_USED = r"rotary_emb\.inv_freq$"
+"""Tables of old files, which are made anew."""
+READ_ELEMENTS = 1 << 24
+MAX_SHOWN = 3
 
 
 class SourceWeights:
-    """The parameters of a model, by name, as its folder has them."""
+    """The tensors of a model, by name, as its folder has them."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], names: Sequence[str]) -> None:
-        """`config`: canonical. `names`: of the parameters that are wanted.
+        """`config`: canonical. `names`: of all parameters and buffers that come from a folder, or
+        of as many as adapters need.
 
         Raises:
-            SpecError: a file cannot be read, or has not all of them.
+            SpecError: a file cannot be read, it has not all of them, or it has others, which are
+                another model's: except those that transformers leaves out by its own rules.
         """
         self.folder = folder
+        self._files = MappedFiles()
         stored = {one.name: one for path in _files(folder) for one in stored_tensors(path)}
         tied = TIED if config.get("tie_word_embeddings") else {}
         wanted = {tied.get(name, name) for name in names}
-        self._parts, unused = _assign(stored, config, wanted)
+        self._parts, unused = _assign(stored, config, {*wanted, *tied})
         for name, owner in tied.items():
-            if owner in self._parts:
-                self._parts[name] = self._parts[owner]
+            self._tie(name, owner)
         missing = sorted(wanted - self._parts.keys())
         if missing:
             raise SpecError(f"{folder}: it has no tensor for {missing[0]}")
-        self.unused = tuple(n for n in unused if not n.endswith(NEVER_USED))
-        """Tensors that the model has no place for."""
+        self.unused = _without_place(unused, config, folder)
+        """Tensors that transformers leaves out."""
         kinds = [one.kind for parts in self._parts.values() for one in parts]
         self.dtype = ITEM_TYPES[max(sorted(set(kinds)), key=kinds.count)][0]
         """Of most tensors."""
-        self._files = MappedFiles()
+
+    def _tie(self, name: str, owner: str) -> None:
+        """Files have one matrix of two names once, under either, or twice. Raises `SpecError` where
+        they are two."""
+        there, here = self._parts.get(owner), self._parts.get(name)
+        if there and here:
+            size = sum(one.num_elements for one in there)
+            is_same = size == sum(one.num_elements for one in here) and all(
+                np.array_equal(
+                    *(self._part(n, at, min(at + READ_ELEMENTS, size)) for n in (name, owner)),
+                    equal_nan=True,
+                )
+                for at in range(0, size, READ_ELEMENTS)
+            )
+            if not is_same:
+                raise SpecError(
+                    f"{self.folder}: {name} and {owner} differ, though config.json says that they "
+                    "are one matrix; write tie_word_embeddings = false there"
+                )
+        one = there or here
+        if one is not None:
+            self._parts[name] = self._parts[owner] = one
+
+    def _part(self, name: str, start: int, stop: int) -> np.ndarray:
+        found = np.empty(stop - start, dtype=np.float32)
+        self._copy(name, start, stop, found)
+        return found
 
     def check(self, ranges: Sequence[ParameterRange]) -> None:
         """Raises `SpecError` where a tensor has another size than its parameter."""
@@ -144,6 +175,23 @@ def _assign(
         for name, several in found.items()
     }
     return parts, unused
+
+
+def _without_place(
+    names: Sequence[str], config: Mapping[str, Any], folder: Path
+) -> tuple[str, ...]:
+    """Those of them that transformers leaves out of such models. Raises `SpecError` for others."""
+    shell = causal_shell(load_config(config))
+    rules = (*(shell._keys_to_ignore_on_load_unexpected or ()), NEVER_USED)  # noqa: SLF001
+    others = [name for name in names if not any(re.search(rule, name) for rule in rules)]
+    if others:
+        more = f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""
+        shown = ", ".join(name[:120] for name in others[:MAX_SHOWN])
+        raise SpecError(
+            f"{folder}: {shown}{more} have no place in a model of type {config['model_type']}: the "
+            "files, or config.json, are of another model"
+        )
+    return tuple(names)
 
 
 def _place(name: str, pattern: str, converters: Sequence[Any]) -> int:

@@ -44,6 +44,7 @@ class StageGeneration:
         self.max_tokens = min(MAX_TOKENS, plan.max_tokens or MAX_TOKENS)
         self.copy_bytes = element * layers.num_parameters
         self.token_bytes = element * plan.numbers * cached
+        self.text_bytes = element * plan.fixed_numbers * cached
         self._layers, self._boundary, self._vectors = layers, boundary, vectors
         self._plan = plan
         self._copy: list[Tensor] = []

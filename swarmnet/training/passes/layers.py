@@ -235,7 +235,7 @@ class StageLayers:
         copies."""
         for module in self.modules:
             module.to(self.device)
-            lower_buffers(module, self.dtype)
+            lower_buffers(module, self.dtype, self.plan.exact_buffers)
         is_pinned = self.device.type == "cuda"
         total = self.num_parameters
         values = torch.empty(total, dtype=torch.float32, pin_memory=is_pinned)

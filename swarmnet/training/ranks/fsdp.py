@@ -27,7 +27,14 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import StepKey
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.memory.vectors import Vectors
-from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, describe_parameters
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    LayerContext,
+    ModelPlan,
+    describe_base,
+    describe_parameters,
+)
+from swarmnet.training.models.registry import model_plan
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.ranks.leading import LeadStage, following
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
@@ -48,6 +55,12 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
         raise SpecError(
             f"--tp {num_ranks} --local fsdp does not go with [lora]; take --tp 1, or a peer for "
             "each device"
+        )
+    plan = model_plan(spec)
+    if num_ranks > 1 and (buffers := describe_base(plan, plan.layers)):
+        raise SpecError(
+            f"--tp {num_ranks} --local fsdp: ranks do not get {buffers[0].name}, which comes with "
+            "this model's weights; take --tp 1, or a peer for each device"
         )
     if spec.pipeline.microbatch % num_ranks:
         raise SpecError(

@@ -168,7 +168,7 @@ def test_peers_give_the_base_to_an_export(tmp_path: Path) -> None:
         files = {"weights.sha256": hashes}
         base = await fetch_base(spec, gossip.transport, gossip, InlineWorker(), files, None)
         named = swarm.named("a1") | swarm.named("b0")
-        trained = Trained(spec, 4, named, files=files).merged(base)
+        trained = Trained(spec, 4, named, files=files).whole(base)
         write_folder(tmp_path / "whole", trained)
         merged(swarm, tmp_path / "whole")
 

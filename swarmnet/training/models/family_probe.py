@@ -1,0 +1,140 @@
+"""Whether layers of a family of `transformers`, one after the other, are its model: tried with a
+small one, not believed.
+
+The small model has every kind of layer that the config names. Cut into layers it must give the
+logits of the whole, training must leave its buffers as they are, and with a cache, a few tokens at
+a time, the logits must be the same again. Where only the last does not hold, such models train and
+are exported, but write no texts during a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import ModelSpec
+from swarmnet.training.models.adapter import adapter_plan
+from swarmnet.training.models.base import LayerContext, ModelPlan, TakesContext, seeded
+from swarmnet.training.models.model_config import load_config, model_classes
+from swarmnet.training.models.shrunk import shrunk_configs
+
+LENGTH, SAMPLES = 24, 2
+PASSES = (11, 4, *(1 for _ in range(9)))
+"""Tokens of each, of a text."""
+TOLERANCE = 1e-3
+"""Relative to the largest output; rounding makes less than 1e-5 of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of it."""
+
+    fault: str = ""
+    """Why such a model cannot be trained here, in words; empty where it can."""
+    writes: bool = True
+    """It goes on with a text by a cache."""
+
+
+def try_family(config: Mapping[str, Any]) -> Tried:
+    """`config`: canonical. A family of which no small model can be built is taken as it is."""
+    smaller = shrunk_configs(config)
+    return _try(tuple(json.dumps(small, sort_keys=True) for small in smaller))
+
+
+def checked(plan: ModelPlan, config: Mapping[str, Any]) -> ModelPlan:
+    """The plan of the model of this config, without a cache where that is of no use. Raises
+    `SpecError` where its layers do not do what the model does."""
+    tried = try_family(config)
+    if tried.fault:
+        raise SpecError(
+            f"[model] model_type {config['model_type']} is not supported: {tried.fault}"
+        )
+    return plan if tried.writes else dataclasses.replace(plan, cache=None)
+
+
+@functools.lru_cache(maxsize=16)
+def _try(configs: Sequence[str]) -> Tried:
+    for text in configs:
+        small = json.loads(text)
+        try:
+            whole, tokens, logits = _whole(small)
+        except Exception:  # whatever a family's code does with sizes that it never had
+            continue
+        return _tried(small, whole, tokens, logits)
+    return Tried()
+
+
+def _whole(small: dict[str, Any]) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model of transformers, tokens and their logits."""
+    config = load_config(small)
+    with seeded(0):
+        model = model_classes(config)[1](config).eval()
+        tokens = torch.randint(config.vocab_size, (SAMPLES, LENGTH))
+    with torch.no_grad():
+        return model, tokens, model(tokens, use_cache=False).logits
+
+
+def _tried(small: dict[str, Any], whole: nn.Module, tokens: Tensor, logits: Tensor) -> Tried:
+    try:
+        plan = adapter_plan(ModelSpec(kind="transformers", config=small), LENGTH)
+        modules = [layer.build().eval() for layer in plan.layers]
+        state = whole.state_dict()
+        for layer, module in zip(plan.layers, modules, strict=True):
+            own = {n: state[f"{layer.name}.{n}"] for n in module.state_dict()}
+            module.load_state_dict(own)
+        found = _through(modules, tokens)
+    except SpecError:
+        raise
+    except Exception as error:  # likewise
+        text = " ".join(str(error).split())[:120]
+        return Tried(f"its layers need more than what comes from the layer before ({text})")
+    if not _is_same(found, logits):
+        return Tried("layer by layer it computes something else than as a whole")
+    changed = _changed_buffers(whole, tokens)
+    if changed:
+        return Tried(f"training changes {changed[0]}, which replicas do not share")
+    try:
+        return Tried(writes=_is_same(_by_cache(plan, modules, tokens[:1]), logits[:1]))
+    except Exception:  # likewise
+        return Tried(writes=False)
+
+
+def _through(
+    modules: Sequence[nn.Module], tokens: Tensor, context: LayerContext | None = None
+) -> Tensor:
+    x = tokens.int()
+    with torch.no_grad():
+        for module in modules:
+            takes = (context,) if context and isinstance(module, TakesContext) else ()
+            x = module(x, *takes)
+    return x
+
+
+def _by_cache(plan: ModelPlan, modules: Sequence[nn.Module], tokens: Tensor) -> Tensor:
+    assert plan.cache is not None
+    cache, positions = plan.cache.make(), torch.arange(LENGTH).unsqueeze(0)
+    parts = zip(tokens.split(PASSES, dim=1), positions.split(PASSES, dim=1), strict=True)
+    found = [_through(modules, part, LayerContext(at, cache)) for part, at in parts]
+    return torch.cat(found, dim=1)
+
+
+def _changed_buffers(whole: nn.Module, tokens: Tensor) -> list[str]:
+    """Names of persistent ones that a pass changes."""
+    named = whole.state_dict(keep_vars=True).items()
+    before = {n: b.clone() for n, b in named if not isinstance(b, nn.Parameter)}
+    whole.train()
+    whole(tokens, use_cache=False).logits.sum().backward()
+    after = whole.state_dict()
+    return [name for name, buffer in before.items() if not torch.equal(buffer, after[name])]
+
+
+def _is_same(found: Tensor, expected: Tensor) -> bool:
+    difference = (found - expected).abs().max() / expected.abs().max()
+    return float(difference.nan_to_num(torch.inf)) < TOLERANCE
