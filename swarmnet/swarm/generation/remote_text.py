@@ -23,6 +23,7 @@ from swarmnet.errors import (
     NotReady,
     ProtocolViolation,
     Refused,
+    RemoteError,
     Stale,
     SwarmnetError,
     TransportError,
@@ -281,6 +282,7 @@ class RemoteText:
         stage = self._stages[k]
         stage.give(array)
         why: SwarmnetError = NoRoute("nobody was asked")
+        may_pass = False
         for _ in range(MAX_TRIES):
             try:
                 return await self._pass(k, stage.peers[0], self._done, array, num_logits)
@@ -288,9 +290,12 @@ class RemoteText:
                 raise
             except SwarmnetError as e:
                 why = e
+                may_pass |= type(e) is not RemoteError  # which says that the pass itself fails
                 self._failed(stage.peers[0], e)
                 self._end(k, stage.peers.pop(0))
                 await self._replace(k, e)
+        if not may_pass:
+            raise UserError(f"stage {k} does not write: {why}")
         raise NotNow(f"stage {k} does not write now: {why}; try again")
 
     async def _pass(

@@ -140,6 +140,12 @@ def check_targets(plan: ModelPlan, wanted: Sequence[str]) -> None:
     raise SpecError(f"[lora] target_modules: {what}; there are: {shown}")
 
 
+def present(plan: ModelPlan, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of them that are linear layers of decoder layers."""
+    there = _all_linear(plan)
+    return tuple(w for w in names if any(_is_target(name, (w,)) for name in there))
+
+
 def _is_target(name: str, wanted: Sequence[str]) -> bool:
     """As PEFT matches: the whole name or its end."""
     return any(name == w or name.endswith(f".{w}") for w in wanted)

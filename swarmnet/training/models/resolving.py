@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet.errors import DataError, SpecError
 from swarmnet.protocol.codecs import AUTO
-from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEYS, RunSpec
+from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEYS, NUM_BYTE_TOKENS, RunSpec
 from swarmnet.training.models.initial_weights import EndedWeights, InitialLayout, InitialSources
-from swarmnet.training.models.lora import target_names
+from swarmnet.training.models.lora import present, target_names
 from swarmnet.training.models.lora_folder import family_targets, read_adapter
 from swarmnet.training.models.model_folder import (
     BESIDE_TOKENIZER,
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("swarmnet.models")
 
+LLAMA_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
+"""Keys of `[model]` that have a value also where they are left out."""
 TOKENIZER_FILE, WEIGHTS_FILE = "tokenizer.json", "weights.sha256"
 
 
@@ -93,7 +95,8 @@ def resolve_run(
         DataError: the data cannot be read, or are needed and not here.
         SpecError: the model or its folder cannot be read, built or cut so.
     """
-    spec, contents = with_files(spec, "" if place is None else place.tokenizer)
+    spec, contents = with_files(_with_whole_config(spec), "" if place is None else place.tokenizer)
+    check_model(spec, builder)
     adapter = spec.lora.source if spec.lora is not None else ""
     spec = _with_data(_with_lora(spec), builder, place, contents)
     if set(spec.open_keys) <= CODEC_KEYS:  # it takes no model
@@ -103,6 +106,11 @@ def resolve_run(
     stages = split_stages(plan, spec.pipeline.num_stages)
     size = shard_parameters(model, plan)
     layers = [len(stage) for stage in stages]
+    if plan.cache is None and spec.model.kind == "transformers":
+        log.warning(
+            "models of type %s are trained and exported, but write no texts while they train",
+            spec.model.config["model_type"],
+        )
     ended: EndedRun | None = None
     if "[model] continues" in spec.open_keys:
         if past is None:
@@ -186,7 +194,9 @@ def described(spec: RunSpec) -> RunSpec:
         folder = find_folder(spec.model.source)
         read = read_config(folder)
         values: dict[str, Any] = {"config": read.values, "base": spec.model.source}
-        spec = _with_lora(spec.model_copy(update={"model": spec.model.model_copy(update=values)}))
+        spec = spec.model_copy(update={"model": spec.model.model_copy(update=values)})
+        check_model(spec)
+        spec = _with_lora(spec)
     if spec.data.sequence_length != AUTO:
         return spec
     from swarmnet.training.data.opening import Place
@@ -198,6 +208,59 @@ def described(spec: RunSpec) -> RunSpec:
         usual = spec.sequence_length
         log.warning("%s; reckoned with samples of %s tokens", error, f"{usual:,}")
         return spec.with_sequence_length(usual)
+
+
+def check_model(spec: RunSpec, builder: str = "") -> None:
+    """What `RunSpec` asks of the built-in Llama, asked of a model whose sizes stand elsewhere, when
+    a run is started or planned. `builder`: as in `resolve_run`. Raises `SpecError`."""
+    model, pipeline = spec.model, spec.pipeline
+    if model.kind == "llama":
+        return
+    for key in LLAMA_NUMBERS:
+        if getattr(model, key) != type(model).model_fields[key].default:
+            where = "the config.json" if model.kind == "transformers" else "[model.options]"
+            raise SpecError(f'[model] {key} is for kind "llama" only, here it belongs into {where}')
+    if model.kind == "custom":
+        if not spec.data.sequence_length:
+            return
+        inputs = model_plan(spec.with_builder(builder or model.builder)).inputs
+        length = inputs.shape[0] if inputs.dtype == "int32" and len(inputs.shape) == 1 else 0
+        if length and spec.data.sequence_length != length:
+            raise SpecError(
+                f"[data] sequence_length ({spec.data.sequence_length}): the builder's model takes "
+                f"samples of {length} tokens; leave it out, or tell the builder in [model.options]"
+            )
+        return
+    from swarmnet.training.models.model_config import load_config, longest_context
+
+    config = load_config(model.config)
+    longest = longest_context(config)
+    if spec.sequence_length > longest:
+        raise SpecError(
+            f"[data] sequence_length ({spec.sequence_length}) must not be more than the model's "
+            f"longest context ({longest})"
+        )
+    if pipeline.num_stages > config.num_hidden_layers:
+        raise SpecError(
+            f"[pipeline] num_stages ({pipeline.num_stages}) must not be more than the model's "
+            f"layers ({config.num_hidden_layers})"
+        )
+    if spec.is_bytes and config.vocab_size < NUM_BYTE_TOKENS:
+        raise SpecError(
+            f"[model] vocab_size ({config.vocab_size}) must be at least {NUM_BYTE_TOKENS} for "
+            'tokenizer = "bytes"'
+        )
+
+
+def _with_whole_config(spec: RunSpec) -> RunSpec:
+    """With every key of a config that stands in the spec itself, so that another version of
+    transformers takes no other defaults. Raises `SpecError`."""
+    if spec.model.kind != "transformers" or spec.model.source or not spec.open_keys:
+        return spec
+    from swarmnet.training.models.model_config import load_config
+
+    config = load_config(spec.model.config).canonical_values
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})})
 
 
 def file_values(contents: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
@@ -234,10 +297,12 @@ def _with_file_specs(spec: RunSpec, contents: Mapping[str, bytes]) -> RunSpec:
 
 
 def _with_lora(spec: RunSpec) -> RunSpec:
-    """With all that `[lora]` leaves open. Raises `SpecError`."""
+    """With all that `[lora]` leaves open. Raises `SpecError`, as for layers that are not there."""
     lora = spec.lora
-    if lora is None or not lora.is_open:
+    if lora is None:
         return spec
+    if spec.model.kind != "transformers":
+        raise SpecError("[lora] is for a model that [model] from names")
     if lora.source and spec.model.continues:
         raise SpecError(
             "[lora] from and [model] continues both say what adapters begin from; remove one"
@@ -247,7 +312,8 @@ def _with_lora(spec: RunSpec) -> RunSpec:
     kind = str(spec.model.config["model_type"])
     values: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha}
     whole = model_plan(spec.model_copy(update={"lora": None}))
-    values["target_modules"] = target_names(whole, lora.target_modules or family_targets(kind))
+    usual = () if lora.target_modules else present(whole, family_targets(kind))
+    values["target_modules"] = target_names(whole, lora.target_modules or usual)
     return spec.model_copy(update={"lora": lora.model_copy(update=values)})
 
 
