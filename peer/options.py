@@ -231,7 +231,7 @@ class ModelGroup:
         typer.Option(
             metavar="FOLDER",
             help="Where this machine has the model that the run began from: its weights are given "
-            "to others.",
+            "to others, or complete a whole model that is exported.",
         ),
     ] = None
     builder: Annotated[

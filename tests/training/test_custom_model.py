@@ -84,6 +84,11 @@ def build(dtype="int32", num_values=8, names=("a", "b"), frozen=False, shape=(4,
 """
 
 
+NORMED = LAYER.replace("return nn.Emb", "return nn.Sequential(nn.Emb").replace(
+    "not frozen)", "not frozen), nn.BatchNorm1d(4))"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "options", "wanted"),
     [
@@ -99,6 +104,7 @@ def build(dtype="int32", num_values=8, names=("a", "b"), frozen=False, shape=(4,
         (LAYER, {"dtype": "int64"}, "float32 or int32"),
         (LAYER, {"names": ["a"]}, "cannot be cut into 2 stages"),
         (LAYER, {"frozen": True}, "requires a gradient"),
+        (NORMED, {}, r"a\.1: BatchNorm1d keeps running statistics, which replicas do not share"),
     ],
 )
 def test_a_faulty_builder_is_one_clear_line(

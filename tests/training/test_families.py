@@ -133,10 +133,10 @@ def test_a_family_that_does_something_else_in_layers_or_in_training_is_refused(
 ) -> None:
     config = canonical("deepseek_v3", num_hidden_layers=4)
     small = next(s for s in shrunk_configs(config) if s["num_key_value_heads"] == 4)
-    whole, tokens, logits = family_probe._whole(small)  # noqa: SLF001  its parts
-    tried = family_probe._tried(small, whole, tokens, logits)  # noqa: SLF001  likewise
+    whole, tokens, logits = family_probe.whole_model(small)
+    tried = family_probe.small_tried(small, whole, tokens, logits)
     assert tried == Tried()
-    other = family_probe._tried(small, whole, tokens, logits + 1.0)  # noqa: SLF001  likewise
+    other = family_probe.small_tried(small, whole, tokens, logits + 1.0)
     assert other.fault == "layer by layer it computes something else than as a whole"
     gate = next(type(m) for n, m in whole.named_modules() if n.endswith("mlp.gate"))
     forward = gate.forward
@@ -147,12 +147,12 @@ def test_a_family_that_does_something_else_in_layers_or_in_training_is_refused(
         return forward(self, *args)
 
     monkeypatch.setattr(gate, "forward", balancing)
-    tried = family_probe._tried(small, whole, tokens, logits)  # noqa: SLF001  likewise
+    tried = family_probe.small_tried(small, whole, tokens, logits)
     assert tried.fault.startswith("training changes model.layers.1.mlp.gate.e_score")
-    family_probe._try.cache_clear()  # noqa: SLF001  it is another family now
+    family_probe.try_small.cache_clear()  # it is another family now
     with pytest.raises(SpecError, match="deepseek_v3 is not supported: training changes"):
         checked(adapter_plan(family_probe.ModelSpec(kind="transformers", config=small), 8), config)
-    family_probe._try.cache_clear()  # noqa: SLF001  and the former one again
+    family_probe.try_small.cache_clear()  # and the former one again
 
 
 @pytest.mark.parametrize("kind", ["hrm_text", "dots1", "longcat_flash"])

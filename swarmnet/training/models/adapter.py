@@ -237,7 +237,7 @@ def _state_numbers(config: Any) -> int:
 def _exact_buffers(config: Any) -> tuple[str, ...]:
     """What the family's own rule keeps in fp32 also where a model is loaded in less."""
     _, causal = model_classes(config)
-    names = (causal._keep_in_fp32_modules_strict, causal._keep_in_fp32_modules)  # noqa: SLF001
+    names = (causal._keep_in_fp32_modules_strict, causal._keep_in_fp32_modules)  # noqa: SLF001  it has no public name
     return tuple(sorted({name.rpartition(".")[2] for some in names for name in some or ()}))
 
 

@@ -45,7 +45,7 @@ class Tried:
 def try_family(config: Mapping[str, Any]) -> Tried:
     """`config`: canonical. A family of which no small model can be built is taken as it is."""
     smaller = shrunk_configs(config)
-    return _try(tuple(json.dumps(small, sort_keys=True) for small in smaller))
+    return try_small(tuple(json.dumps(small, sort_keys=True) for small in smaller))
 
 
 def checked(plan: ModelPlan, config: Mapping[str, Any]) -> ModelPlan:
@@ -60,19 +60,21 @@ def checked(plan: ModelPlan, config: Mapping[str, Any]) -> ModelPlan:
 
 
 @functools.lru_cache(maxsize=16)
-def _try(configs: Sequence[str]) -> Tried:
+def try_small(configs: Sequence[str]) -> Tried:
+    """What comes of the first of these canonical configs, JSON, of which a model can be built."""
     for text in configs:
         small = json.loads(text)
         try:
-            whole, tokens, logits = _whole(small)
+            whole, tokens, logits = whole_model(small)
         except Exception:  # whatever a family's code does with sizes that it never had
             continue
-        return _tried(small, whole, tokens, logits)
+        return small_tried(small, whole, tokens, logits)
     return Tried()
 
 
-def _whole(small: dict[str, Any]) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model of transformers, tokens and their logits."""
+def whole_model(small: dict[str, Any]) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model of transformers, tokens (B, S) and their logits (B, S, V). Raises whatever the
+    family's code raises."""
     config = load_config(small)
     with seeded(0):
         model = model_classes(config)[1](config).eval()
@@ -81,7 +83,8 @@ def _whole(small: dict[str, Any]) -> tuple[nn.Module, Tensor, Tensor]:
         return model, tokens, model(tokens, use_cache=False).logits
 
 
-def _tried(small: dict[str, Any], whole: nn.Module, tokens: Tensor, logits: Tensor) -> Tried:
+def small_tried(small: dict[str, Any], whole: nn.Module, tokens: Tensor, logits: Tensor) -> Tried:
+    """What comes of a small model. The others: as `whole_model` gives them."""
     try:
         plan = adapter_plan(ModelSpec(kind="transformers", config=small), LENGTH)
         modules = [layer.build().eval() for layer in plan.layers]

@@ -182,7 +182,7 @@ def _without_place(
 ) -> tuple[str, ...]:
     """Those of them that transformers leaves out of such models. Raises `SpecError` for others."""
     shell = causal_shell(load_config(config))
-    rules = (*(shell._keys_to_ignore_on_load_unexpected or ()), NEVER_USED)  # noqa: SLF001
+    rules = (*(shell._keys_to_ignore_on_load_unexpected or ()), NEVER_USED)  # noqa: SLF001  it has no public name
     others = [name for name in names if not any(re.search(rule, name) for rule in rules)]
     if others:
         more = f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""

@@ -14,7 +14,7 @@ from swarmnet.training.models.model_config import load_config
 from swarmnet.training.models.resolving import resolve
 from swarmnet.training.models.shrunk import shrunk_configs
 from swarmnet.training.passes.generation import StageGeneration
-from tests.swarm.generation.test_generating import Asker, exported, start, write
+from tests.swarm.generation.test_generating import Asker, exported, start, working, write
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.training.test_families import FAMILIES, INDEXED, SIZES, canonical
 
@@ -47,8 +47,7 @@ def test_linear_attention_writes_what_the_exported_model_writes(tmp_path: Path, 
         async with Asker(swarm) as asker:
             text = asker.text()
             written = await write(text, PROMPT, 8)
-            working = text._stages[1].peers[0]  # noqa: SLF001  the replica that is to die
-            swarm.kill(working)
+            swarm.kill(working(swarm, 1))
             written += await write(text, written[-1:], 8)
             assert not asker.lines
             assert text.round == ROUNDS
