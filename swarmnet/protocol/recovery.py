@@ -9,6 +9,9 @@ they join it. Where none is, each peer decides alone, by the same rule on what i
    for `SETTLE_S`, so a peer that returns within that time of the others is still counted.
 2. Where no round is whole after `RESTORE_PATIENCE_S`: the newest round of which all parameters
    exist. Optimizer state that no peer has begins again from zero.
+   Before that, and before an older round is taken because the newest is not whole, each peer looks
+   at its own machine (`Look`): a state folder there that no peer uses may have what is missing,
+   and what it has of the peer's stage counts as that peer's (`to_take_over`).
 3. Where all parameters exist of no round, the peer waits without end for the peers that have them:
    to begin from the initial parameters would throw away what was learned, and only a person can
    decide that (`begin_anew`). Where no peer offers anything, the run begins from the initial
@@ -96,7 +99,13 @@ class Begin:
     so."""
 
 
-Decision = Wait | Restore | Begin
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Before it decides, the peer looks for what is missing in the states on its machine that no
+    peer uses."""
+
+
+Decision = Wait | Restore | Begin | Look
 
 
 def is_running(records: Iterable[Record]) -> bool:
@@ -147,6 +156,36 @@ def is_loading(records: Iterable[Record], candidate: Candidate) -> bool:
     )
 
 
+def to_take_over(
+    unused: Sequence[Restorable], found: Sequence[Candidate], stage: int, *, newer: bool
+) -> list[tuple[int, list[int]]]:
+    """Which of the checkpoints that no peer uses a peer of this stage takes over, by their index,
+    and the shards whose optimizer state it takes: what is missing in an offered round (`found`, the
+    newest first), and with `newer` every round that is newer than those. The first that has a part
+    gives it."""
+    offered = {(c.history, c.round): c for c in found}
+    newest = max(offered, default=(-1, -1))
+    taken: dict[tuple[int, int], set[int]] = {}
+    parts = []
+    for i, one in enumerate(unused):
+        key = one.history, one.round
+        candidate = offered.get(key)
+        if one.stage != stage or (candidate is None and not (newer and key > newest)):
+            continue
+        if candidate is None or stage in candidate.missing_stages:
+            missing = set(range(one.num_shards))
+        else:
+            missing = {j for k, j in candidate.missing_shards if k == stage}
+        is_first = key not in taken
+        has = taken.setdefault(key, set())
+        shards = [j for j in sorted(missing - has) if one.holds_shard(j)]
+        needs_parameters = candidate is None or stage in candidate.missing_stages
+        if shards or (is_first and needs_parameters):
+            has.update(shards)
+            parts.append((i, shards))
+    return parts
+
+
 class Settling:
     """One peer's decision over time. `decide` is to be called again and again."""
 
@@ -154,9 +193,15 @@ class Settling:
         self,
         *,
         begin_anew: bool = False,
+        looks: bool = False,
+        looks_first: bool = False,
     ) -> None:
-        """`begin_anew`: the run begins from its initial parameters, whatever peers have."""
+        """`begin_anew`: the run begins from its initial parameters, whatever peers have. `looks`:
+        this peer can look at its own machine for what is missing; `looks_first`: also where no
+        peer offers anything."""
         self.begin_anew = begin_anew
+        self._looks, self._looks_first = looks, looks_first
+        self._looked_for: set[tuple[int, int]] = set()
         self._began_at: float | None = None
         self._changed_at = 0.0
         self._seen: tuple[object, ...] = ()
@@ -165,9 +210,11 @@ class Settling:
         """The decision now. `records`: of the live peers, the own one included, none of them
         active."""
         found = candidates(records, num_stages)
-        if not found or self.begin_anew:
+        if self.begin_anew or (not found and not (self._looks_first and self._must_look((-1, -1)))):
             self._began_at = None
             return Begin()
+        if not found:
+            return Look()
         seen = tuple((r.peer_id, r.incarnation, offers(r)) for r in records if offers(r))
         if self._began_at is None:
             self._began_at = now
@@ -176,6 +223,9 @@ class Settling:
         is_settled = now - self._changed_at >= SETTLE_S
         if not is_settled and now - self._began_at < RESTORE_PATIENCE_S:
             return Wait()
+        newest = found[0]
+        if not newest.is_whole and self._must_look((newest.history, newest.round)):
+            return Look()
         whole = next((c for c in found if c.is_whole), None)
         if whole is not None:
             return Restore(whole)
@@ -183,6 +233,13 @@ class Settling:
             return Wait(found[0].describe())
         partial = next((c for c in found if not c.missing_stages), None)
         return Restore(partial) if partial is not None else Wait(found[0].describe(), True)
+
+    def _must_look(self, missing: tuple[int, int]) -> bool:
+        """Once for each history and round of which something is missing."""
+        if not self._looks or missing in self._looked_for:
+            return False
+        self._looked_for.add(missing)
+        return True
 
 
 def for_running(own: Iterable[Restorable], round_index: int) -> Restorable | None:

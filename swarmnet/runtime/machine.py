@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, UserError
 from swarmnet.runtime.computing import choose_computing, free_bytes_of
-from swarmnet.runtime.joining.past import open_ended
+from swarmnet.runtime.joining.past import open_ended, unused_states
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
 from swarmnet.runtime.run_files import TOKENIZER, WEIGHTS, RunFiles
 from swarmnet.runtime.speed import expected_stage_s
+from swarmnet.runtime.state_dir import state_root
 from swarmnet.spec import BYTES_TOKENIZER, RunSpec
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.peer import Machine
@@ -249,12 +250,14 @@ def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None
         keep=options.keep_checkpoints,
         every=options.checkpoint_every,
         model=model,
+        unused=lambda: unused_states(options.state_dir, run.run_id),
     )
     found = store.available()
     for line in store.unreadable:
         log.warning("a checkpoint cannot be used: %s", line)
     disk = WorkerThread("disk")
-    return Disk(store, disk, options.checkpoint_every, found, tuple(store.unreadable))
+    is_any = options.state_dir.absolute().parent == state_root().absolute()
+    return Disk(store, disk, options.checkpoint_every, found, tuple(store.unreadable), is_any)
 
 
 def free_memory() -> None:

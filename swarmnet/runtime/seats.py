@@ -15,12 +15,12 @@ from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import MAX_SEATS, Room, room_for
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
+from swarmnet.runtime.state_dir import SEAT_FOLDER
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
 
 log = logging.getLogger("swarmnet.peer")
 
-SEAT_FOLDER = "seat-"
 IN_FLIGHT = 4
 """Microbatches of which a stage keeps the graph, as a guess where the run names no number."""
 LOOK_EVERY_S = 60.0

@@ -23,6 +23,8 @@ MAX_INCARNATION = 1 << 60
 MAX_PEERS_PER_USER = 256
 """Folders tried before giving up."""
 LOCK_NAME = "lock"
+SEAT_FOLDER = "seat-"
+"""In a state folder: what a further seat of the machine keeps; its number follows."""
 INCARNATION_FILE = "incarnation"
 
 
@@ -66,6 +68,21 @@ def next_incarnation(state_dir: Path, now_unix_s: float) -> int:
     except OSError as e:
         log.warning("the start cannot be noted in %s: %s", path, e.strerror)
     return incarnation
+
+
+def is_claimed(state_dir: Path) -> bool:
+    """Whether a peer is at work in a state folder."""
+    try:
+        lock = os.open(state_dir / LOCK_NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _first_free(root: Path) -> tuple[Path, int]:

@@ -563,6 +563,15 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Unused:
+    """A checkpoint of the run in a state folder of this machine that no peer uses."""
+
+    folder: str
+    """The state folder."""
+    saved: Saved
+
+
+@dataclass(frozen=True, slots=True)
 class OwnSteps:
     """What a replica's own steps have made of a shard; copies, not views."""
 
@@ -599,6 +608,15 @@ class Checkpoints(Protocol):
 
     def available(self) -> Sequence[Saved]:
         """Those of this run that are complete, the oldest first. Quick."""
+
+    def unused(self) -> Sequence[Unused]:
+        """What lies beside the own state folder, for which no peer would miss it. Quick."""
+
+    def take_over(self, parts: Sequence[tuple[Unused, Collection[int]]]) -> Sequence[Saved]:
+        """Counts what lies unused as available from now on, until the next `save`: of each
+        checkpoint the optimizer state of these shards, and the parameters where there is no own
+        checkpoint of that round. What is damaged, or of other parameters than the own checkpoint
+        of that round, is left out. Returns what is available of those rounds now."""
 
     def save(self, snapshot: Snapshot) -> None:
         """All or nothing. Removes the oldest ones that are not to be kept."""

@@ -18,13 +18,14 @@ checksums; neither is ever loaded.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,15 @@ from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.files import is_full
 from swarmnet.protocol.recovery import STRIDES
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import CodingErrors, OwnSteps, Saved, Snapshot
+from swarmnet.swarm.ports import CodingErrors, OwnSteps, Saved, Snapshot, Unused
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.held_out_losses import add_losses, best_round, read_losses
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.recovery")
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -153,11 +156,13 @@ class CheckpointStore:
         keep: int = MIN_KEPT,
         every: int | None = None,
         model: RunSpec | None = None,
+        unused: Callable[[], Iterable[Path]] = tuple,
     ) -> None:
         """`keep`: newest checkpoints that stay, at least `MIN_KEPT`. `every`: rounds between two,
         for the ones that stay beside the newest, since others' disks are slower (`_prune`); None
         for none. `model`: the spec as this machine builds it, where a custom model's code is
-        elsewhere than the run's spec says."""
+        elsewhere than the run's spec says. `unused`: state folders of this machine that no peer of
+        the run uses."""
         if keep < MIN_KEPT:
             raise CheckpointError(f"at least {MIN_KEPT} checkpoints must be kept")
         self.folder = state_dir / FOLDER / spec.run_id[:RUN_CHARACTERS]
@@ -165,6 +170,10 @@ class CheckpointStore:
         self._keep = keep
         self._every = every
         self._model = model or spec
+        self._unused = unused
+        self._taken: dict[int, list[tuple[Path, Meta, frozenset[int]]]] = {}
+        """By round, what was taken over of other state folders: a checkpoint, and the shards whose
+        optimizer state is used."""
         self._wanted: frozenset[int] = frozenset()
         self._loaded: frozenset[int] = frozenset()
         """The round from which this peer has gone on, if it has."""
@@ -175,7 +184,32 @@ class CheckpointStore:
         """Those of this run that are complete, the oldest first. Quick: what the disk spoiled
         without changing a file's size is found by `load`. Raises `CheckpointError`."""
         self.unreadable = []
-        return [meta.saved for _, meta in self._found(self.unreadable)]
+        return [self._saved(meta) for _, meta in self._found(self.unreadable)]
+
+    def unused(self) -> list[Unused]:
+        name = self.folder.name
+        found: list[Unused] = []
+        for state_dir in self._unused():
+            with suppress(CheckpointError):
+                metas = read_metas(state_dir / FOLDER / name)
+                ours = [m for m in metas if m.run_id == self._spec.run_id]
+                found += [Unused(str(state_dir), meta.saved) for meta in ours]
+        return found
+
+    def take_over(self, parts: Sequence[tuple[Unused, Collection[int]]]) -> list[Saved]:
+        for unused, shards in parts:
+            r = unused.saved.round
+            path = Path(unused.folder) / FOLDER / self.folder.name / self.path(r).name
+            try:
+                meta = Meta.read(path)
+                self._check_beside(path, meta, unused.saved)
+            except CheckpointError as e:
+                log.warning("what no peer uses is not taken over: %s", e)
+                continue
+            held = frozenset(shards) & frozenset(meta.steps)
+            self._taken.setdefault(r, []).append((path, meta, held))
+        rounds = {unused.saved.round for unused, _ in parts}
+        return [saved for saved in self.available() if saved.round in rounds]
 
     def path(self, round_index: int) -> Path:
         """The folder of a checkpoint."""
@@ -199,11 +233,13 @@ class CheckpointStore:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     if not (is_full(e) and self._make_room()):
                         raise
+            self._taken.clear()  # the own state is newer now
             self._prune()
 
     def load(self, round_index: int) -> Snapshot:
         """Raises `CheckpointError` where it is missing or damaged in any way."""
-        folder = self.path(round_index)
+        found = {meta.round: path for path, meta in self._found()}
+        folder = found.get(round_index, self.path(round_index))
         meta = Meta.read(folder)
         if meta.run_id != self._spec.run_id or meta.round != round_index:
             raise CheckpointError(f"{folder}: of another run or round")
@@ -214,6 +250,12 @@ class CheckpointStore:
             raise CheckpointError(f"{folder}: does not fit the model")
         parameters = tuple(from_tensor(part) for part in flat.split(list(sizes)))
         optimizer, own_steps, errors = _load_optimizer(folder, meta, sizes)
+        for path, beside, held in self._taken.get(round_index, ()):
+            if path == folder:
+                optimizer = {j: state for j, state in optimizer.items() if j in held}
+            else:
+                states, _, _ = _load_optimizer(path, beside, sizes)
+                optimizer |= {j: states[j] for j in held - optimizer.keys()}
         if b"".join(xxhash.xxh3_64_digest(p.data) for p in parameters).hex() != meta.digests:
             raise CheckpointError(f"{folder}: the parameters do not match their digests")
         self._loaded = frozenset({round_index})
@@ -268,10 +310,35 @@ class CheckpointStore:
         return from_numpy(flat)
 
     def _found(self, unreadable: list[str] | None = None) -> list[tuple[Path, Meta]]:
-        """Every complete checkpoint of this run and its folder, the oldest round first.
-        `unreadable` as in `read_metas`."""
+        """Every complete checkpoint of this run and its folder, the oldest round first; with those
+        that were taken over. `unreadable` as in `read_metas`."""
         metas = read_metas(self.folder, unreadable)
-        return [(self.path(m.round), m) for m in metas if m.run_id == self._spec.run_id]
+        found = {m.round: (self.path(m.round), m) for m in metas if m.run_id == self._spec.run_id}
+        for r, ((path, meta, _), *_) in self._taken.items():
+            found.setdefault(r, (path, meta))
+        return [found[r] for r in sorted(found)]
+
+    def _saved(self, meta: Meta) -> Saved:
+        """What there is of a round, with what was taken over."""
+        taken = self._taken.get(meta.round, [])
+        is_own = all(meta is not one for _, one, _ in taken)
+        held = set(meta.steps) if is_own else set()
+        held.update(*(shards for _, _, shards in taken))
+        return replace(meta.saved, held=tuple(sorted(held)))
+
+    def _check_beside(self, path: Path, meta: Meta, saved: Saved) -> None:
+        """Raises `CheckpointError` where a checkpoint of another state folder is damaged, is not
+        what it was, or has other parameters than are here of that round."""
+        if meta.run_id != self._spec.run_id or meta.saved != saved or not _is_complete(path, meta):
+            raise CheckpointError(f"{path}: it has changed")
+        for name in FILES:
+            with _one_line(path / name):
+                if checksum(path / name) != meta.checksums.get(name):
+                    raise CheckpointError(f"{path / name}: damaged (its checksum is wrong)")
+        of_round = [one for _, one in self._found() if one.round == meta.round]
+        same = [(meta.history, meta.stage, meta.digests)]
+        if any((one.history, one.stage, one.digests) not in same for one in of_round):
+            raise CheckpointError(f"{path}: it is of another history than {self.path(meta.round)}")
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         flat = torch.cat([to_tensor(p) for p in snapshot.parameters])

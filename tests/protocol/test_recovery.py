@@ -12,6 +12,7 @@ from swarmnet.protocol.recovery import (
     RESTORE_PATIENCE_S,
     SETTLE_S,
     Begin,
+    Look,
     Restore,
     Settling,
     Wait,
@@ -20,6 +21,7 @@ from swarmnet.protocol.recovery import (
     is_covered,
     is_loading,
     is_running,
+    to_take_over,
 )
 from swarmnet.wire import pack, unpack
 
@@ -178,3 +180,46 @@ def test_offers_travel_in_a_record_and_are_checked() -> None:
     body = pack(record).replace(b"num_shards\x03", b"num_shards\x00")
     with pytest.raises(ProtocolViolation):
         unpack(body, Record)
+
+
+def test_before_an_older_round_is_taken_or_moments_begin_anew_the_machine_is_looked_at() -> None:
+    a = joiner("a", 0, offer(10, 0), offer(20, 0, [0, 1]))
+    settling = Settling(looks=True)
+    assert settling.decide([a], 1, 0.0) == Wait()
+    assert settling.decide([a], 1, SETTLE_S) == Look()
+    decision = settling.decide([a], 1, SETTLE_S)
+    assert isinstance(decision, Restore), "once"
+    assert decision.candidate.round == 10
+    whole = joiner("a", 0, offer(20, 0))
+    settling = Settling(looks=True)
+    settling.decide([whole], 1, 0.0)
+    assert isinstance(settling.decide([whole], 1, SETTLE_S), Restore), "nothing is missing"
+
+
+def test_where_nobody_has_anything_the_machine_is_looked_at_once() -> None:
+    settling = Settling(looks=True, looks_first=True)
+    assert settling.decide([joiner("a", 0)], 1, 0.0) == Look()
+    assert settling.decide([joiner("a", 0)], 1, 0.0) == Begin()
+    for anew in (Settling(looks=True), Settling(begin_anew=True, looks=True, looks_first=True)):
+        assert anew.decide([joiner("a", 0)], 1, 0.0) == Begin()
+
+
+def test_what_is_missing_of_the_own_stage_is_taken_over_once() -> None:
+    found = candidates([joiner("a", 0, offer(20, 0, [0])), joiner("b", 1, offer(20, 1))], 2)
+    unused = [offer(20, 0, [0, 1]), offer(20, 0, [1, 2]), offer(20, 0, [2]), offer(20, 1)]
+    for newer in (False, True):
+        assert to_take_over(unused, found, 0, newer=newer) == [(0, [1]), (1, [2])]
+        assert to_take_over(unused, found, 1, newer=newer) == []
+        older = [offer(10, 0), offer(20, 0, history=0), offer(30, 0, history=0)]
+        assert to_take_over(older, found, 0, newer=newer) == []
+    assert to_take_over([offer(30, 0, [1])], found, 0, newer=True) == [(0, [1])]
+    assert to_take_over([offer(30, 0, [1])], found, 0, newer=False) == []
+
+
+def test_parameters_are_taken_over_where_the_stage_has_none() -> None:
+    found = candidates([joiner("b", 1, offer(20, 1))], 2)
+    unused = [offer(20, 0, []), offer(20, 0, []), offer(20, 0, [1])]
+    assert to_take_over(unused, found, 0, newer=False) == [(0, []), (2, [1])]
+    both = [offer(20, 0, [0]), offer(10, 0, [0])]
+    assert to_take_over(both, [], 0, newer=True) == [(0, [0]), (1, [0])]
+    assert to_take_over(both, [], 0, newer=False) == []

@@ -341,3 +341,40 @@ def test_what_others_fetch_and_the_best_make_room_before_the_newest(
     full_after(3, monkeypatch, tmp_path)
     store.save(snapshot(6))
     assert [s.round for s in store.available()] == [5, 6]
+
+
+def with_shards(whole: Snapshot, *shards: int) -> Snapshot:
+    return replace(whole, optimizer={j: whole.optimizer[j] for j in shards})
+
+
+def test_what_lies_unused_beside_a_peer_completes_what_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = snapshot(10)
+    names = ("own", "second", "third", "damaged", "other")
+    own, second, third, damaged, other = (tmp_path / name for name in names)
+    store(own).save(with_shards(whole, 0))
+    store(second).save(with_shards(whole, 2))
+    store(third).save(snapshot(20))
+    store(damaged).save(with_shards(whole, 2))
+    path = store(damaged).path(10) / "optimizer.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    store(other).save(replace(with_shards(whole, 2), history=2))
+    ours = CheckpointStore(own, SPEC, unused=lambda: [second, third, damaged, other, tmp_path])
+    found = {(u.folder, u.saved.round): u for u in ours.unused()}
+    assert {Path(folder).name for folder, _ in found} == set(names) - {"own"}
+    assert [saved.held for saved in ours.available()] == [(0,)]
+
+    refused = [(found[str(folder), 10], [2]) for folder in (damaged, other)]
+    assert [saved.held for saved in ours.take_over(refused)] == [(0,)]
+    assert len(caplog.messages) == 2
+    parts = [(found[str(second), 10], [2]), (found[str(third), 20], [0])]
+    assert [(s.round, s.held) for s in ours.take_over(parts)] == [(10, (0, 2)), (20, (0,))]
+    for j, (values, arrays) in ours.load(10).optimizer.items():
+        assert values == whole.optimizer[j][0]
+        for a, b in zip(arrays, whole.optimizer[j][1], strict=True):
+            assert torch.equal(to_tensor(a), to_tensor(b))
+    assert ours.load(20).optimizer.keys() == {0}
+    ours.save(snapshot(30))
+    assert [s.round for s in ours.available()] == [10, 30], "what it has now is its own"
+    assert len(list(third.glob("checkpoints/*/round-*"))) == 1, "nothing is lost of the others'"

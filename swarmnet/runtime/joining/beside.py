@@ -63,16 +63,26 @@ def tell_run(
 
 def peers_beside(state_dir: Path) -> list[Beside]:
     """This machine's other peers, whose state folders lie beside this one."""
-    found: list[Beside] = []
-    for path in sorted(state_dir.absolute().parent.glob(f"*/{RUNNING_FILE}"))[:MAX_BESIDE]:
-        if path.parent == state_dir.absolute():
-            continue
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with path.open("rb") as file:
-                said = json.loads(file.read(MAX_RUNNING_BYTES))
-            addresses = tuple(map(str, said["addresses"]))
-            found.append(Beside(str(said["run_id"]), str(said["name"]), addresses))
-    return found
+    own = state_dir.absolute()
+    paths = sorted(own.parent.glob(f"*/{RUNNING_FILE}"))[:MAX_BESIDE]
+    said = [_said_in(path) for path in paths if path.parent != own]
+    return [peer for peer in said if peer is not None]
+
+
+def run_in(state_dir: Path) -> str:
+    """The run that the peer at work in a state folder says it is part of; empty where it does not
+    say."""
+    said = _said_in(state_dir / RUNNING_FILE)
+    return "" if said is None else said.run_id
+
+
+def _said_in(path: Path) -> Beside | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with path.open("rb") as file:
+            said = json.loads(file.read(MAX_RUNNING_BYTES))
+        addresses = tuple(map(str, said["addresses"]))
+        return Beside(str(said["run_id"]), str(said["name"]), addresses)
+    return None
 
 
 def peers_at(ready: Path | None) -> list[Beside]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet.errors import SpecError
-from swarmnet.runtime.state_dir import state_root
+from swarmnet.runtime.joining.beside import run_in
+from swarmnet.runtime.state_dir import SEAT_FOLDER, is_claimed, state_root
 from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -85,6 +86,26 @@ def past_line(spec: RunSpec, state_dir: Path) -> str:
         f"{whole.round}, with the same model and another {differences(whole.spec, spec)}; to begin "
         f'with those parameters write continues = "{shown}" under [model]'
     )
+
+
+def unused_states(state_dir: Path, run_id: str) -> list[Path]:
+    """State folders beside a peer's with checkpoints of a run in which no peer of that run is at
+    work: it has fewer peers than before, or a peer of another run has taken that folder."""
+    own = _peer_folder(state_dir.absolute())
+    found = []
+    for folder in _folders_in(own.parent):
+        peer = _peer_folder(folder)
+        is_own = peer == own
+        if is_own or not (folder / CHECKPOINTS / run_id[:SHOWN_CHARACTERS]).is_dir():
+            continue
+        if not is_claimed(peer) or run_in(peer) not in ("", run_id):
+            found.append(folder)
+    return found
+
+
+def _peer_folder(state_dir: Path) -> Path:
+    """The state folder of the peer that a seat is of; a peer's own."""
+    return state_dir.parent if state_dir.name.startswith(SEAT_FOLDER) else state_dir
 
 
 def _of_machine(state_dir: Path | None) -> list[Path]:

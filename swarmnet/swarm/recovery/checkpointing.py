@@ -47,6 +47,9 @@ class Disk:
     """What was there at the start."""
     unreadable: Sequence[str] = ()
     """What was there and cannot be read: a line for each."""
+    is_any: bool = False
+    """The state folder is the first that was free of those that this machine's peers use: what lies
+    in the others may be what this peer had before."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
-from swarmnet.swarm.ports import Saved, Snapshot
+from swarmnet.swarm.ports import Saved, Snapshot, Unused
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.recovery.waiting_notice import WaitingNotice
 from swarmnet.swarm.timing import LOOK_AGAIN_S
@@ -55,7 +55,7 @@ class Recovery:
     def __post_init__(self) -> None:
         self.restored: tuple[int, int] | None = None
         """(history, round) of the checkpoint that this peer has loaded."""
-        self._settling = recovery.Settling(begin_anew=self.begin_anew)
+        self._settling = self._new_settling(begin_anew=self.begin_anew)
         self._damaged = bool(self.disk and self.disk.unreadable)
         """Something was saved here, and cannot be used."""
         self._offers = [_offer(s) for s in (self.disk.found if self.disk else ())][-MAX_RESTORABLE:]
@@ -63,6 +63,11 @@ class Recovery:
         self._chosen_at = 0.0
         self._given_up: dict[str, None] = {}
         self._empty_since: float | None = None
+        self._looked_running = False
+        """At what lies unused on this machine, for a stage without replicas in a run that lives."""
+        self._back: dict[int, str] = {}
+        """By stage, a line that says how what is missing comes back, where it is on this machine
+        and nobody has taken it over."""
         self._told_ahead = False
         self._may_resume = True
         """Nothing has come from elsewhere yet."""
@@ -107,7 +112,15 @@ class Recovery:
         the whole time again."""
         self._chosen = self._empty_since = None
         self._given_up.clear()
-        self._settling = recovery.Settling(begin_anew=begin_anew)
+        self._looked_running = False
+        self._settling = self._new_settling(begin_anew=begin_anew)
+
+    def _new_settling(self, *, begin_anew: bool) -> recovery.Settling:
+        disk = self.disk
+        looks_first = disk is not None and disk.is_any
+        return recovery.Settling(
+            begin_anew=begin_anew, looks=disk is not None, looks_first=looks_first
+        )
 
     def opened(self, round_index: int, history: int) -> None:
         """The replica has become active in this round. What this machine has of later ones is not
@@ -167,6 +180,9 @@ class Recovery:
         if recovery.is_running(live):
             return await self._attend_running(replica, averaging, now)
         decision = self._settling.decide(live, self.num_stages, now)
+        if isinstance(decision, recovery.Look):
+            await self._take_over(replica.index, live)
+            return True
         if isinstance(decision, recovery.Begin) and self._damaged and not self._settling.begin_anew:
             decision = recovery.Wait("the checkpoints of this machine cannot be read", True)
         if isinstance(decision, recovery.Begin):
@@ -176,6 +192,10 @@ class Recovery:
                 self._unload(())
             return False
         if isinstance(decision, recovery.Wait):
+            if decision.reason:  # after those of that stage had the time to take it over
+                for line in self._back.values():
+                    log.warning("%s", line)
+                self._back = {}
             self.notice.say(decision.reason, now, is_endless=decision.is_endless)
             await self.gossip.changed.wait(LOOK_AGAIN_S)
             return True
@@ -225,6 +245,9 @@ class Recovery:
     async def _attend_running(self, replica: Replica, averaging: Averaging, now: float) -> bool:
         """The run lives, but this stage has no replica."""
         r = progress.newest_round(self.gossip.view, now)
+        if not self._looked_running:
+            self._looked_running = True
+            await self._take_over(replica.index, self.gossip.view.members(replica.index, now))
         best = recovery.for_running(self.offers(replica.index), r)
         if best is not None and best.round == r:
             await self._open(best, r, replica, averaging)
@@ -252,6 +275,62 @@ class Recovery:
             return False
         await self.gossip.changed.wait(LOOK_AGAIN_S)
         return True
+
+    async def _take_over(self, stage: int, live: Sequence[Record]) -> None:
+        """What of this stage is missing and lies on this machine in states that no peer uses counts
+        as this peer's: it is the same owner's."""
+        disk = self.disk
+        if disk is None:
+            return
+        checkpoints = disk.checkpoints
+        try:
+            unused = await disk.worker.run(checkpoints.unused)
+            found = recovery.candidates(live, self.num_stages)
+            offers = [_offer(one.saved) for one in unused]
+            wanted = recovery.to_take_over(offers, found, stage, newer=disk.is_any)
+            parts = [(unused[i], shards) for i, shards in wanted]
+            saved = await disk.worker.run(lambda: checkpoints.take_over(parts)) if parts else ()
+        except (SwarmnetError, OSError) as e:
+            log.warning("what other peers of this machine saved cannot be read: %s", e)
+            return
+        self._back = self._ways_back(unused, found[0]) if found else {}
+        if not saved:
+            return
+        for (one, shards), offer in zip(parts, (offers[i] for i, _ in wanted), strict=True):
+            log.warning(
+                "stage %d, round %d: no peer uses %s, so this one takes over what the run lacks "
+                "and is there (optimizer state of %d of %d shards)",
+                stage,
+                offer.round,
+                one.folder,
+                len(shards),
+                offer.num_shards,
+            )
+        taken = {(s.history, s.round): _offer(s) for s in saved}
+        kept = [o for o in self._offers if (o.history, o.round) not in taken]
+        both = sorted([*kept, *taken.values()], key=lambda o: (o.round, o.history))
+        self._offers = both[-MAX_RESTORABLE:]
+        self.gossip.update(restorable=self.offers(stage), urgent=True)
+
+    def _ways_back(self, unused: Sequence[Unused], candidate: recovery.Candidate) -> dict[int, str]:
+        """By stage of which this round lacks something that lies on this machine: how a peer brings
+        it back."""
+        missing = {*candidate.missing_stages, *(k for k, _ in candidate.missing_shards)}
+        address = next(iter(self.gossip.transport.addresses()), "ADDRESS")
+        found: dict[int, str] = {}
+        for one in unused:
+            is_of_round = (one.saved.history, one.saved.round) == (
+                candidate.history,
+                candidate.round,
+            )
+            if is_of_round and one.saved.stage in missing:
+                found.setdefault(
+                    one.saved.stage,
+                    f"stage {one.saved.stage} of round {candidate.round} is in {one.folder}, which "
+                    f"no peer uses; this brings it back: swarmnet peer --state-dir {one.folder} "
+                    f"--join {address}",
+                )
+        return found
 
     async def resume(
         self, replica: Replica, averaging: Averaging, donors: Sequence[Record]

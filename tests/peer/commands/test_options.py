@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 
 from peer.options import default_spec_path
 from swarmnet.errors import UserError
+from swarmnet.runtime.joining.beside import tell_run
+from swarmnet.runtime.joining.past import unused_states
 from swarmnet.runtime.joining.ready import (
     Ready,
     read_ready_file,
@@ -100,6 +103,27 @@ def test_every_peer_of_a_machine_has_a_folder_of_its_own_and_gets_it_back(tmp_pa
         claimed_state_dir(tmp_path / "file"),
     ):
         pass
+
+
+def test_a_state_folder_is_unused_where_no_peer_of_the_run_is_at_work_in_it(
+    tmp_path: Path,
+) -> None:
+    run_id, other = "r" * 64, "o" * 64
+    own, at_work, of_other, starting, free, nothing = (tmp_path / f"peer-{n}" for n in range(1, 7))
+    with ExitStack() as stack:
+        for folder in (own, at_work, of_other, starting):
+            stack.enter_context(claimed_state_dir(folder))
+        for folder in (own, at_work, of_other, starting, free, free / "seat-1", own / "seat-1"):
+            (folder / "checkpoints" / run_id[:16]).mkdir(parents=True)
+        (nothing / "checkpoints" / other[:16]).mkdir(parents=True)
+        for folder, running in ((own, run_id), (at_work, run_id), (of_other, other)):
+            stack.callback(tell_run(folder, running, "a run", []))
+        unused = [of_other, free, free / "seat-1"]
+        for mine in (own, own / "seat-1"):
+            assert sorted(unused_states(mine, run_id)) == sorted(unused)
+        with claimed_state_dir(free):
+            assert unused_states(own, run_id) == [of_other]
+    assert set(unused_states(own, run_id)) > set(unused)
 
 
 def test_a_file_system_without_locks_is_no_other_peer(

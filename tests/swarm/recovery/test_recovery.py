@@ -44,7 +44,7 @@ def start(
     """A peer with a state folder, as a process that was started again would find it."""
     state = folder / name
     state.mkdir(exist_ok=True)
-    store = store or CheckpointStore(state, swarm.spec)
+    store = store or CheckpointStore(state, swarm.spec, unused=lambda: unused(swarm, folder))
     found = store.available()
     disk = Disk(store, InlineWorker(), EVERY, found, store.unreadable)
     peer = swarm.start(name, stage=stage, disk=disk, begin_anew=begin_anew)
@@ -54,6 +54,11 @@ def start(
     )
     peer.feeder.on_commit, peer.on_history = on_record, on_record.renamed
     return peer
+
+
+def unused(swarm: Swarm, folder: Path) -> list[Path]:
+    """All peers of a folder are on one machine."""
+    return [path for path in sorted(folder.glob("peer-*")) if path.name not in swarm.members]
 
 
 def kill_all(swarm: Swarm) -> None:
@@ -380,24 +385,88 @@ def test_who_cannot_read_what_it_saved_does_not_begin_anew_by_itself(
     in_virtual_time(scenario, spec)
 
 
-def test_missing_moments_begin_again_and_are_told(tmp_path: Path) -> None:
-    """Of each stage one peer came back, and the shards of the round were spread over three."""
+async def with_fewer_peers(swarm: Swarm, folder: Path, *, is_there: bool = True) -> float:
+    """Six peers die, and of each of the two stages one comes back; the shards of the round were
+    spread over three. The states of the others are on the same machine, where one `is_there`.
+    Seconds until the run goes on."""
+    for i in range(6):
+        start(swarm, folder, f"peer-{i}")
+    await swarm.until_round(2 * EVERY + 1)
+    await asyncio.sleep(0.1)
+    stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
+    kill_all(swarm)
+    for path in sorted(folder.glob("*/checkpoints/*/round-00000003")):  # noqa: ASYNC240
+        shutil.rmtree(path)
+    back = [next(n for n in stages if stages[n] == stage) for stage in range(2)]
+    for name in set(stages) - set(back):
+        if not is_there:
+            (folder / name).rename(folder / f"elsewhere-{name}")
+    began = asyncio.get_running_loop().time()
+    for name in back:
+        start(swarm, folder, name)
+    assert (await first_rounds(swarm, 2))[0] == 2 * EVERY
+    return asyncio.get_running_loop().time() - began
+
+
+def test_who_comes_back_takes_over_what_others_of_the_machine_had(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
     folder = tmp_path / "state"
     folder.mkdir()
 
     async def scenario(swarm: Swarm) -> None:
-        for i in range(6):
-            start(swarm, folder, f"peer-{i}")
-        await swarm.until_round(2 * EVERY + 1)
-        await asyncio.sleep(0.1)
-        stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
-        kill_all(swarm)
-        for path in folder.glob("*/checkpoints/*/round-00000003"):
-            shutil.rmtree(path)
-        for stage in range(2):
-            start(swarm, folder, next(n for n in stages if stages[n] == stage))
-        assert (await first_rounds(swarm, 2))[0] == 2 * EVERY
+        assert await with_fewer_peers(swarm, folder) < RESTORE_PATIENCE_S / 4
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("shard_reset") == 0
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+    lines = [m for m in caplog.messages if "takes over what the run lacks" in m]
+    assert lines
+    assert all(str(folder) in line and "optimizer state of" in line for line in lines)
+    assert not any("lost" in m or "brings it back" in m for m in caplog.messages)
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_stage_whose_state_lies_beside_a_peer_of_another_stage_is_named(
+    half_gone: HalfGone, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_alive: bool
+) -> None:
+    """With the command that brings it back; a new peer of that stage takes it over too."""
+    spec, folder, run = half_gone
+
+    async def scenario(swarm: Swarm) -> None:
+        await run(swarm)
+        aside = saved_aside(tmp_path)[0]
+        kept = folder / "peer-9"
+        (kept / "checkpoints").mkdir(parents=True)
+        aside.rename(kept / "checkpoints" / aside.name.rsplit("-", 1)[1])
+        names = [f"peer-{i}" for i in range(4)]
+        zero = [name for name in names if list((folder / name).glob("checkpoints/*"))]
+        for name in zero:
+            start(swarm, folder, name)
+        await asyncio.sleep(2 * SETTLE_S)
+        lines = [m for m in caplog.messages if "brings it back" in m]
+        assert len(lines) == len(zero)
+        assert all("stage 1 of round 3" in line for line in lines)
+        assert all(f"swarmnet peer --state-dir {kept} --join " in line for line in lines)
+        if is_alive:
+            start(swarm, folder, "peer-9")
+        else:
+            start(swarm, folder, "new", stage=1)
+        assert (await first_rounds(swarm, len(zero) + 1))[0] == EVERY
+
+    in_virtual_time(scenario, spec)
+
+
+def test_missing_moments_begin_again_and_are_told(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        await with_fewer_peers(swarm, folder, is_there=False)
         await swarm.until_round(ROUNDS)
         assert swarm.total("shard_reset") > 0
         swarm.parameters()
