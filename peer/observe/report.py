@@ -13,7 +13,7 @@ from typing import Protocol
 
 from peer.console import make_console
 from peer.observe.dashboard.hub import Hub, state_of
-from peer.observe.events import Event
+from peer.observe.events import Event, PeerJoined
 from peer.observe.metrics import MetricsFile
 from peer.observe.monitor import Monitor
 from peer.observe.screen import PeerConsole, Screen
@@ -75,9 +75,11 @@ def monitor_of(spec: RunSpec) -> Monitor:
 
 def speaks_for_all(view: View, now: float) -> bool:
     """Whether this peer prints what is of the whole run, where all print to one log: the first of
-    the live replicas does, by peer id; and everybody while there is none."""
-    replicas = [record.peer_id for record in view.live(now) if record.is_replica]
-    return not replicas or view.own_peer_id == min(replicas)
+    the live replicas does, by peer id; while there is none, the first of those that have met the
+    run and chosen a stage of it."""
+    members = [record for record in view.live(now) if record.stage >= 0]
+    replicas = [record for record in members if record.is_replica]
+    return view.own_peer_id == min((r.peer_id for r in replicas or members), default="")
 
 
 class Reporter:
@@ -116,7 +118,10 @@ class Reporter:
             self.hub.tell(model, events, now, unix_s)
         if self._is_shared and not speaks_for_all(view, now):
             return events
-        self.screen.show(self.spec, model, events, limits)
+        # Its person knows that this peer is there.
+        own = view.own_peer_id
+        news = [e for e in events if not (isinstance(e, PeerJoined) and e.peer_id == own)]
+        self.screen.show(self.spec, model, news, limits)
         return events
 
     def _write_state(

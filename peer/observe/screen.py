@@ -127,6 +127,10 @@ class Screen:
                 self._drawn_at = now
                 self._speak(lambda: live.update(dashboard(spec, model, limits), refresh=True))
         elif coverage(model) != self._coverage and not model.done:
+            if not self._coverage and not any(
+                r.num_replicas or r.num_joining for r in model.stages
+            ):
+                return  # nothing is known of the run yet
             self._coverage = coverage(model)
             self.say(self._coverage)
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peer.observe.events import PeerJoined
 from peer.observe.health import STANDS_STILL_S, USUAL_ROUNDS, RoundsSeen, judge_health
 from peer.observe.report import Reporter, speaks_for_all
-from peer.options import default_spec_path
+from peer.options import ScreenName, default_spec_path
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.spec import load_spec
@@ -75,7 +76,33 @@ def test_one_of_those_that_share_a_log_speaks_for_all() -> None:
             if speaks_for_all(view, 0.0):
                 speakers.append(name)
         assert speakers == living[:1]
-    assert speaks_for_all(View("alone"), 0.0)
+
+
+def test_who_has_not_met_the_run_yet_does_not_speak_of_it() -> None:
+    """Where no stage has a replica, one of those that come speaks all the same."""
+    newcomer, views = replace(record("a", -1), state=JOINING), {}
+    for own in ("a", "b", "c"):
+        views[own] = View(own)
+        views[own].merge(newcomer, 0.0)
+        for name in ("b", "c") if own != "a" else ():
+            views[own].merge(replace(record(name, 0), state=JOINING), 0.0)
+    assert [own for own, view in views.items() if speaks_for_all(view, 0.0)] == ["b"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "shared"])
+def test_a_peer_prints_neither_that_it_is_there_nor_that_it_knows_of_nobody(
+    mode: ScreenName, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = View("a")
+    with Reporter(load_spec(default_spec_path()), mode) as reporter:
+        view.merge(replace(record("a", -1), state=JOINING), 0.0)
+        assert [type(e) for e in reporter.look(view, 0.0, 0.0)] == [PeerJoined], "for files"
+        assert not capsys.readouterr().out
+        view.merge(replace(record("a", 0), version=2), 0.0)
+        view.merge(replace(record("b", -1), state=JOINING), 0.0)
+        reporter.look(view, 1.0, 1.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["peer b joined (no stage yet)", "replicas by stage: 1 0"]
 
 
 @pytest.mark.parametrize(("own", "prints"), [("a", True), ("b", False)])
