@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -89,14 +90,15 @@ def past_line(spec: RunSpec, state_dir: Path) -> str:
 
 
 def unused_states(state_dir: Path, run_id: str) -> list[Path]:
-    """State folders beside a peer's with checkpoints of a run in which no peer of that run is at
-    work: it has fewer peers than before, or a peer of another run has taken that folder."""
+    """State folders beside a peer's, and of the same user, with checkpoints of a run in which no
+    peer of that run is at work: it has fewer peers than before, or a peer of another run has taken
+    that folder."""
     own = _peer_folder(state_dir.absolute())
     found = []
     for folder in _folders_in(own.parent):
         peer = _peer_folder(folder)
-        is_own = peer == own
-        if is_own or not (folder / CHECKPOINTS / run_id[:SHOWN_CHARACTERS]).is_dir():
+        saved = folder / CHECKPOINTS / run_id[:SHOWN_CHARACTERS]
+        if peer == own or not saved.is_dir() or saved.stat().st_uid != os.geteuid():
             continue
         if not is_claimed(peer) or run_in(peer) not in ("", run_id):
             found.append(folder)

@@ -106,7 +106,7 @@ def test_every_peer_of_a_machine_has_a_folder_of_its_own_and_gets_it_back(tmp_pa
 
 
 def test_a_state_folder_is_unused_where_no_peer_of_the_run_is_at_work_in_it(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id, other = "r" * 64, "o" * 64
     own, at_work, of_other, starting, free, nothing = (tmp_path / f"peer-{n}" for n in range(1, 7))
@@ -124,6 +124,8 @@ def test_a_state_folder_is_unused_where_no_peer_of_the_run_is_at_work_in_it(
         with claimed_state_dir(free):
             assert unused_states(own, run_id) == [of_other]
     assert set(unused_states(own, run_id)) > set(unused)
+    monkeypatch.setattr("os.geteuid", lambda: -1)
+    assert unused_states(own, run_id) == [], "they are somebody else's"
 
 
 def test_a_file_system_without_locks_is_no_other_peer(

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from swarmnet.identity import Identity
 from swarmnet.protocol.membership.records import ACTIVE, LEFT, Record
@@ -192,3 +192,40 @@ def test_a_daemon_that_is_not_there_yet_is_asked_again() -> None:
         running.cancel()
 
     run_virtual(scenario())
+
+
+def test_the_directory_is_joined_through_those_that_are_known_while_the_peer_works() -> None:
+    """Some are gone, and the first try fails; nobody waits for it."""
+
+    class Slow(Directory):
+        asked: ClassVar[list[list[str]]] = []
+
+        async def start(self, initial_peers: Sequence[str]) -> None:
+            self.asked.append(list(initial_peers))
+            await asyncio.sleep(3.0)
+            if len(self.asked) == 1:
+                raise RuntimeError("nobody answers")
+            self._node = SimpleNamespace(shutdown=_nothing)
+
+        async def publish(self) -> bool:
+            return self._node is not None
+
+        async def find_all(self) -> int:
+            return 0
+
+    async def scenario() -> None:
+        transport = MemoryHub().transport("me")
+        own = Record("me", RUN, 1, 0, state=ACTIVE, stage=0)
+        gossip = Gossip(transport, View("me"), OpenSigner(), own, random.Random(0))
+        directory = Slow(gossip, 1, lambda: None, random.Random(0))
+        running = asyncio.ensure_future(directory.run(["/known"]))
+        await asyncio.sleep(100.0)
+        assert not running.done()
+        assert directory.asked == [["/known"], ["/known"]]
+        running.cancel()
+
+    run_virtual(scenario())
+
+
+async def _nothing() -> None:
+    pass
