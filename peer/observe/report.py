@@ -22,6 +22,7 @@ from peer.observe.view_model import ViewModel
 from peer.options import ScreenName
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.addresses import others_to_name, peer_of
+from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec, describe
@@ -76,10 +77,11 @@ def monitor_of(spec: RunSpec) -> Monitor:
 def speaks_for_all(view: View, now: float) -> bool:
     """Whether this peer prints what is of the whole run, where all print to one log: the first of
     the live replicas does, by peer id; while there is none, the first of those that have met the
-    run and chosen a stage of it."""
+    run and chosen a stage of it. One that leaves does not."""
     members = [record for record in view.live(now) if record.stage >= 0]
-    replicas = [record for record in members if record.is_replica]
-    return view.own_peer_id == min((r.peer_id for r in replicas or members), default="")
+    active = [r.peer_id for r in members if r.state == ACTIVE]
+    joining = [r.peer_id for r in members if r.state == JOINING]
+    return view.own_peer_id == min(active or joining, default="")
 
 
 class Reporter:

@@ -12,7 +12,7 @@ from peer.observe.events import PeerJoined
 from peer.observe.health import STANDS_STILL_S, USUAL_ROUNDS, RoundsSeen, judge_health
 from peer.observe.report import Reporter, speaks_for_all
 from peer.options import ScreenName, default_spec_path
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.spec import load_spec
 
@@ -75,6 +75,8 @@ def test_one_of_those_that_share_a_log_speaks_for_all() -> None:
                 view.merge(record(other, 0), 0.0)
             if speaks_for_all(view, 0.0):
                 speakers.append(name)
+            view.merge(replace(record(living[0], 0, LEAVING), version=2), 1.0)
+            assert speaks_for_all(view, 1.0) == (name in living[1:2]), "one that leaves does not"
         assert speakers == living[:1]
 
 
