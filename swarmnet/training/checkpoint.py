@@ -391,7 +391,7 @@ class CheckpointStore:
         """Removes the checkpoint that is missed least; False where only the newest is left. First
         those that no restart of this run needs, the one with the best held-out loss last of them;
         then the older ones of the newest."""
-        found = self._found()
+        found = [one for one in self._found() if one[0].parent == self.folder]
         if len(found) < 2:
             return False
         newest = max(found, key=lambda one: (one[1].history, one[1].round))
