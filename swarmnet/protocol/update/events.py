@@ -33,6 +33,9 @@ class Seen:
     counted: int = 0
     """Tokens that contributions have to come up to, because not all who hold some may be known
     yet; 0 where nobody is missed."""
+    is_kept: bool = False
+    """The optimizer state, which this replica lacks, is with one that lives, and that it cannot
+    call; or so it may be."""
 
 
 @dataclass(frozen=True, slots=True)

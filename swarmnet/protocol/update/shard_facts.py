@@ -56,6 +56,10 @@ class Facts:
     members: Mapping[str, Standing] = field(default_factory=dict)
     counted: int = 0
     """Tokens that contributions have to come up to."""
+    is_kept: bool = False
+    """The state that is not here is with a replica that lives: nobody else may begin a new one."""
+    has_norm: bool = False
+    """Of a primary that has a sum: nothing else keeps it from the step."""
     parts: tuple[tuple[str, Part], ...] = ()
     """Contributions under the present ballot, ascending by peer."""
     calls: tuple[tuple[str, Call], ...] = ()

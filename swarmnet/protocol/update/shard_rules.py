@@ -77,6 +77,13 @@ def is_mirrored(u: Facts) -> bool:
     return not u.awaited() and not u.back()
 
 
+def may_step(u: Facts) -> bool:
+    """A step on a new state takes the moments from those that have them, and lasts where a result
+    of theirs does not. So it is for those whose state is lost, and not for who is cut off from it:
+    that waits, until it hears from them or of their deaths."""
+    return u.has_norm and not u.is_kept
+
+
 def has_one_back(u: Facts) -> bool:
     return not u.lost.isdisjoint(u.living())
 
@@ -142,7 +149,7 @@ def nominate(u: Facts) -> None:
 
 def stand_back(u: Facts) -> None:
     """It leads nothing any more. Who waits here comes again, to where the result is."""
-    u.state, u.parts = FOLLOWING, ()
+    u.state, u.parts, u.has_norm = FOLLOWING, (), False
     deny_all(u)
 
 
@@ -155,7 +162,7 @@ def push(u: Facts) -> None:
 
 def close(u: Facts) -> None:
     """Nothing comes into the sum any more."""
-    u.state = CLIPPING
+    u.state, u.has_norm = CLIPPING, False
     u.senders = frozenset(p for p, _ in u.parts)
     parts = tuple((p, n, g) for p, (n, g) in u.parts if g is not None)
     u.attempt += 1
@@ -200,7 +207,7 @@ def begin(u: Facts, event: on.Begun) -> None:
 
 
 def note(u: Facts, event: on.Seen) -> None:
-    u.members, u.counted = event.members, event.counted
+    u.members, u.counted, u.is_kept = event.members, event.counted, event.is_kept
 
 
 def take_push(u: Facts, event: on.Pushed) -> None:
@@ -382,17 +389,16 @@ def summed(u: Facts, event: on.Summed) -> None:
         backups = tuple(sorted(_backups(u).intersection(u.living())))
         u.commands.append(do.FindNorm(u.attempt, u.total, backups, u.ballot))
     else:
-        step(u)
+        u.has_norm = True
 
 
 def clip_known(u: Facts, event: on.ClipKnown) -> None:
-    if event.attempt != u.attempt:
-        return
-    step(u)
+    if event.attempt == u.attempt:
+        u.has_norm = True
 
 
 def step(u: Facts) -> None:
-    u.state = STEPPING
+    u.state, u.has_norm = STEPPING, False
     if u.lost or u.has_stood_still:
         count_again(u)
     u.commands.append(do.Step(u.total, u.ballot, u.attempt))
@@ -504,7 +510,7 @@ def go_by(u: Facts, ballot: Ballot) -> None:
     """Promises a higher ballot: what was done under the one before does not hold."""
     if u.state in HAS_STEPPED:
         spoil(u)
-    u.state, u.ballot = FOLLOWING, ballot
+    u.state, u.ballot, u.has_norm = FOLLOWING, ballot, False
     u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None
     u.total, u.result, u.pending, u.unmirrored = None, None, frozenset(), frozenset()
     u.promised, u.asked = frozenset(), frozenset()

@@ -14,6 +14,7 @@ CANVASSING  As FOLLOWING. Its primary is dead to it, and it is next, or others w
 GATHERING   Primary. It has no sum: any number may be here under different ballots, and the sum
             needs every member that lives, each of which has promised one ballot only.
 CLIPPING    Its sum is made: what comes now is too late. It may still be overthrown without harm.
+            Without the optimizer state it stays here while a replica that lives may have that.
 STEPPING    It makes the step, and so do its backups. Overthrown now, its state has seen another
             gradient than that of the others (`Spoiled`), and is fetched again.
 MIRRORING   Its step is made; a backup that lives has not answered, or a member that lives has not
@@ -228,6 +229,7 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
     CLIPPING: (
         (rules.is_elsewhere, rules.stand_back),
         (rules.has_one_back, rules.stand_back),
+        (rules.may_step, rules.step),
     ),
     COPIED: (
         (rules.must_use_copy, rules.use_copy),

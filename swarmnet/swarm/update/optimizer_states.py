@@ -165,6 +165,13 @@ class OptimizerStates:
         self._applied[shard_index] = round_index - 2
         self._lineages.pop(shard_index, None)
 
+    def lacks(self, shard_index: int, round_index: int) -> bool:
+        """The step of the round would begin with a new state, in place of one that there has
+        been."""
+        is_new = not round_index and not self.settings.begins_with_moments
+        is_spoiled = self._spoiled.get(shard_index) == round_index
+        return not is_new and (is_spoiled or self.replica.optimizer.steps(shard_index) < 0)
+
     async def make_ready(self, shard_index: int, round_index: int) -> str:
         """For the step of the round: `CREATED` where there was no state here, or one that had seen
         a step that does not hold; `LATE` where it lacks steps before that of the round; `WHOLE`."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
+from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update.placement import (
     Placement,
     placed,
@@ -44,6 +45,9 @@ log = logging.getLogger("swarmnet.ownership")
 CUT_WEIGHT = 1e-6
 """By this the weight of an owner shrinks for each replica of its stage that it cannot call, and
 that of a root for each replica."""
+OUT_OF_REACH_S = PATIENCE_S
+"""So long, a replica that lacks a shard's state waits for a holder that is cut off from it: as a
+rule, a relay joins them earlier (tests/swarm/membership/test_relaying.py)."""
 REPAIR_EVERY_S = 5.0
 """Between two looks whether a shard has lost an owner in the middle of a round. So long, too, may
 owners of shards that this replica holds and does not own take to say that they hold them; else it
@@ -174,6 +178,24 @@ class Ownership:
             return list(owners)
         holders = [p for p in self._order(round_index, shard_index) if holds(p)]
         return list(dict.fromkeys([*owners, *holders[: self.settings.replication]]))
+
+    def is_kept_elsewhere(self, round_index: int, shard_index: int, waited_s: float) -> bool:
+        """The optimizer state of a shard that this replica lacks need not be lost, though nobody
+        that it can call has it. A holder out of its reach, of whom there is news, takes part in the
+        run; as long as that one is in the same exchange it may be cut off as much as this replica,
+        and is waited for `OUT_OF_REACH_S`. Where no replica of another stage is heard of, it is
+        this replica that is cut off from the run."""
+        if not self.states.lacks(shard_index, round_index):
+            return False
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+        others = (k for k in range(self.settings.num_stages) if k != self.replica.index)
+        if not all(view.replicas(k, now) for k in others):
+            return True
+        return any(
+            self.plan.parameter_version(m.round) > round_index or waited_s < OUT_OF_REACH_S
+            for m in view.members(self.replica.index, now)
+            if m.holds_shard(shard_index) and view.detector.is_lost(m.peer_id)
+        )
 
     def is_settled(self, record: Record) -> bool:
         """A replica holds what it owns in the present exchange and nothing else, and has since its

@@ -692,6 +692,47 @@ def test_without_its_partner_a_replica_steps_alone() -> None:
     assert do.Adopt("result", is_own=True) in u.handle(on.Stepped("result", 1))
 
 
+def without_state(*, is_kept: bool) -> ShardUpdate:
+    """A primary that has a sum, of all others dead, and no optimizer state."""
+    u = ShardUpdate("a", Roster(Ballot(0, "a"), ("a", "b"), (), ("a",)))
+    u.handle(on.Seen({"b": GONE}, is_kept=is_kept))
+    assert "Sum" in kinds(u.handle(on.Begun(1, "gradient of a")))
+    assert "FindNorm" in kinds(u.handle(on.Summed("sum", 1)))
+    return u
+
+
+def test_who_lacks_the_state_makes_no_step_while_somebody_that_lives_has_it() -> None:
+    u = without_state(is_kept=True)
+    assert not u.handle(on.ClipKnown(1))
+    assert not u.handle(on.Seen({"b": GONE}, is_kept=True))
+    assert "Step" in kinds(u.handle(on.Seen({"b": GONE}, is_kept=False)))
+
+
+def test_a_state_that_is_lost_is_begun_anew_with_the_norm() -> None:
+    u = without_state(is_kept=True)
+    assert not u.handle(on.Seen({"b": GONE}, is_kept=False))
+    assert "Step" in kinds(u.handle(on.ClipKnown(1)))
+
+
+def test_who_waits_for_the_state_takes_the_result_of_who_has_it() -> None:
+    u = without_state(is_kept=True)
+    u.handle(on.ClipKnown(1))
+    assert [c.target for c in u.handle(on.Seen({"b": PAST})) if isinstance(c, do.Push)] == ["b"]
+
+
+def test_a_new_sum_waits_for_a_norm_of_its_own() -> None:
+    """After a takeover that came while the step was waited for."""
+    u = without_state(is_kept=True)
+    u.handle(on.ClipKnown(1))
+    u.handle(on.Asked("ask", "b", Ballot(2, "b"), is_final=True))
+    u.handle(on.Seen({"b": GONE}))
+    assert u.facts.ballot == Ballot(4, "a")
+    assert u.facts.state.value == "clipping"
+    assert not u.handle(on.ClipKnown(1))
+    u.handle(on.Summed("sum", 2))
+    assert "Step" in kinds(u.handle(on.ClipKnown(2)))
+
+
 def test_a_primary_waits_for_tokens_that_were_counted_and_nobody_known_has() -> None:
     """In a run's first round, when all join at once: two replicas that do not know each other yet
     would each make a step of its own."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.transport import memory
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import handler_of
@@ -103,3 +105,61 @@ def test_a_feeder_that_fetches_its_stage_again_holds_up_nobody(tmp_path: Path) -
         swarm.parameters()  # the same bits at every replica
 
     in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("cut_from", "again_s"), [("partner", 12.0), ("all", 60.0)])
+def test_who_is_cut_off_again_before_it_has_moments_begins_none_anew(
+    tmp_path: Path, cut_from: str, again_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the stage's parameters again, and the moments are on their way: with the other replica
+    of its stage out of reach, and then the norm missing too, it would step on empty ones."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4000)
+    monkeypatch.setattr(memory, "UNREACHABLE_AFTER_S", 5.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2, speed=0.15)
+        await swarm.until_round(3)
+        away, partner, others = "peer-3", "peer-1", ["peer-0", "peer-1", "peer-2"]
+        peer, other = swarm.members[away].peer, swarm.members[partner].peer
+        for name in others:
+            swarm.hub.partition(away, name)
+        left_in = peer.gossip.own.round
+        await swarm.until(lambda: other.gossip.own.round > left_in + 2)
+        give = handler_of(other.transport, "fetch_optimizer")
+
+        async def slowly(request: Request) -> Message:
+            await asyncio.sleep(6.0)
+            reply: Message = await give(request)
+            return reply
+
+        other.transport.handle("fetch_optimizer", slowly)
+        for name in others:
+            swarm.hub.heal(away, name)
+        replica = peer.replica
+        assert replica is not None
+
+        averaging, is_parted = peer.averaging, asyncio.Event()
+        assert averaging is not None
+        parted, update = [partner] if cut_from == "partner" else others, averaging.update
+
+        async def cut_off(*args: Any, **how: Any) -> None:
+            if not is_parted.is_set() and replica.ledger.num_tokens(replica.round):
+                assert replica.round > left_in + 2
+                assert not replica.optimizer.owned()
+                for name in parted:
+                    swarm.hub.partition(away, name)
+                is_parted.set()
+            await update(*args, **how)
+
+        averaging.update = cut_off  # type: ignore[method-assign]
+        await is_parted.wait()
+        await asyncio.sleep(again_s)
+        for name in parted:
+            swarm.hub.heal(away, name)
+        healed_in = other.gossip.own.round
+        await swarm.until(lambda: peer.gossip.own.round > healed_in + 2, BACK_WITHIN_S)
+        assert swarm.total("shard_reset") == swarm.total("shard_stale") == 0
+        await swarm.until(lambda: bool(replica.optimizer.owned()), 60.0)
+
+    in_virtual_time(scenario, spec, seed=1, is_synthetic=True)

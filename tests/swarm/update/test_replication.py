@@ -532,3 +532,25 @@ def test_a_backup_that_had_missed_steps_goes_on_with_what_it_has_and_says_so(
         assert 0 < behind.replica.optimizer.steps(0) < ROUNDS
 
     in_virtual_time(scenario, spec_of(folder, 2))
+
+
+def test_a_shard_that_nobody_steps_on_is_not_claimed_by_who_lacks_its_state(
+    tmp_path: Path,
+) -> None:
+    """Its primary would be taken for a holder, and begin it anew beside those that hold it."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=400)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", stage=0)
+        await swarm.until_round(3)
+        averaging = swarm.members["peer-0"].peer.averaging
+        assert averaging is not None
+        states, owned = averaging.states, averaging.replica.optimizer.owned()
+        lacking = next(j for j in range(averaging.replica.num_shards) if j not in owned)
+        r = averaging.current
+        for j in (lacking, owned[0]):
+            await averaging.work.leave_as_it_is(r, j)
+            assert states.is_before(j, r + 1) is (j != lacking)
+
+    in_virtual_time(scenario, spec, is_synthetic=True)

@@ -87,6 +87,8 @@ class Exchange:
         self._calls: dict[on.Call, asyncio.Future[do.Command]] = {}
         """Of other replicas, which wait for an answer."""
         self._deadlines: dict[int, float] = {}
+        self._kept_since: dict[int, float] = {}
+        """By shard, since when, in seconds awake, the step waits for who has its state."""
         self.results: dict[int, Result] = {}
         """By shard, what is here."""
         self.done: dict[int, bool] = {}
@@ -212,8 +214,23 @@ class Exchange:
         self._members, self._short_of = members, counted
         if any(s.life == SUSPECT for s in members.values()):
             self.progress.waits()
-        for j in list(self._machines):
-            self.feed(j, on.Seen(members, counted))
+        for j, machine in list(self._machines.items()):
+            self.feed(j, on.Seen(members, counted, machine.facts.is_kept))
+
+    def _look_for_state(self, j: int) -> None:
+        """Of a shard that this replica is about to step: whether the state that it lacks is with
+        another one that lives."""
+        now = self._gossip.awake_s()
+        waited_s = now - self._kept_since.get(j, now)
+        is_kept = self._ownership.is_kept_elsewhere(self.number, j, waited_s)
+        if is_kept:
+            if j not in self._kept_since:
+                log.info(
+                    "round %d shard %d: who has its optimizer state is waited for", self.number, j
+                )
+            self._kept_since.setdefault(j, now)
+        if is_kept != self._machines[j].facts.is_kept:
+            self.feed(j, on.Seen(self._members, self._short_of, is_kept))
 
     def _counted(self, members: Mapping[str, Standing]) -> int:
         """Tokens that members have to contribute together, because somebody who holds some may not
@@ -236,6 +253,9 @@ class Exchange:
             facts = {j: machine.facts for j, machine in self._machines.items()}
             self.progress.look(facts, self._begun_at, self._gossip.awake_s())
             self.refresh()
+            for j, machine in list(self._machines.items()):
+                if machine.facts.state is State.CLIPPING:
+                    self._look_for_state(j)
 
     # ---- commands ---------------------------------------------------------------------------
 
@@ -263,6 +283,8 @@ class Exchange:
             case do.Sum() | do.FindNorm() | do.Step() | do.Mirror() | do.Repeat():
                 self.progress.begins(j, command)
                 self._steps.carry_out(j, command)
+                if isinstance(command, do.Sum):
+                    self._look_for_state(j)
             case do.Pull():
                 raise NotImplementedError("pairs meet in gossip_averaging")
             case _:

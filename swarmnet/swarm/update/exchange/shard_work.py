@@ -259,8 +259,9 @@ class ShardWork:
 
     async def before(self, exchange: int, shard: int, scale: float) -> Before:
         """The state that a step is made on. Created where every owner of it was lost."""
+        is_lost = self._states.lacks(shard, exchange)
         found = await self._states.make_ready(shard, exchange)
-        if found == CREATED and (exchange > 0 or self._states.settings.begins_with_moments):
+        if found == CREATED and is_lost:
             self._gossip.add_total("shard_reset")
             log.warning("shard %d: every owner of its optimizer state was lost", shard)
         elif found == LATE:  # who had made the steps between died with them
@@ -282,7 +283,8 @@ class ShardWork:
 
     async def leave_as_it_is(self, exchange: int, shard: int) -> Result:
         """There is no step to be made on a shard in this exchange."""
-        self._states.stepped(shard, exchange)
+        if self._states.is_before(shard, exchange):  # else there is none here, or an older one
+            self._states.stepped(shard, exchange)
         self._books.stepped(exchange, shard, 0)
         return Result(await self.present(shard))
 
