@@ -6,7 +6,9 @@ they join it. Where none is, each peer decides alone, by the same rule on what i
 
 1. The newest round that is *whole*: for every stage a peer has the parameters, and for every shard
    of every stage a peer has the optimizer state. The peer decides once the offers have not changed
-   for `SETTLE_S`, so a peer that returns within that time of the others is still counted.
+   for `SETTLE_S`, so a peer that returns within that time of the others is still counted; for
+   `OLDER_S` where the newest round that is offered is not whole, since peers that make it whole
+   may be on their way.
 2. Where no round is whole after `RESTORE_PATIENCE_S`: the newest round of which all parameters
    exist. Optimizer state that no peer has begins again from zero.
    Before that, and before an older round is taken because the newest is not whole, each peer looks
@@ -37,11 +39,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record, Restorable
-from swarmnet.protocol.timing import UPKEEP_S
+from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 
 SETTLE_S = 3.0
 """Seconds for which the offers must not have changed. It protects from an older round where peers
 return one after the other (tests/protocol/test_recovery.py)."""
+OLDER_S = ANSWER_S
+"""Likewise before an older round is taken than the newest that is offered. It protects from that
+where one peer is back first and the others, who learn of the run from it, have yet to read their
+data and build their stage (tests/protocol/test_recovery.py)."""
 RESTORE_PATIENCE_S = UPKEEP_S
 """Seconds to wait for peers that would make a round whole."""
 STRIDES = (1, 2, 4, 8)
@@ -228,7 +234,9 @@ class Settling:
             return Look()
         whole = next((c for c in found if c.is_whole), None)
         if whole is not None:
-            return Restore(whole)
+            waited_s = now - self._changed_at
+            is_late = waited_s >= OLDER_S or now - self._began_at >= RESTORE_PATIENCE_S
+            return Restore(whole) if whole == newest or is_late else Wait()
         if now - self._began_at < RESTORE_PATIENCE_S:
             return Wait(found[0].describe())
         partial = next((c for c in found if not c.missing_stages), None)

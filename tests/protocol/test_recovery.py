@@ -9,6 +9,7 @@ import pytest
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
 from swarmnet.protocol.recovery import (
+    OLDER_S,
     RESTORE_PATIENCE_S,
     SETTLE_S,
     Begin,
@@ -43,7 +44,7 @@ def loaded(record: Record, round_index: int) -> Record:
     return replace(record, round=round_index, digests=bytes(8 * SHARDS))
 
 
-def settled(records: list[Record], num_stages: int, now: float = SETTLE_S) -> object:
+def settled(records: list[Record], num_stages: int, now: float = OLDER_S) -> object:
     settling = Settling()
     settling.decide(records, num_stages, 0.0)
     return settling.decide(records, num_stages, now)
@@ -71,6 +72,19 @@ def test_a_round_that_lacks_a_shard_is_passed_over() -> None:
     assert isinstance(decision, Restore)
     assert decision.candidate.round == 10
     assert candidates([a, b], 1)[0].missing_shards == ((0, 2),)
+
+
+def test_an_older_round_is_not_taken_while_others_are_on_their_way() -> None:
+    """Who is back first knows a whole round of a time when it was alone; those that learn of the
+    run from it need longer than the offers need to settle."""
+    first, later = joiner("a", 0, offer(10, 0), offer(20, 0, [0])), joiner("b", 0, offer(20, 0))
+    settling = Settling()
+    for now in (0.0, SETTLE_S, OLDER_S - 1.0):
+        assert settling.decide([first], 1, now) == Wait()
+    assert settling.decide([first, later], 1, OLDER_S - 0.5) == Wait()
+    decision = settling.decide([first, later], 1, OLDER_S - 0.5 + SETTLE_S)
+    assert isinstance(decision, Restore)
+    assert decision.candidate.round == 20
 
 
 def test_shards_may_be_spread_over_the_peers_of_a_stage() -> None:
@@ -187,7 +201,7 @@ def test_before_an_older_round_is_taken_or_moments_begin_anew_the_machine_is_loo
     settling = Settling(looks=True)
     assert settling.decide([a], 1, 0.0) == Wait()
     assert settling.decide([a], 1, SETTLE_S) == Look()
-    decision = settling.decide([a], 1, SETTLE_S)
+    decision = settling.decide([a], 1, OLDER_S)
     assert isinstance(decision, Restore), "once"
     assert decision.candidate.round == 10
     whole = joiner("a", 0, offer(20, 0))
