@@ -50,7 +50,7 @@ def test_a_file_is_read_and_written_as_the_same() -> None:
     ("text", "message"),
     [
         ("max_upload = ", "here is not TOML"),
-        ("\xff", "here is not TOML"),
+        ("\xff", "here is not UTF-8 text"),
         ("max_uplaod = '1Mbit'", "here: unknown key 'max_uplaod'; did you mean max_upload?"),
         ("max_upload = 5", "here: max_upload: it is written in quotes"),
         ("max_upload = '1bit'", "here: max_upload: at least"),
