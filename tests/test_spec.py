@@ -190,7 +190,7 @@ def test_what_is_no_toml_or_no_file_is_said_in_one_line(tmp_path: Path) -> None:
         load_spec(tmp_path / "missing.toml")
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(SpecError, match="not UTF-8"):
+    with pytest.raises(SpecError, match="is UTF-16 text; save it as UTF-8"):
         load_spec(binary)
 
 

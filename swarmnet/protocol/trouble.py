@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarmnet.protocol.timing import UPKEEP_S
+from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 
-SAY_AGAIN_S = 10 * UPKEEP_S
+SAY_AGAIN_S = LONGEST_PAUSE_S
 """Between two lines about one trouble. It protects the lines that say something else
 (tests/protocol/test_trouble.py)."""
 
