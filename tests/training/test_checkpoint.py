@@ -312,7 +312,7 @@ def test_older_checkpoints_make_room_for_a_new_one(
     """And never the newest: where there is room for one alone, that one stays."""
     store = CheckpointStore(tmp_path, SPEC, keep=3, every=1)
     full_after(room, monkeypatch, tmp_path)
-    saved = []
+    saved: list[int] = []
     for r in range(1, 9):
         if room == 1 and saved:
             with pytest.raises(CheckpointError, match="No space left"):

@@ -68,7 +68,7 @@ def test_a_terminal_of_any_encoding_shows_every_line(
     screen.draw(dashboard(small_spec(), model()))
     screen.say("swarmnet peer --join /ip4/203.0.113.7")
     out.flush()
-    printed = out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    printed = out.buffer.getvalue().decode(encoding)
     assert "swarmnet peer --join /ip4/203.0.113.7" in printed
     assert ("■■□" if encoding == "utf-8" else "##o") in printed
     assert "nobody serves it" in printed
@@ -76,10 +76,19 @@ def test_a_terminal_of_any_encoding_shows_every_line(
 
 
 def model() -> ViewModel:
-    nothing: Any = None
-    return ViewModel(
-        0, 5, 0, 0, 8, False, *[nothing] * 5, stages=STAGES, peers=(), totals={}
-    )  # no round yet
+    """Before the first round."""
+    counts = dict.fromkeys(("round", "launched", "committed"), 0)
+    unknown = dict.fromkeys(
+        (
+            "loss",
+            "tokens_per_s",
+            "held_out_round",
+            "held_out_loss",
+            "held_out_bits_per_byte",
+        )
+    )
+    values: dict[str, Any] = {**counts, **unknown, "rounds": 5, "global_batch": 8, "done": False}
+    return ViewModel(**values, stages=STAGES, peers=(), totals={})
 
 
 def test_commands_go_on_where_the_locale_is_not_utf8(tmp_path: Path) -> None:
@@ -120,5 +129,5 @@ def test_json_is_the_same_on_every_terminal(
     monkeypatch.setattr(sys, "stdout", out)
     make_console().print_json(json.dumps({"name": "läuft 😀"}), ensure_ascii=True)
     out.flush()
-    printed = out.buffer.getvalue()  # type: ignore[attr-defined]
+    printed = out.buffer.getvalue()
     assert json.loads(printed) == {"name": "läuft 😀"}
