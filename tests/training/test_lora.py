@@ -423,9 +423,10 @@ def test_an_export_knows_what_ends_a_turn(tmp_path: Path) -> None:
 
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     given = torch.tensor([[5, 6, 7]])
+    models: tuple[Any, ...] = (model, whole)
     lengths = [
         m.generate(given, max_new_tokens=9, do_sample=False, logits_processor=[says]).shape[1]
-        for m in (model, whole)
+        for m in models
     ]
     assert lengths == [12, 4], "the base model goes on, and this one does not"
 

@@ -102,10 +102,10 @@ def _open(path: str, folder: str, out: Any) -> None:
     os.environ["SWARMNET_CACHE"] = folder
     before = StoreWriter.finish
 
-    def slow(self: StoreWriter, *args: Any) -> Any:
+    def slow(self: StoreWriter, *args: Any, **options: Any) -> Any:
         time.sleep(0.5)
         out.put("made")
-        return before(self, *args)
+        return before(self, *args, **options)
 
     StoreWriter.finish = slow  # type: ignore[method-assign]
     out.put(opened(path).fingerprint)

@@ -126,6 +126,7 @@ def test_the_data_say_how_long_samples_are(
     started = start_run(run).spec
     assert started.open_keys == ()
     data = open_data(started)
+    assert isinstance(data, TextData)
     _, most, longest = data.sources[0].about.lengths
     length = started.data.sequence_length
     assert length == -(-most // 8) * 8 == started.sequence_length
