@@ -37,6 +37,16 @@ def is_sound(squares: float, num_tokens: int) -> bool:
     return math.isfinite(squares) and math.sqrt(squares) <= LARGEST_PER_TOKEN * num_tokens
 
 
+def whole_count(tokens: int, num_counted: int, num_slots: int) -> int:
+    """The tokens of a round, of which the feeders have counted `tokens` in `num_counted` of its
+    microbatches, as far as is known here; 0 where nothing is. A round ends at a replica as soon as
+    it has at another one, and the word of a feeder may be on its way yet: the others counted as
+    much a microbatch, as a rule. By what has come alone, honest claims would be cut."""
+    if not num_counted:
+        return 0
+    return math.ceil(tokens * max(num_slots, num_counted) / num_counted)
+
+
 def fair_tokens(claims: Mapping[str, int], counted: int) -> dict[str, int]:
     """The token counts to believe.
 

@@ -11,6 +11,7 @@ from swarmnet.protocol.update.robust import (
     TOKEN_SLACK,
     clip_factors,
     fair_tokens,
+    whole_count,
 )
 
 claims_of = st.dictionaries(st.text("abcdefgh", min_size=1), st.integers(1, 1000), min_size=1)
@@ -36,6 +37,17 @@ def test_a_claim_beyond_all_reason_weighs_little_more_than_the_others() -> None:
     fair = fair_tokens(claims, 1000)
     assert [fair[f"p{i}"] for i in range(9)] == [100] * 9
     assert fair["liar"] == 350
+
+
+def test_tokens_that_a_feeder_has_yet_to_tell_of_are_believed() -> None:
+    """Of four microbatches three are known to be counted here, and all four were."""
+    claims = {"a": 800, "b": 800, "c": 800, "d": 800}
+    assert sum(fair_tokens(claims, 2400).values()) == 3000
+    assert whole_count(2400, 3, 4) == 3200
+    assert fair_tokens(claims, whole_count(2400, 3, 4)) == claims
+    assert whole_count(0, 0, 4) == 0
+    assert whole_count(3200, 4, 4) == 3200
+    assert whole_count(4000, 5, 4) == 4000, "one counted twice"
 
 
 def squares_of(norm_per_token: float, num_tokens: int) -> float:

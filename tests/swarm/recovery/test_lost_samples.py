@@ -16,7 +16,7 @@ from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.network import FAST_LINK
 from swarmnet.swarm.recovery.lost_samples import Loss, LostSamples
 from swarmnet.swarm.settings import RunSettings
-from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
 from tests.swarm.one_replica import OneReplica
 
 ROUNDS = 20
@@ -99,3 +99,31 @@ def test_no_books_are_begun_that_nothing_closes(
         await pair.close()
 
     run_virtual(main())
+
+
+def test_a_primary_that_lacks_the_word_of_a_feeder_believes_what_others_contribute(
+    tmp_path: Path,
+) -> None:
+    """It closes the round by a contribution that comes, before it has heard of its last microbatch:
+    of four contributors the claims would be cut, and the report call that samples lost."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            swarm.start(f"peer-{i}", stage=i)
+        await swarm.until_round(2)
+        peer = swarm.members["peer-1"].peer
+        averaging = peer.averaging
+        assert averaging is not None
+        books, num_slots = averaging.books, 4
+        whole = num_slots * SIZES.tokens_per_microbatch
+
+        def known() -> RoundProgress:
+            now = asyncio.get_running_loop().time()
+            return progress.round_progress(peer.view, averaging.current, now, num_slots)
+
+        await swarm.until(lambda: known().num_flights == num_slots - 1)
+        r = averaging.current
+        assert books.counted_tokens(r) < books.counted_behind(r, 0) == whole
+
+    in_virtual_time(scenario, spec, is_synthetic=True)

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Sequence
 
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.update import robust
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import ShardReply
 from swarmnet.swarm.settings import RunSettings
@@ -105,25 +106,32 @@ class Books:
 
     def note_counted(self, round_index: int) -> None:
         """Of a round that is over here, in mode `local`: its exchange may come rounds later."""
-        self._counted[round_index] = self._counted_in(round_index)
+        self._counted[round_index] = self._whole_count(round_index)
         oldest = round_index - 2 * self._replica.plan.local_steps
         for old in [q for q in self._counted if q < oldest]:
             del self._counted[old]
 
     def counted_behind(self, exchange: int, shard: int) -> int:
-        """Of all rounds whose work is in the exchange of a shard; 0 where this peer was not in all
-        of them."""
+        """Of all rounds whose work is in the exchange of a shard, those too that feeders have yet
+        to tell of (`robust.whole_count`); 0 where this peer was not in all of them."""
         plan = self._replica.plan
         if not plan.is_local:
-            return self.counted_tokens(exchange)
+            return self._whole_count(exchange)
         known = [self._counted.get(q, 0) for q in plan.window(shard, exchange)]
         return sum(known) if all(known) else 0
 
     def _counted_in(self, round_index: int) -> int:
+        return self._progress(round_index).tokens
+
+    def _whole_count(self, round_index: int) -> int:
+        known = self._progress(round_index)
+        return robust.whole_count(known.tokens, known.num_flights, self._settings.num_slots)
+
+    def _progress(self, round_index: int) -> progress.RoundProgress:
         now = asyncio.get_running_loop().time()
         return progress.round_progress(
             self._gossip.view, round_index, now, self._settings.num_slots
-        ).tokens
+        )
 
     def finish_round(self, exchange: int) -> None:
         """Forgets exchanges that no replica asks about any more."""
