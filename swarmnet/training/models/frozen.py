@@ -142,8 +142,8 @@ class StageBase:
                 if first < last:
                     there = self._places[k]()
                     place = there.data.view(-1)[first - r.start : last - r.start]
-                    values, rounding = tensor[first - start : last - start], self._roundings[k]
-                    place.copy_(values if rounding is None else values.to(rounding))
+                    part, rounding = tensor[first - start : last - start], self._roundings[k]
+                    place.copy_(part if rounding is None else part.to(rounding))
                     self._lacking[k] -= last - first
                     if not self._lacking[k] and id(there) in self._packing:
                         self._packing[id(there)].pack()

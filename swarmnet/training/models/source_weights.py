@@ -72,7 +72,8 @@ class SourceWeights:
             size = sum(one.num_elements for one in there)
             is_same = size == sum(one.num_elements for one in here) and all(
                 np.array_equal(
-                    *(self._part(n, at, min(at + READ_ELEMENTS, size)) for n in (name, owner)),
+                    self._part(name, at, min(at + READ_ELEMENTS, size)),
+                    self._part(owner, at, min(at + READ_ELEMENTS, size)),
                     equal_nan=True,
                 )
                 for at in range(0, size, READ_ELEMENTS)

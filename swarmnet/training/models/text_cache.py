@@ -26,7 +26,8 @@ class TextCache:
         view = self._views.get(index)
         if view is None:
             view = self._views[index] = copy.copy(self._cache)  # layers' states are shared
-            view.__class__ = _view_class(type(self._cache))
+            cache_class: Any = type(self._cache)
+            view.__class__ = _view_class(cache_class)
             view.seen_index, view.seen_tokens = index, 0
         return view
 
@@ -40,7 +41,7 @@ def _view_class(cache_class: Any) -> type:
     """Some families insist on a cache of their own class."""
     from transformers.cache_utils import CacheLayerMixin
 
-    class View(cache_class):  # type: ignore[misc]  any of transformers
+    class View(cache_class):
         """Earlier layers have the present tokens already, so lengths are those of the layer."""
 
         seen_index: int
