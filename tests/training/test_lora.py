@@ -411,7 +411,7 @@ def test_an_export_knows_what_ends_a_turn(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base)
     assert model.generation_config.eos_token_id == end
     write_folder(tmp_path / "adapter", trained)
-    write_folder(tmp_path / "whole", trained.merged(model.state_dict()))
+    write_folder(tmp_path / "whole", trained.whole(model.state_dict()))
     for name in ("adapter", "whole"):
         assert GenerationConfig.from_pretrained(tmp_path / name).eos_token_id == [end, turn]
     assert "generation_config.json" in (tmp_path / "adapter" / "README.md").read_text()
