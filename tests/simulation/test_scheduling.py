@@ -37,7 +37,7 @@ def test_fast_feeders_go_on_while_slow_ones_launch_their_last() -> None:
     """Nobody knows at once what nineteen others have launched; who has done its part does not wait
     until it does, and the round counts its batch all the same. Work so short is begun at home."""
     work_s = ASK_WORK_S / 2
-    scenario = large_swarm(20, 2, 45.0, ChurnRates(), service_s=work_s, microbatches_per_replica=30)
+    scenario = large_swarm(20, 2, 50.0, ChurnRates(), service_s=work_s, microbatches_per_replica=30)
     fast = replace(scenario, home_links=False, check_s=0.5, warmup_s=10.0)
     early: list[int] = []
 
