@@ -181,7 +181,7 @@ def test_a_tensor_without_a_place_ends_the_start_unless_transformers_leaves_it_o
     by_rule = {name: torch.zeros(2) for name in names}
     assert set(changed(tmp_path, by_rule).unused) == by_rule.keys()
     more = {f"model.layers.{i}.extra.bias": torch.zeros(2) for i in range(5)}
-    match = r"model\.layers\.0\.extra\.bias, .* and 2 more have no place in a model of type qwen3_5"
+    match = r"type qwen3_5_text has no place for model\.layers\.0\.extra\.bias, .* and 2 more: the"
     with pytest.raises(SpecError, match=match) as caught:
         changed(tmp_path, more)
     assert "\n" not in str(caught.value)

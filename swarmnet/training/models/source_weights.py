@@ -70,13 +70,10 @@ class SourceWeights:
         there, here = self._parts.get(owner), self._parts.get(name)
         if there and here:
             size = sum(one.num_elements for one in there)
+            parts = ((at, min(at + READ_ELEMENTS, size)) for at in range(0, size, READ_ELEMENTS))
             is_same = size == sum(one.num_elements for one in here) and all(
-                np.array_equal(
-                    self._part(name, at, min(at + READ_ELEMENTS, size)),
-                    self._part(owner, at, min(at + READ_ELEMENTS, size)),
-                    equal_nan=True,
-                )
-                for at in range(0, size, READ_ELEMENTS)
+                np.array_equal(self._part(name, *part), self._part(owner, *part), equal_nan=True)
+                for part in parts
             )
             if not is_same:
                 raise SpecError(
@@ -189,8 +186,8 @@ def _without_place(
         more = f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""
         shown = ", ".join(name[:120] for name in others[:MAX_SHOWN])
         raise SpecError(
-            f"{folder}: {shown}{more} have no place in a model of type {config['model_type']}: the "
-            "files, or config.json, are of another model"
+            f"{folder}: a model of type {config['model_type']} has no place for {shown}{more}: the "
+            "weights or config.json are of another model"
         )
     return tuple(names)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 
@@ -26,8 +27,7 @@ class TextCache:
         view = self._views.get(index)
         if view is None:
             view = self._views[index] = copy.copy(self._cache)  # layers' states are shared
-            cache_class: Any = type(self._cache)
-            view.__class__ = _view_class(cache_class)
+            view.__class__ = _view_class(type(self._cache))
             view.seen_index, view.seen_tokens = index, 0
         return view
 
@@ -37,11 +37,11 @@ class TextCache:
 
 
 @functools.lru_cache(maxsize=16)
-def _view_class(cache_class: Any) -> type:
+def _view_class(cache_class: Hashable) -> type:
     """Some families insist on a cache of their own class."""
     from transformers.cache_utils import CacheLayerMixin
 
-    class View(cache_class):
+    class View(cache_class):  # type: ignore[misc]
         """Earlier layers have the present tokens already, so lengths are those of the layer."""
 
         seen_index: int
