@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Hashable
 from typing import Any
 
 
@@ -27,7 +26,8 @@ class TextCache:
         view = self._views.get(index)
         if view is None:
             view = self._views[index] = copy.copy(self._cache)  # layers' states are shared
-            view.__class__ = _view_class(type(self._cache))
+            kind: Any = type(self._cache)
+            view.__class__ = _view_class(kind)
             view.seen_index, view.seen_tokens = index, 0
         return view
 
@@ -37,7 +37,7 @@ class TextCache:
 
 
 @functools.lru_cache(maxsize=16)
-def _view_class(cache_class: Hashable) -> type:
+def _view_class(cache_class: Any) -> type:
     """Some families insist on a cache of their own class."""
     from transformers.cache_utils import CacheLayerMixin
 
