@@ -41,7 +41,7 @@ def _view_class(cache_class: Any) -> type:
     """Some families insist on a cache of their own class."""
     from transformers.cache_utils import CacheLayerMixin
 
-    class View(cache_class):  # type: ignore[misc]
+    class View(cache_class):
         """Earlier layers have the present tokens already, so lengths are those of the layer."""
 
         seen_index: int
