@@ -18,18 +18,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgpack
 
 from swarmnet.admission import Credential, Grant, Invite, InviteOnly
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.identity import Identity, verify
+from swarmnet.methods.records import GossipRequest, Records, SignedRecord, Suspicion
+from swarmnet.methods.table import METHODS
 from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, Restorable
 from swarmnet.spec import RunSpec
-from swarmnet.swarm import messages
 from swarmnet.transport import frames
 from swarmnet.transport.calls.heads import MAX_TEXT
 from swarmnet.transport.calls.hello import (
@@ -52,14 +53,6 @@ MAX_INPUT_BYTES = 1 << 16
 FUZZED_ARRAY_BYTES = 1 << 16
 """Memory given to the arrays that a fuzzed head announces."""
 OWNER, PEER = Identity(b"o" * 32), Identity(b"p" * 32)
-BODIES = sorted(
-    (
-        cls
-        for cls in vars(messages).values()
-        if isinstance(cls, type) and cls.__module__ == messages.__name__
-    ),
-    key=lambda cls: cls.__name__,
-)
 EXTREMES = (b"\x00", b"\xff", b"\x7f", b"\x80", b"\xcf" + b"\xff" * 8, b"\xd3\x80" + b"\x00" * 7)
 EXTREMES += (b"\xcb\x7f\xf8" + b"\x00" * 6, b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff")
 EXTREMES += (b"\xc6\xff\xff\xff\xff", b"\x91" * 600, b"\xc0", b"\xc1", b"\xc3", b"\xa0")
@@ -69,6 +62,23 @@ HELLOS = (
     hello_head(offer(), "", ""),
     hello_head(OFFER, "r" * 32, "swarmnet/0.2.0"),
 )
+
+
+def bodies_in(*kinds: Any) -> set[type]:
+    """The dataclasses among some types, and those that these are made of."""
+    found = set[type]()
+    for kind in kinds:
+        if isinstance(kind, type) and is_dataclass(kind):
+            found |= {kind, *bodies_in(*get_type_hints(kind).values())}
+        found |= bodies_in(*get_args(kind))
+    return found
+
+
+BODIES = sorted(
+    bodies_in(*(cls for row in METHODS.values() for cls in (row.request, row.reply, row.progress))),
+    key=lambda cls: cls.__name__,
+)
+"""Of every method, with what is in them."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ def read_stream(data: bytes) -> None:
 
 def take_record(data: bytes) -> None:
     """What `KnownRecords.take` does with a signed record before it believes it."""
-    envelope = unpack(data, messages.SignedRecord)
+    envelope = unpack(data, SignedRecord)
     record = unpack(envelope.payload, Record)
     verify(record.peer_id, envelope.payload, envelope.signature)
 
@@ -185,12 +195,12 @@ def targets() -> list[Target]:
         restorable=(Restorable(2, 1, 4, b"\x0f", 9),), history=1,
     )  # fmt: skip
     payload = pack(record)
-    envelope = messages.SignedRecord(payload, PEER.sign(payload))
+    envelope = SignedRecord(payload, PEER.sign(payload))
     stamps = {PEER.peer_id: (5, 7), OWNER.peer_id: (1, 2)}
-    suspicion = messages.Suspicion(PEER.peer_id, 5, 7)
+    suspicion = Suspicion(PEER.peer_id, 5, 7)
     bodies: list[Any] = [
-        messages.GossipRequest(stamps, (suspicion,)),
-        messages.Records((envelope,), (PEER.peer_id,), (suspicion,)),
+        GossipRequest(stamps, (suspicion,)),
+        Records((envelope,), (PEER.peer_id,), (suspicion,)),
         {"round": 1, "microbatch_id": 7, "stage": 0, "feeder": "p", "num_samples": 4, "hint": []},
         {"round": 1, "shard": 3, "num_samples": 8, "num_tokens": 64, "loss_sum": 0.5, "stage": 0},
         None,

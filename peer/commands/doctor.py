@@ -24,18 +24,13 @@ from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.identity import Identity
+from swarmnet.methods.contact import MAX_DIAL_BACK, BandwidthRequest, DialBackReply, DialBackRequest
+from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.runtime.options import ANY_INTERFACE, TransportName
 from swarmnet.spec import RunSpec, load_spec
-from swarmnet.swarm.messages import (
-    MAX_DIAL_BACK,
-    MAX_PROBE_BYTES,
-    BandwidthRequest,
-    DialBackReply,
-    DialBackRequest,
-)
 from swarmnet.transport.base import Transport
 from swarmnet.version import __version__
 from swarmnet.wire import Array, Message, convert

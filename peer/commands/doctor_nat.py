@@ -9,6 +9,8 @@ from typing import Any
 from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.identity import verify
+from swarmnet.methods.contact import RelayGrant
+from swarmnet.methods.records import GossipRequest, Records
 from swarmnet.protocol.membership.reachability import (
     ENDPOINT_INDEPENDENT,
     NONE,
@@ -21,7 +23,6 @@ from swarmnet.protocol.membership.reachability import (
 )
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.swarm.membership.relaying import NUM_JUDGES, look_from
-from swarmnet.swarm.messages import GossipRequest, Records, RelayGrant
 from swarmnet.wire import Message, convert, unpack
 
 ASK_TIMEOUT_S = 12.0

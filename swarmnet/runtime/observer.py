@@ -13,6 +13,7 @@ from pathlib import Path
 
 from swarmnet.errors import AddressError
 from swarmnet.identity import Identity as Key
+from swarmnet.methods.microbatch import LOGITS, InferRequest
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.admission import admission_of, admit
@@ -26,7 +27,6 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.files import fetch_file
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
-from swarmnet.swarm.messages import LOGITS, InferRequest
 from swarmnet.swarm.pipeline.infer import infer_through
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.settings import Limits

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.methods.contact import SpecReply
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
@@ -47,7 +48,6 @@ from swarmnet.swarm.membership.own_record import Signer
 from swarmnet.swarm.membership.pace import GossipSettings
 from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.membership.reconnecting import Reconnecting
-from swarmnet.swarm.messages import SpecReply
 from swarmnet.swarm.pipeline.fed_rounds import OnRound
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.infer import InferService

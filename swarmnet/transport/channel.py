@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from swarmnet.errors import AddressError, DeadlineExceeded, TransportError
 from swarmnet.identity import Identity
+from swarmnet.methods.contact import TICKET
 from swarmnet.protocol.membership.addresses import to_dial
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import split_seat
@@ -27,7 +28,7 @@ from swarmnet.transport.base import (
 )
 from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.dialer import Dialer
-from swarmnet.transport.direct import TICKET_METHOD, DirectListener
+from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.links import DirectLinks
 from swarmnet.transport.open_channels import OpenChannels
@@ -79,7 +80,7 @@ class ChannelTransport:
         if self.links is not None:
             try:
                 await self.links.start()
-                self.handle(TICKET_METHOD, self.links.on_ticket)
+                self.handle(TICKET.name, self.links.on_ticket)
             except BaseException:
                 await self.carrier.close()
                 raise

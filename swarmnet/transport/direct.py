@@ -29,7 +29,6 @@ import socket
 import ssl
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
-from swarmnet.errors import AddressError, ProtocolViolation, Unreachable
+from swarmnet.errors import AddressError, Unreachable
+from swarmnet.methods.contact import Ticket
 from swarmnet.protocol.membership.addresses import STAGGER_S
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
 from swarmnet.transport.base import ByteStream
@@ -47,7 +47,6 @@ from swarmnet.transport.racing import race
 
 log = logging.getLogger("swarmnet.transport")
 
-TICKET_METHOD = "ticket"
 PREAMBLE = b"swarmnet-direct\x02"
 """What a client says first; its token follows."""
 GREETING_BYTES = len(PREAMBLE) + TOKEN_BYTES
@@ -64,7 +63,6 @@ MAX_GREETING_EACH = 8
 BACKLOG = 128
 FIRST_PORT = 1024
 """No port below is dialled: what listens there is no peer of a user's."""
-MAX_HOST_CHARS = 64
 DEAD_AFTER_S = 10
 """Sent bytes that the other side's kernel has not taken for so long end the connection."""
 UNSENT_BYTES = 256 << 10
@@ -76,28 +74,6 @@ ACCEPT_PAUSE_S = 0.5
 """Rest after an accept that failed (no file descriptors left, as a rule)."""
 VALID_DAYS = 3650
 """Of the certificate; nobody looks at it, the fingerprint counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """How to connect directly to the peer that gave it."""
-
-    addresses: tuple[tuple[str, int], ...]
-    """IP address and port, the best first."""
-    fingerprint: bytes
-    """SHA-256 of the certificate (DER)."""
-    token: bytes
-    machine: bytes = b""
-    """Keyed hash of the machine's boot id; empty where it has none."""
-
-    def __post_init__(self) -> None:
-        if len(self.fingerprint) != 32 or len(self.token) != TOKEN_BYTES:
-            raise ProtocolViolation("a ticket with a fingerprint or token of the wrong length")
-        if len(self.machine) not in (0, 32) or len(self.addresses) > 64:
-            raise ProtocolViolation("a ticket with too many addresses")
-        for host, port in self.addresses:
-            if len(host) > MAX_HOST_CHARS or not 0 < port < 1 << 16:
-                raise ProtocolViolation("a ticket with an impossible address")
 
 
 def machine_proof(token: bytes) -> bytes:

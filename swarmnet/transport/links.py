@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
+from swarmnet.methods.contact import TICKET, Ticket
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.upgrade import Attempts
@@ -21,9 +22,7 @@ from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import (
-    TICKET_METHOD,
     DirectListener,
-    Ticket,
     client_context,
     dial_direct,
 )
@@ -140,7 +139,7 @@ class DirectLinks:
         channel: Channel | None = None
         try:
             async with asyncio.timeout(TICKET_TIMEOUT_S):
-                reply = await self._dialer.call(peer_id, TICKET_METHOD, Message(), None)
+                reply = await self._dialer.call(peer_id, TICKET.name, Message(), None)
             ticket = convert(reply.body, Ticket)
             stream = await dial_direct(peer_id, ticket, self._context)
             channel = self._open_channels.attach(stream, direct=self)

@@ -27,6 +27,7 @@ import torch
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.identity import Identity
+from swarmnet.methods.state import FetchRequest
 from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.runtime.counted import COUNTED_FILE, read_counted
 from swarmnet.runtime.faults import VARIABLE
@@ -34,7 +35,6 @@ from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.joining.ready import Ready, read_ready_file
 from swarmnet.runtime.net import open_net
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.messages import FetchRequest
 from swarmnet.training.stage import build_stage
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message

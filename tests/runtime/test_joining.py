@@ -15,6 +15,7 @@ import pytest
 from peer.options import default_spec_path
 from swarmnet.errors import AddressError, UserError
 from swarmnet.identity import Identity
+from swarmnet.methods.contact import SpecReply
 from swarmnet.protocol.membership.addresses import STAGGER_S
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
@@ -43,7 +44,6 @@ from swarmnet.runtime.net import Net
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.messages import SpecReply
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Message

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from swarmnet.methods.microbatch import AdmitRequest, StepReply, StepRequest
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.update.replica_phase import Phase, State
@@ -20,7 +21,6 @@ from swarmnet.simulation.stage import (
     activation,
 )
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import AdmitRequest, StepReply, StepRequest
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.settings import Limits

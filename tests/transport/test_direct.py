@@ -17,6 +17,7 @@ import pytest
 import uvloop
 
 from swarmnet.errors import AddressError, ProtocolViolation, Unreachable
+from swarmnet.methods.contact import TICKET, Ticket
 from swarmnet.protocol import upgrade
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from swarmnet.protocol.timing import ANSWER_S
@@ -28,12 +29,11 @@ from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import (
     UNSENT_BYTES,
     DirectListener,
-    Ticket,
     client_context,
     dial_direct,
 )
 from swarmnet.transport.frames import NOTIFY, head_frame
-from swarmnet.transport.links import MAX_DIRECT, TICKET_METHOD, DirectLinks
+from swarmnet.transport.links import MAX_DIRECT, DirectLinks
 from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
 from swarmnet.wire import Array, Message, convert
 from tests.transport.streams import PATIENCE_S, identity
@@ -269,9 +269,9 @@ def test_a_peer_without_direct_connections_is_spoken_to_over_libp2p() -> None:
         for _ in range(3):
             assert (await w.call(BULK)).arrays[0].data == BULK.data
         await until(lambda: links_of(w.a).num_opening == 0)
-        asked = w.a.traffic.sent_bytes[TICKET_METHOD]
+        asked = w.a.traffic.sent_bytes[TICKET.name]
         await w.call(BULK)
-        assert w.a.traffic.sent_bytes[TICKET_METHOD] == asked  # there is a pause before the next
+        assert w.a.traffic.sent_bytes[TICKET.name] == asked  # there is a pause before the next
 
     play(scenario, b_direct=False)
 
@@ -572,7 +572,7 @@ def test_a_ticket_that_is_none_ends_the_attempt_only(body: Any) -> None:
         async def wrong(request: Request) -> Message:
             return Message(body)
 
-        w.b.handle(direct.TICKET_METHOD, wrong)
+        w.b.handle(TICKET.name, wrong)
         await w.call(BULK)
         await until(lambda: links_of(w.a).num_opening == 0)
         assert (await w.call(BULK)).arrays[0].data == BULK.data
@@ -683,7 +683,7 @@ def test_a_ticket_is_its_machines_whatever_seat_asks_for_it() -> None:
 
     async def scenario(w: World) -> None:
         for seat in (0, 5, 6):
-            reply = await w.a.dialer.call(w.b.peer_id, TICKET_METHOD, Message(), None, (seat, 0))
+            reply = await w.a.dialer.call(w.b.peer_id, TICKET.name, Message(), None, (seat, 0))
             ticket = convert(reply.body, Ticket)
             stream = await dial_direct(w.b.peer_id, ticket, client_context())
             w.a.channels.attach(stream, direct=w.a.links)
@@ -698,7 +698,7 @@ def test_channels_without_a_hello_are_bounded_too() -> None:
     async def scenario(w: World) -> None:
         streams = []
         for _ in range(3 * MAX_DIRECT):
-            reply = await w.a.dialer.call(w.b.peer_id, TICKET_METHOD, Message(), None, (0, 0))
+            reply = await w.a.dialer.call(w.b.peer_id, TICKET.name, Message(), None, (0, 0))
             ticket = convert(reply.body, Ticket)
             streams.append(await dial_direct(w.b.peer_id, ticket, client_context()))
         await asyncio.sleep(0.3)

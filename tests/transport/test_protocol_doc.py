@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from swarmnet import errors, identity
+from swarmnet.methods import method, microbatch, ranges
+from swarmnet.methods.table import METHODS
 from swarmnet.protocol import backoff, codecs, timing, upgrade
 from swarmnet.protocol.membership import records
 from swarmnet.protocol.pipeline import slots
 from swarmnet.protocol.update import placement
-from swarmnet.swarm import messages
-from swarmnet.swarm.membership import access, discovery, relaying
+from swarmnet.swarm.membership import discovery, relaying
 from swarmnet.transport import base, dialer, direct, frames, links, open_channels, relay
 from swarmnet.transport.calls import (
     channel,
@@ -29,6 +30,7 @@ from swarmnet.transport.calls import (
     served,
 )
 from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array, Packed, pack
+from tests.fuzzing import BODIES
 from tests.transport.test_frames import read
 
 ROOT = Path(__file__).parents[2]
@@ -105,16 +107,17 @@ def test_every_feature_is_described() -> None:
 
 
 def test_every_method_that_is_served_is_described() -> None:
-    source = "".join(p.read_text() for p in sorted((ROOT / "swarmnet" / "swarm").rglob("*.py")))
-    served = {direct.TICKET_METHOD, *re.findall(r'\.handle\("(\w+)"', source)}
-    assert set(re.findall(r"^\*\*`(\w+)`\*\*", section("## Methods"), flags=re.M)) == served
+    described = re.findall(r"^\*\*`(\w+)`\*\*", section("## Methods"), flags=re.M)
+    assert sorted(described) == sorted(METHODS)
 
 
 MESSAGES = [
-    cls
-    for module in (messages, records, direct)
-    for _, cls in inspect.getmembers(module, dataclasses.is_dataclass)
-    if cls.__module__ == module.__name__
+    *BODIES,
+    *(
+        cls
+        for _, cls in inspect.getmembers(records, dataclasses.is_dataclass)
+        if cls.__module__ == records.__name__
+    ),
 ]
 
 
@@ -170,7 +173,7 @@ def test_every_field_is_named(cls: type) -> None:
         f"Each step has {relay.HEAD_TIMEOUT_S:.0f} s",
         f"failed or taken {dialer.RELAY_AFTER_S:.0f} s",
         f"`busy` when {relaying.MAX_GRANTS} have a place",
-        f"{access.LOOKS.burst:.0f} times at once and every {1 / access.LOOKS.calls_per_s:.0f} s",
+        f"{method.LOOKS.burst:.0f} times at once and every {1 / method.LOOKS.calls_per_s:.0f} s",
         f"HELLO or CANCEL | {frames.MAX_SHORT_BYTES >> 10} KiB |",
         f"without its body | {frames.MAX_ENVELOPE_BYTES >> 10} KiB |",
         f"whose arrays are on their way | {inbox.MAX_BEGUN} |",
@@ -196,9 +199,9 @@ def test_every_field_is_named(cls: type) -> None:
         f"again every {discovery.REFRESH_S:.0f} s",
         f"at most {discovery.MAX_FOUND} of a key",
         discovery.stage_key("<run_id>", 0)[:-1] + "<k>",
-        f"at most {messages.MAX_RECORDS:,} entries",
-        f"at most {messages.MAX_PATH:,} peer ids",
-        f"at most {messages.MAX_IDS:,})",
+        f"at most {ranges.MAX_RECORDS:,} entries",
+        f"at most {microbatch.MAX_PATH:,} peer ids",
+        f"at most {ranges.MAX_IDS:,})",
         f"newest rounds, ascending: `{dataclasses.fields(records.RoundCount)[0].name}`",
     ],
 )

@@ -29,10 +29,10 @@ from swarmnet.errors import (
     TransportError,
     UserError,
 )
+from swarmnet.methods.microbatch import GenerateReply, GenerateRequest
 from swarmnet.protocol.generation import IDLE_S, LONGEST_S
 from swarmnet.protocol.timing import ANSWER_S, BULK_S, CONNECT_S, LAPSES, PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import GenerateReply, GenerateRequest
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES, RETRY_S
 from swarmnet.wire import Array, Message, array_bytes, convert
 

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
+from swarmnet.methods.microbatch import GenerateReply, GenerateRequest
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Session, Sessions, Wish
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import CONNECT_S
-from swarmnet.swarm.messages import GenerateReply, GenerateRequest
 from swarmnet.swarm.ports import OTHER, Generation
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.timing import LOOK_LESS_S

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet.errors import Busy, DataError, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.methods.state import DataPartRequest, DataSizes, DataSource
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership.data_holders import are_few, givers
 from swarmnet.protocol.timing import ANSWER_S, BULK_S
 from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import DataPartRequest, DataSizes, DataSource
 from swarmnet.swarm.ports import (
     ComingData,
     Data,

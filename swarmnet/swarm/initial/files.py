@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.methods.state import FileReply, FileRequest
 from swarmnet.protocol.timing import BULK_S
-from swarmnet.swarm.messages import FileReply, FileRequest
 from swarmnet.swarm.ports import Worker
 from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError, UserError
+from swarmnet.methods.state import FetchReply, FetchRequest
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import InitialWeights, Worker
 from swarmnet.swarm.recovery.waiting_notice import SAY_EVERY_S
 from swarmnet.swarm.settings import Limits

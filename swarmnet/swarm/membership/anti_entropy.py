@@ -9,6 +9,8 @@ import logging
 import random
 
 from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
+from swarmnet.methods.ranges import MAX_RECORDS
+from swarmnet.methods.records import GossipRequest, Records
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import ANSWER_S
@@ -18,7 +20,6 @@ from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.unreached import UnreachedNotices
-from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 

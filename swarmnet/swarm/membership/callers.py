@@ -1,29 +1,29 @@
-"""The gate of a peer: enforces `access.ACCESS` for every call that comes in."""
+"""The gate of a peer: enforces `methods.table` for every call that comes in."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, Protocol
 
 from swarmnet.admission import Admission
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, WrongRun
+from swarmnet.methods.method import (
+    MAX_PROBE_BYTES,
+    SHARED_CALL_BYTES,
+    Arrays,
+    Callee,
+    Caller,
+    Method,
+    Quota,
+)
+from swarmnet.methods.table import METHODS
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.swarm.membership.access import (
-    ACCESS,
-    PROBE_BYTES,
-    SHARED_CALL_BYTES,
-    STATES_OF,
-    Access,
-    Arrays,
-    Callee,
-    Caller,
-    Quota,
-    is_replica_of,
-)
+from swarmnet.swarm.membership.access import STATES_OF, is_replica_of
 from swarmnet.transport.base import Envelope
 from swarmnet.wire import convert
 
@@ -53,7 +53,7 @@ class CallerChecks:
         self.served: Served | None = None
         """The replica here; None between two stages, and at a peer that serves none."""
         self._run_id, self._view, self._admission = run_id, view, admission
-        quotas = {access.quota for access in ACCESS.values() if access.quota is not None}
+        quotas = {row.quota for row in METHODS.values() if row.quota is not None}
         self._limiters = {q: RateLimiter(q.calls_per_s, q.burst) for q in quotas}
         self._on_call: list[Callable[[str], None]] = []
 
@@ -64,27 +64,27 @@ class CallerChecks:
     # ---- the gate ---------------------------------------------------------------------------
 
     def knows(self, method: str) -> bool:
-        return method in ACCESS
+        return method in METHODS
 
     def has_standing(self, machine: str) -> bool:
         return self._view.get(machine) is not None and self.is_admitted(machine)
 
     def check(self, envelope: Envelope) -> None:
-        access = ACCESS[envelope.method]
-        self._check_caller(envelope, access)
-        self._check_size(envelope, access)
+        row = METHODS[envelope.method]
+        self._check_caller(envelope, row)
+        self._check_size(envelope, row)
 
     def enter(self, envelope: Envelope, body: Any) -> Any:
-        access = ACCESS[envelope.method]
+        row = METHODS[envelope.method]
         self.check(envelope)
         for callback in self._on_call:
             callback(envelope.remote)
-        if access.quota is not None:
-            self._count(envelope.remote, access.quota)
-        if access.body is None:
+        if row.quota is not None:
+            self._count(envelope.remote, row.quota)
+        if row.request is NoneType:
             return None
-        decoded: Any = convert(body, access.body)
-        self._check_stage(decoded, envelope.remote, access)
+        decoded: Any = convert(body, row.request)
+        self._check_stage(decoded, envelope.remote, row)
         return decoded
 
     # ---- the caller -------------------------------------------------------------------------
@@ -101,20 +101,20 @@ class CallerChecks:
             return False
         return True
 
-    def _check_caller(self, envelope: Envelope, access: Access) -> None:
-        if access.caller is Caller.ANYONE:
+    def _check_caller(self, envelope: Envelope, row: Method[Any, Any]) -> None:
+        if row.caller is Caller.ANYONE:
             return
         if envelope.run_id != self._run_id:
             theirs = envelope.run_id[:8] or "none"
             raise WrongRun(f"this peer trains run {self._run_id[:8]}, not {theirs}")
-        if access.caller is Caller.RUN:
+        if row.caller is Caller.RUN:
             return
         if not self.is_admitted(envelope.remote):
             raise Refused("this run is closed, and you have shown no valid invite")
-        if access.caller in STATES_OF and access.caller is not Caller.REPLICA:
+        if row.caller in STATES_OF and row.caller is not Caller.REPLICA:
             if self.served is None:
                 raise NotReady("this peer serves no stage")
-            self._check_replica(envelope.remote, self.served.index, access.caller)
+            self._check_replica(envelope.remote, self.served.index, row.caller)
 
     def _check_replica(self, remote: str, stage: int, caller: Caller) -> None:
         if not is_replica_of(self._view.get(remote), stage, caller):
@@ -128,13 +128,13 @@ class CallerChecks:
 
     # ---- what it says -----------------------------------------------------------------------
 
-    def _check_size(self, envelope: Envelope, access: Access) -> None:
-        if envelope.body_bytes > access.body_bytes:
+    def _check_size(self, envelope: Envelope, row: Method[Any, Any]) -> None:
+        if envelope.body_bytes > row.body_bytes:
             raise ProtocolViolation(
                 f"{envelope.method} with a body of {envelope.body_bytes} bytes; "
-                f"at most {access.body_bytes}"
+                f"at most {row.body_bytes}"
             )
-        most = self._most_array_bytes(access.arrays)
+        most = self._most_array_bytes(row.arrays)
         if most is not None and envelope.array_bytes > most:
             raise ProtocolViolation(
                 f"{envelope.method} with arrays of {envelope.array_bytes} bytes; at most {most}"
@@ -145,21 +145,21 @@ class CallerChecks:
         if arrays is Arrays.MICROBATCH:
             return None
         if arrays is Arrays.PROBE:
-            return PROBE_BYTES
+            return MAX_PROBE_BYTES
         if arrays is Arrays.NONE or self.served is None:
             return 0
         shard = self.served.largest_shard_bytes
         return shard if arrays is Arrays.SHARD else max(shard, SHARED_CALL_BYTES)
 
-    def _check_stage(self, body: Any, remote: str, access: Access) -> None:
-        if access.caller is Caller.REPLICA:
-            self._check_replica(remote, body.stage, access.caller)
-        if access.callee is Callee.ANY:
+    def _check_stage(self, body: Any, remote: str, row: Method[Any, Any]) -> None:
+        if row.caller is Caller.REPLICA:
+            self._check_replica(remote, body.stage, row.caller)
+        if row.callee is Callee.ANY:
             return
         served = self.served
         if served is None or body.stage != served.index or _last_shard(body) >= served.num_shards:
             raise NotReady(f"stage {body.stage} is not served here")
-        if access.callee is Callee.SYNCED and not served.synced:
+        if row.callee is Callee.SYNCED and not served.synced:
             raise NotReady("still joining")
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from swarmnet.errors import ProtocolViolation, SwarmnetError
+from swarmnet.methods.records import SignedRecord
 from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
 from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import SignedRecord
 from swarmnet.wire import pack, unpack
 
 log = logging.getLogger("swarmnet.discovery")

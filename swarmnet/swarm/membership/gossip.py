@@ -15,6 +15,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from swarmnet.admission import OPEN, Admission
+from swarmnet.methods.records import MAX_RECORD_BYTES
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, Record, RoundCount
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import RECONCILE_S, AntiEntropy
@@ -29,7 +30,6 @@ from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
 from swarmnet.swarm.membership.passing_on import PassingOn
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
-from swarmnet.swarm.messages import MAX_RECORD_BYTES
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
 

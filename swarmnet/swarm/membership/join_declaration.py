@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.methods.records import Records
 from swarmnet.swarm.membership.anti_entropy import AntiEntropy
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import GossipPace
-from swarmnet.swarm.messages import Records
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from swarmnet.admission import Admission
 from swarmnet.errors import ProtocolViolation
+from swarmnet.methods.records import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
     MAX_CREDENTIAL_BYTES,
@@ -19,7 +20,6 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.own_record import OwnRecord, Signer
-from swarmnet.swarm.messages import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.transport.base import Transport
 from swarmnet.wire import unpack
 

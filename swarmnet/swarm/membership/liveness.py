@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from swarmnet.methods.records import Records, Suspicion
 from swarmnet.protocol.membership.awake import TICK_S
 from swarmnet.protocol.membership.failure_detector import (
     ALIVE,
@@ -38,7 +39,6 @@ from swarmnet.swarm.membership.looks import Looks
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
-from swarmnet.swarm.messages import Records, Suspicion
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+from swarmnet.methods.records import SignedRecord
 from swarmnet.protocol.membership.records import NO_STAMP, Record, RoundCount, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.pace import GossipPace
-from swarmnet.swarm.messages import SignedRecord
 from swarmnet.transport.base import Transport
 from swarmnet.wire import pack
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 
+from swarmnet.methods.records import Records
 from swarmnet.protocol.membership.records import OBSERVER_STAGE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import GossipPace
-from swarmnet.swarm.messages import Records
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 

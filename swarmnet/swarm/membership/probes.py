@@ -10,15 +10,11 @@ from __future__ import annotations
 import time
 
 from swarmnet.errors import Busy, SwarmnetError
+from swarmnet.methods.contact import BandwidthRequest, DialBackReply, DialBackRequest
+from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import (
-    MAX_PROBE_BYTES,
-    BandwidthRequest,
-    DialBackReply,
-    DialBackRequest,
-)
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 

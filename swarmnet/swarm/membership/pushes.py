@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 
+from swarmnet.methods.records import Records
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import PUSH_FANOUT
-from swarmnet.swarm.messages import Records
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swarmnet.errors import Busy, Refused, SwarmnetError
+from swarmnet.methods.contact import LookBackReply, LookBackRequest, RelayGrant
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reachability import (
@@ -25,7 +26,6 @@ from swarmnet.protocol.membership.reachability import (
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.timing import ANSWER_S, DAY_S, LAPSES, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.base import Handler, Request

@@ -8,9 +8,9 @@ import asyncio
 import random
 from collections import deque
 
+from swarmnet.methods.records import Unreached
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import CONNECT_S
-from swarmnet.swarm.messages import Unreached
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 

@@ -17,10 +17,10 @@ from swarmnet.errors import (
     SwarmnetError,
     TransportError,
 )
+from swarmnet.methods.microbatch import AdmitReply, AdmitRequest, StepRequest
 from swarmnet.protocol.pipeline.routing import Router
 from swarmnet.protocol.timing import ANSWER_S, PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import AdmitReply, AdmitRequest, StepRequest
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message, convert

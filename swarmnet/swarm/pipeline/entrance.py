@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from swarmnet.errors import Busy, NotReady, Stale
+from swarmnet.methods.microbatch import AdmitReply, AdmitRequest
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.pipeline.reservations import Reservations
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import AdmitReply, AdmitRequest
 from swarmnet.swarm.pipeline.flights import Flights
 from swarmnet.swarm.ports import StepKey
 from swarmnet.swarm.resource_limits import ResourceLimits

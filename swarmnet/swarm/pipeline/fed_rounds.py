@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from swarmnet.methods.microbatch import CommittedReply, CommittedRequest
 from swarmnet.protocol.pipeline.slots import slot_of
-from swarmnet.swarm.messages import CommittedReply, CommittedRequest
 from swarmnet.swarm.tasks import Tasks
 
 KEPT_COMMITS = 4

@@ -13,6 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
+from swarmnet.methods.microbatch import (
+    Commit,
+    CommittedReply,
+    CommittedRequest,
+    StepReply,
+    StepRequest,
+)
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
@@ -20,13 +27,6 @@ from swarmnet.protocol.membership.records import RoundCount
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.slots import SlotSet, flight_id, slot_of
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import (
-    Commit,
-    CommittedReply,
-    CommittedRequest,
-    StepReply,
-    StepRequest,
-)
 from swarmnet.swarm.pipeline.fed_rounds import FedRound, FedRounds, OnRound
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
 from swarmnet.swarm.pipeline.launch_rules import LaunchRules

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmnet.errors import NotReady
+from swarmnet.methods.microbatch import StepProgress
 from swarmnet.protocol.timing import SMOOTHING
-from swarmnet.swarm.messages import StepProgress
 from swarmnet.swarm.ports import StepKey
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S

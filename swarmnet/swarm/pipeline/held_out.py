@@ -6,11 +6,11 @@ import asyncio
 import logging
 
 from swarmnet.errors import Refused, SwarmnetError
+from swarmnet.methods.microbatch import EVALUATE, InferReply, InferRequest
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import EVALUATE, InferReply, InferRequest
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.infer import infer_through
 from swarmnet.swarm.pipeline.wiring import Wiring

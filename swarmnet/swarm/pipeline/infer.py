@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, Stale, SwarmnetError
+from swarmnet.methods.microbatch import LOGITS, InferReply, InferRequest
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.timing import BULK_S
-from swarmnet.swarm.messages import LOGITS, InferReply, InferRequest
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import OTHER, LossResult
 from swarmnet.swarm.settings import Limits

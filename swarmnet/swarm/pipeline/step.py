@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, NotSent, ProtocolViolation, Stale, Taken
+from swarmnet.methods.microbatch import Commit, StepProgress, StepReply, StepRequest
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
 from swarmnet.swarm.batch import num_wanted
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import Commit, StepProgress, StepReply, StepRequest
 from swarmnet.swarm.pipeline.entrance import Entrance
 from swarmnet.swarm.pipeline.flights import Flight, Flights
 from swarmnet.swarm.pipeline.wiring import Passed, Wiring

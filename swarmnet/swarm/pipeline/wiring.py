@@ -23,11 +23,11 @@ from swarmnet.errors import (
     Taken,
     TransportError,
 )
+from swarmnet.methods.microbatch import StepProgress, StepReply, StepRequest
 from swarmnet.protocol.pipeline.routing import MIN_DEADLINE_S, Router
 from swarmnet.protocol.timing import LEAST_WAIT_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.live_calls import PROBE_PART
-from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
 from swarmnet.swarm.pipeline.asking import Asking
 from swarmnet.swarm.pipeline.deadline import Deadline
 from swarmnet.swarm.settings import Limits

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
+from swarmnet.methods.update import AdoptedRequest, AdoptRequest
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline.ledger import Entry
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.coded import check_contribution

@@ -17,11 +17,11 @@ from functools import partial
 import xxhash
 
 from swarmnet.errors import ProtocolViolation, Stale, SwarmnetError, UserError
+from swarmnet.methods.state import FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Transport

@@ -29,16 +29,10 @@ from swarmnet.errors import (
     Unreachable,
     UserError,
 )
+from swarmnet.methods.state import FetchReply, FetchRequest, SavedReply, SavedRequest, SavedRound
 from swarmnet.protocol.membership.records import DIGEST_BYTES, LEFT, OBSERVING, Record
 from swarmnet.protocol.timing import ANSWER_S, LAPSES, PATIENCE_S, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import (
-    FetchReply,
-    FetchRequest,
-    SavedReply,
-    SavedRequest,
-    SavedRound,
-)
 from swarmnet.swarm.ports import Checkpoints, Worker
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S, SHARD_TIMEOUT_S

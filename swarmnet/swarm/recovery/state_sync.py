@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import xxhash
 
 from swarmnet.errors import Busy, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.methods.state import FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.replica import Replica

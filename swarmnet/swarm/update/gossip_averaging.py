@@ -21,11 +21,11 @@ import math
 from dataclasses import dataclass
 
 from swarmnet.errors import NotReady, Stale, SwarmnetError
+from swarmnet.methods.state import FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, MAX_RATE, Record
 from swarmnet.protocol.update.pairing import partner
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import LocalSteps
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits

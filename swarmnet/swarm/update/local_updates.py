@@ -17,9 +17,9 @@ import logging
 from dataclasses import dataclass
 
 from swarmnet.errors import ProtocolViolation, SwarmnetError
+from swarmnet.methods.state import FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import Record
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import LocalSteps
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import xxhash
 
 from swarmnet.errors import NotReady, SwarmnetError, UserError
+from swarmnet.methods.state import FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import bitmap
 from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import SHARD_TIMEOUT_S
 from swarmnet.swarm.update.replica import Replica

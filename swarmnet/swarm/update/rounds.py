@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
+from swarmnet.methods.microbatch import Commit, CommittedReply, CommittedRequest
 from swarmnet.protocol.membership.failure_detector import ALIVE, SUSPECT, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline import progress
@@ -21,7 +22,6 @@ from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
 from swarmnet.protocol.update import divergence
 from swarmnet.protocol.update.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.ports import BACKWARD

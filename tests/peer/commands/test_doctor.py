@@ -18,15 +18,15 @@ from peer.commands.doctor_nat import check_nat, is_on
 from peer.options import default_spec_path
 from swarmnet.errors import Busy, Unreachable
 from swarmnet.identity import Identity
+from swarmnet.methods.contact import BandwidthRequest, DialBackReply, DialBackRequest
+from swarmnet.methods.method import PROBES
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.population import OpenSigner
 from swarmnet.spec import load_spec
-from swarmnet.swarm.membership.access import PROBES
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.probes import Probes
-from swarmnet.swarm.messages import BandwidthRequest, DialBackReply, DialBackRequest
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, convert
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet.methods.records import MAX_RECORD_BYTES
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     DIGEST_BYTES,
@@ -31,7 +32,6 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import round_progress
 from swarmnet.protocol.pipeline.slots import MAX_SLOTS, SlotSet, all_slots
 from swarmnet.protocol.update.sync_modes import Switch
-from swarmnet.swarm.messages import MAX_RECORD_BYTES
 from swarmnet.wire import pack
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from peer.commands.export import Wanted, export_checkpoints
 from swarmnet.errors import NotNow, NotReady, RemoteError
+from swarmnet.methods.microbatch import GenerateRequest
 from swarmnet.protocol.generation import (
     IDLE_S,
     LONGEST_S,
@@ -35,7 +36,6 @@ from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.generation.remote_text import RemoteText
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import GenerateRequest
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.training.arrays import to_tensor

@@ -10,13 +10,13 @@ import pytest
 from swarmnet.admission import Invite, InviteOnly
 from swarmnet.errors import Busy, Refused, SwarmnetError
 from swarmnet.identity import Identity
+from swarmnet.methods.method import STRANGERS
+from swarmnet.methods.records import GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.membership.access import STRANGERS
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, convert, pack

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 from swarmnet.admission import OPEN, Admission
+from swarmnet.methods.records import MAX_RECORD_BYTES
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import AntiEntropy
@@ -18,7 +19,6 @@ from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
-from swarmnet.swarm.messages import MAX_RECORD_BYTES
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.harness import OpenSigner

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
+from swarmnet.methods.method import Method
+from swarmnet.methods.table import METHODS
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
-from swarmnet.swarm.membership.access import ACCESS, Access, shows_round
+from swarmnet.swarm.membership.access import shows_round
 from tests.swarm.membership.parts import record
 
 ROOT = Path(__file__).parents[3]
@@ -31,23 +34,23 @@ def served() -> set[str]:
 
 
 def test_every_method_that_is_served_has_a_row_and_every_row_a_method() -> None:
-    assert served() == set(ACCESS)
+    assert served() == set(METHODS)
 
 
-def line(method: str, access: Access) -> str:
-    quota = access.quota
+def line(method: str, row: Method[Any, Any]) -> str:
+    quota = row.quota
     often = "" if quota is None else f"{quota.burst:.0f}, then {quota.calls_per_s:g} a second"
     if quota is not None and not quota.of_members:
         often += " of a stranger"
     return (
-        f"| `{method}` | {access.caller.value} | {access.callee.value} "
-        f"| {access.body_bytes:,} | {access.arrays.value} | {often} |"
+        f"| `{method}` | {row.caller.value} | {row.callee.value} "
+        f"| {row.body_bytes:,} | {row.arrays.value} | {often} |"
     )
 
 
 def test_the_document_has_the_same_table() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
-    table = "\n".join(line(method, access) for method, access in ACCESS.items())
+    table = "\n".join(line(method, row) for method, row in METHODS.items())
     assert table in text, f"\n{table}"
 
 

@@ -8,20 +8,14 @@ import pytest
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, WrongRun
+from swarmnet.methods.method import LIST_BYTES, SHARED_CALL_BYTES, STRANGERS, Arrays, Callee, Caller
+from swarmnet.methods.state import FetchRequest
+from swarmnet.methods.table import METHODS
+from swarmnet.methods.update import NormRequest, ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, LEFT
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.access import (
-    ACCESS,
-    LIST_BYTES,
-    SHARED_CALL_BYTES,
-    STRANGERS,
-    Arrays,
-    Callee,
-    Caller,
-)
 from swarmnet.swarm.membership.callers import CallerChecks
-from swarmnet.swarm.messages import FetchRequest, NormRequest, ReduceRequest
 from swarmnet.transport.base import Envelope
 from tests.swarm.membership.parts import RUN, now, record
 
@@ -65,23 +59,23 @@ def gate_of(
     return gate
 
 
-@pytest.mark.parametrize("method", sorted(ACCESS))
+@pytest.mark.parametrize("method", sorted(METHODS))
 def test_callers_of_another_run_are_refused_all_but_what_anyone_may_ask(method: str) -> None:
     gate = gate_of(View("a"))
     for run_id in ("f" * 32, ""):
-        if ACCESS[method].caller is Caller.ANYONE:
+        if METHODS[method].caller is Caller.ANYONE:
             gate.check(envelope(method, run_id))
         else:
             with pytest.raises(WrongRun):
                 gate.check(envelope(method, run_id))
 
 
-@pytest.mark.parametrize("method", sorted(ACCESS))
+@pytest.mark.parametrize("method", sorted(METHODS))
 def test_in_a_closed_run_the_record_has_to_show_an_invite(method: str) -> None:
     async def scenario() -> None:
         view = View("a")
         gate = gate_of(view, Invited(), Replica())
-        is_for_all = ACCESS[method].caller in (Caller.ANYONE, Caller.RUN)
+        is_for_all = METHODS[method].caller in (Caller.ANYONE, Caller.RUN)
         for credential, admitted in ((None, False), (b"no", False), (b"word", True)):
             if credential is not None:
                 said = record(
@@ -98,14 +92,14 @@ def test_in_a_closed_run_the_record_has_to_show_an_invite(method: str) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("method", sorted(m for m in ACCESS if ACCESS[m].caller in (
+@pytest.mark.parametrize("method", sorted(m for m in METHODS if METHODS[m].caller in (
     Caller.STAGE, Caller.WORKING, Caller.LEAVING)))  # fmt: skip
 def test_only_replicas_of_the_stage_take_part_in_what_it_does(method: str) -> None:
     states = {
         Caller.STAGE: {JOINING, ACTIVE, LEAVING},
         Caller.WORKING: {ACTIVE, LEAVING},
         Caller.LEAVING: {LEAVING},
-    }[ACCESS[method].caller]
+    }[METHODS[method].caller]
 
     async def scenario() -> None:
         view = View("a")
@@ -160,9 +154,9 @@ def test_what_a_body_names_has_to_be_here() -> None:
             with pytest.raises(NotReady):
                 gate.enter(envelope("fetch_optimizer"), FetchRequest(0, stage, shard))
         replica.synced = False
-        for method, access in ACCESS.items():
-            if access.body is FetchRequest and access.caller is not Caller.LEAVING:
-                if access.callee is Callee.SYNCED:
+        for method, row in METHODS.items():
+            if row.request is FetchRequest and row.caller is not Caller.LEAVING:
+                if row.callee is Callee.SYNCED:
                     with pytest.raises(NotReady, match="joining"):
                         gate.enter(envelope(method), FetchRequest(0, STAGE, 0))
                 else:
@@ -171,22 +165,22 @@ def test_what_a_body_names_has_to_be_here() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("method", sorted(ACCESS))
+@pytest.mark.parametrize("method", sorted(METHODS))
 def test_nothing_is_larger_than_its_row_says(method: str) -> None:
     async def scenario() -> None:
-        view, access = View("a"), ACCESS[method]
+        view, row = View("a"), METHODS[method]
         view.merge(record(CALLER, 1, stage=STAGE, state=LEAVING), now())
         gate = gate_of(view, replica=Replica())
-        gate.check(envelope(method, body_bytes=access.body_bytes))
+        gate.check(envelope(method, body_bytes=row.body_bytes))
         with pytest.raises(ProtocolViolation):
-            gate.check(envelope(method, body_bytes=access.body_bytes + 1))
+            gate.check(envelope(method, body_bytes=row.body_bytes + 1))
         most = {
             Arrays.NONE: 0,
             Arrays.SHARD: SHARD_BYTES,
             Arrays.SHARDS: SHARED_CALL_BYTES,
             Arrays.PROBE: 4 << 20,
             Arrays.MICROBATCH: None,
-        }[access.arrays]
+        }[row.arrays]
         gate.check(envelope(method, array_bytes=most or 0))
         if most is not None:
             with pytest.raises(ProtocolViolation):
@@ -216,7 +210,7 @@ def test_what_costs_a_connection_is_rare_for_members_too() -> None:
         view = View("a")
         view.merge(record(CALLER), now())
         gate = gate_of(view)
-        quota = ACCESS["look_back"].quota
+        quota = METHODS["look_back"].quota
         assert quota is not None
         body = {"ports": [5000]}
         for _ in range(int(quota.burst)):

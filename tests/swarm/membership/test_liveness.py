@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import DeadlineExceeded, Unreachable
+from swarmnet.methods.records import Suspicion
 from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD, SUSPECT, SUSPECT_S, State
 from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import LEFT
 from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.simulation.clock import VirtualLoop, run
 from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
-from swarmnet.swarm.messages import Suspicion
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message

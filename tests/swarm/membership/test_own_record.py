@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from swarmnet.methods.records import SignedRecord
 from swarmnet.protocol.membership.records import JOINING, LEAVING, NO_STAMP, Record
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.pace import PUSH_FANOUT
-from swarmnet.swarm.messages import SignedRecord
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import unpack
 from tests.protocol.making import counted

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import Refused
+from swarmnet.methods.contact import LookBackRequest, RelayGrant
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import ANSWER_S
@@ -28,7 +29,6 @@ from swarmnet.swarm.membership.relaying import (
     RENEW_EVERY_S,
     Relaying,
 )
-from swarmnet.swarm.messages import LookBackRequest, RelayGrant
 from swarmnet.wire import Message, convert
 from tests.swarm.harness import OpenSigner
 from tests.swarm.membership.relayed import Net, Wire

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from swarmnet.methods.microbatch import InferRequest, StepRequest
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.swarm import Simulation
-from swarmnet.swarm.messages import InferRequest, StepRequest
 from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.update.transitions import Transitions

@@ -25,6 +25,16 @@ from swarmnet.errors import (
     WrongRun,
 )
 from swarmnet.identity import Identity
+from swarmnet.methods.contact import SpecReply
+from swarmnet.methods.microbatch import (
+    MAX_PATH,
+    Commit,
+    CommittedRequest,
+    StepProgress,
+    StepRequest,
+)
+from swarmnet.methods.records import GossipRequest, Records, SignedRecord, Suspicion, Unreached
+from swarmnet.methods.update import ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RATE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.joining.find import fetch_run
@@ -33,20 +43,6 @@ from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import (
-    MAX_PATH,
-    Commit,
-    CommittedRequest,
-    GossipRequest,
-    Records,
-    ReduceRequest,
-    SignedRecord,
-    SpecReply,
-    StepProgress,
-    StepRequest,
-    Suspicion,
-    Unreached,
-)
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.pipeline.flights import Flight
 from swarmnet.swarm.ports import LossResult, Passage

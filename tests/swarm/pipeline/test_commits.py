@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from swarmnet.methods.microbatch import CommittedReply, CommittedRequest
 from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
 from swarmnet.simulation.network import SimulatedNetwork
-from swarmnet.swarm.messages import CommittedReply, CommittedRequest
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.update.rounds import Rounds
 from tests.swarm.even_links import simulate_even_links

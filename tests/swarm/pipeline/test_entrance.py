@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarmnet.errors import Busy, NotReady, Stale
+from swarmnet.methods.microbatch import AdmitReply, AdmitRequest
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.messages import AdmitReply, AdmitRequest
 from swarmnet.wire import Message, convert
 from tests.swarm.one_replica import CALLEE, WORK_S, Caller, OneReplica, learn
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from swarmnet.methods.microbatch import CommittedReply, CommittedRequest
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.messages import CommittedReply, CommittedRequest
 from swarmnet.swarm.pipeline.fed_rounds import KEPT_COMMITS, FedRounds
 
 NUM_STAGES = 2

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import NotReady, Refused, Stale
+from swarmnet.methods.microbatch import EVALUATE, InferReply, InferRequest
 from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
 from swarmnet.runtime.run import stop_when_done
 from swarmnet.simulation.device import InlineWorker
-from swarmnet.swarm.messages import EVALUATE, InferReply, InferRequest
 from swarmnet.swarm.pipeline import held_out
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss

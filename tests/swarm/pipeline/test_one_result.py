@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from swarmnet.errors import NotReady
-from swarmnet.spec import RunSpec
-from swarmnet.swarm.messages import (
+from swarmnet.methods.update import (
     BallotReply,
     BallotRequest,
     MirrorRequest,
     ReduceRequest,
     ShardReply,
 )
+from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request

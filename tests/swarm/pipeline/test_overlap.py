@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from swarmnet.methods.update import ReduceRequest
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes, SyntheticOptimizer
 from swarmnet.simulation.swarm import Simulation
-from swarmnet.swarm.messages import ReduceRequest
 from swarmnet.transport.base import Handler, Request
 from swarmnet.transport.memory import MemoryTransport
 from swarmnet.wire import Message, convert

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from swarmnet.errors import Busy, NotReady
+from swarmnet.methods.microbatch import Commit, CommittedReply
 from swarmnet.protocol.pipeline.ledger import COMMITTED, PENDING
 from swarmnet.simulation.clock import VirtualLoop
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.messages import Commit, CommittedReply
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.rounds import Rounds, ZeroUpdates
 from swarmnet.transport.base import Request

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from swarmnet.errors import ProtocolViolation, Refused
+from swarmnet.methods.update import ReduceRequest
 from swarmnet.protocol.update.roster import Ballot, Roster
-from swarmnet.swarm.messages import ReduceRequest
 from swarmnet.swarm.update.exchange import outbox
 from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, shared_call_bytes
 from swarmnet.transport.base import Request

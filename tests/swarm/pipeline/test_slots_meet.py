@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swarmnet.errors import Taken
+from swarmnet.methods.microbatch import Commit
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.messages import Commit
 from tests.swarm.one_replica import OneReplica
 
 SLOT = 5

@@ -12,17 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.errors import Busy, DeadlineExceeded, NotReady, Refused, RemoteError, Stale
+from swarmnet.methods.microbatch import CommittedReply, CommittedRequest
+from swarmnet.methods.update import AdoptedRequest, AdoptRequest
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE
 from swarmnet.protocol.pipeline.ledger import Entry, Ledger
 from swarmnet.protocol.update.robust import CLIP_TOLERANCE, is_alike
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.lifecycle.departure import DRAIN_S
-from swarmnet.swarm.messages import (
-    AdoptedRequest,
-    AdoptRequest,
-    CommittedReply,
-    CommittedRequest,
-)
 from swarmnet.swarm.recovery.handover import MAX_ADOPTED
 from swarmnet.swarm.update.averaging import Behind
 from swarmnet.training.arrays import from_tensor, to_tensor

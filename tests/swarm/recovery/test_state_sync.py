@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import Busy, Unreachable
+from swarmnet.methods.state import FetchRequest
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.simulation.device import InlineWorker
-from swarmnet.swarm.messages import FetchRequest
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.update.transitions import Transitions

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from swarmnet.errors import ChannelClosed, NotReady
+from swarmnet.methods.update import MirrorRequest, SumsReply
 from swarmnet.protocol.update.roster import first_ballot
 from swarmnet.simulation.clock import run
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.messages import MirrorRequest, SumsReply
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.sums_ahead import SumsAhead, SumsHere, digest_of

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import NotReady, Unreachable
+from swarmnet.methods.update import NormRequest
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.messages import NormRequest
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.update.exchange.norms import KEPT_ROUNDS, Norms
 from swarmnet.transport.base import Request

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
-from swarmnet.swarm.messages import (
+from swarmnet.methods.records import Records, SignedRecord
+from swarmnet.methods.state import FetchRequest
+from swarmnet.methods.update import (
     AdoptedRequest,
     AdoptRequest,
     BallotRequest,
     ContributionsRequest,
-    FetchRequest,
     MirrorRequest,
     NormRequest,
-    Records,
     ReduceRequest,
-    SignedRecord,
 )
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.transport.memory import MemoryTransport
 from swarmnet.wire import Array, Message, pack
 from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec

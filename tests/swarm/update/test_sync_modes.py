@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from swarmnet.errors import NotReady
+from swarmnet.methods.state import FetchRequest
 from swarmnet.protocol.membership.records import JOINING, bitmap
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes, state_vectors
 from swarmnet.simulation.swarm import simulate
-from swarmnet.swarm.messages import FetchRequest
 from swarmnet.swarm.update.averaging import Behind
 from swarmnet.swarm.update.delayed_updates import SETTLE_S
 from swarmnet.swarm.update.exchange.pace import ExchangePace

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.methods.update import ContributionsReply, ContributionsRequest
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import ContributionsReply, ContributionsRequest
 from swarmnet.swarm.ports import Optimizer, Worker
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import RETRY_S, TOGETHER_S

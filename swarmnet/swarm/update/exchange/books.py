@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from swarmnet.methods.update import ShardReply
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import ShardReply
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.exchange.members import BEHIND_ROUNDS
 from swarmnet.swarm.update.exchange.norms import Norms

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.methods.update import ReduceProgress, ShardReply
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
@@ -20,7 +21,6 @@ from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import ReduceProgress, ShardReply
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.exchange.books import Books

@@ -20,13 +20,7 @@ from swarmnet.errors import (
     SwarmnetError,
     TransportError,
 )
-from swarmnet.protocol.membership.records import LEAVING
-from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.exchange_turn import has_moved_on, has_not_begun
-from swarmnet.protocol.update.roster import Ballot
-from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import (
+from swarmnet.methods.update import (
     BallotReply,
     BallotRequest,
     MirrorReply,
@@ -36,6 +30,12 @@ from swarmnet.swarm.messages import (
     ReduceRequest,
     ShardReply,
 )
+from swarmnet.protocol.membership.records import LEAVING
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.exchange_turn import has_moved_on, has_not_begun
+from swarmnet.protocol.update.roster import Ballot
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.coded import check_result, coded_bytes
 from swarmnet.swarm.update.exchange.pace import ExchangePace

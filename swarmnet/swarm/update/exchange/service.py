@@ -7,18 +7,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale
-from swarmnet.protocol.codecs import UpdateCodec
-from swarmnet.protocol.membership.records import LEAVING, Record
-from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.exchange_turn import Turn, turn_of
-from swarmnet.protocol.update.roster import Ballot
-from swarmnet.swarm.membership.access import may_contribute, shows_round
-from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import (
+from swarmnet.methods.state import FetchRequest
+from swarmnet.methods.update import (
     BallotReply,
     BallotRequest,
-    FetchRequest,
     MirrorReply,
     MirrorRequest,
     ReduceProgress,
@@ -29,6 +21,14 @@ from swarmnet.swarm.messages import (
     SumsRequest,
     TiedSum,
 )
+from swarmnet.protocol.codecs import UpdateCodec
+from swarmnet.protocol.membership.records import LEAVING, Record
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.exchange_turn import Turn, turn_of
+from swarmnet.protocol.update.roster import Ballot
+from swarmnet.swarm.membership.access import may_contribute, shows_round
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S

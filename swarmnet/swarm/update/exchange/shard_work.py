@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from swarmnet.errors import NotReady, ProtocolViolation
+from swarmnet.methods.update import MirrorRequest
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import MirrorRequest
 from swarmnet.swarm.ports import CodingErrors
 from swarmnet.swarm.update.exchange.aggregation import Aggregator, Part
 from swarmnet.swarm.update.exchange.books import Books

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import xxhash
 
 from swarmnet.errors import NotReady, SwarmnetError
+from swarmnet.methods.update import MirrorRequest, SumsReply, SumsRequest
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.messages import MirrorRequest, SumsReply, SumsRequest
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import TOGETHER_S
 from swarmnet.swarm.update.exchange.pace import ExchangePace

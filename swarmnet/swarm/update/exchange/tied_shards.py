@@ -28,11 +28,11 @@ from swarmnet.errors import (
     SwarmnetError,
     TransportError,
 )
+from swarmnet.methods.update import ReduceReply, ShardReply, TiedSum
 from swarmnet.protocol.update.exchange_turn import has_moved_on
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import ReduceReply, ShardReply, TiedSum
 from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
 from swarmnet.swarm.update.exchange.coded import check_coded, check_result
 from swarmnet.swarm.update.exchange.members import ExchangeMembers

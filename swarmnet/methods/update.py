@@ -1,0 +1,382 @@
+"""Methods by which the replicas make an update of gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import NoneType
+
+from swarmnet.methods.method import LIST_BYTES, SMALL_BYTES, Arrays, Callee, Caller, Method
+from swarmnet.methods.ranges import (
+    DIGEST_BYTES,
+    MAX_ID_CHARS,
+    MAX_IDS,
+    MAX_RECORDS,
+    MAX_STEP_TOKENS,
+    MAX_TOKENS,
+    check_ids,
+    check_indices,
+    check_lineage,
+)
+from swarmnet.methods.state import FetchReply, FetchRequest
+from swarmnet.protocol.update.roster import MAX_TERM
+from swarmnet.wire import MAX_ARRAYS, MAX_BODY_BYTES
+
+
+def _check_ballots(terms: tuple[int, ...], primary: str) -> None:
+    if any(not 0 <= term <= MAX_TERM for term in terms) or len(primary) > MAX_ID_CHARS:
+        raise ValueError("a ballot is out of range")
+
+
+def _check_norm(total: float) -> None:
+    if not (total == -1.0 or (math.isfinite(total) and total >= 0)):
+        raise ValueError("a sum of squares is out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceRequest:
+    """Contributions to the gradients of shards, pushed to their primary. Arrays: of each shard the
+    sum over the contributor's tokens, coded (none where these are 0)."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    """By shard."""
+    terms: tuple[int, ...]
+    """By shard: of the ballot that the caller goes by (`protocol.update.roster`)."""
+    primary: str = ""
+    """Of these ballots; the callee where it is empty. Another one cannot be reached by the caller,
+    which waits here for the result."""
+    is_whole: bool = False
+    """The caller lacks the present parameters: the answer is to be those that come, not their
+    change."""
+    follows: tuple[bool, ...] = ()
+    """By shard, whether the caller has the optimizer state that its step begins with; empty where
+    it does not say."""
+
+    def __post_init__(self) -> None:
+        num_shards = len(self.shards)
+        if len(self.follows) not in (0, num_shards):
+            raise ValueError("not for each shard whether it is followed")
+        if not 0 < num_shards == len(self.num_tokens) == len(self.terms) <= MAX_ARRAYS:
+            raise ValueError("no shards, too many, or not tokens and a term for each")
+        _check_ballots(self.terms, self.primary)
+        if len(set(self.shards)) < len(self.shards):
+            raise ValueError("a shard twice")
+        check_indices(self.round, self.stage, *self.shards, *self.num_tokens)
+        if max(self.num_tokens) > MAX_TOKENS:
+            raise ValueError("more tokens than there can be")
+
+
+@dataclass(frozen=True, slots=True)
+class TiedSum:
+    """The last stage's sum of the gradients of a shard that the first stage holds too. Arrays: the
+    sum (none where there are no tokens behind it)."""
+
+    round: int
+    stage: int
+    """Of the caller."""
+    shard: int
+    num_tokens: int
+    term: int
+    """Of the ballot by which the caller is the primary."""
+    digest: bytes
+    """Of the shard's present parameters at the caller (8 bytes)."""
+
+    def __post_init__(self) -> None:
+        _check_ballots((self.term,), "")
+        check_indices(self.round, self.stage, self.shard, self.num_tokens)
+        if len(self.digest) != DIGEST_BYTES:
+            raise ValueError("not a digest of 8 bytes")
+        if self.num_tokens > MAX_TOKENS:
+            raise ValueError("more tokens than there can be")
+
+
+@dataclass(frozen=True, slots=True)
+class BallotRequest:
+    """The caller takes over as primary of shards; or, where it is not `is_final`, asks whether that
+    would be promised."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    terms: tuple[int, ...]
+    is_final: bool
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.shards) == len(self.terms) <= MAX_ARRAYS:
+            raise ValueError("no shards, too many, or not a term for each")
+        if len(set(self.shards)) < len(self.shards):
+            raise ValueError("a shard twice")
+        check_indices(self.round, self.stage, *self.shards)
+        _check_ballots(self.terms, "")
+
+
+@dataclass(frozen=True, slots=True)
+class BallotReply:
+    """By shard of the request. Arrays: of the shards that have a result, the coded change or the
+    parameters."""
+
+    terms: tuple[int, ...]
+    """Of the ballot that the callee goes by now: that of the request where it is promised."""
+    primaries: tuple[str, ...]
+    """Of the same ballots."""
+    results: tuple[int, ...] = ()
+    """Which of the shards, by their place in the request, have a result: what follows is told of
+    these."""
+    told: tuple[ShardReply, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.terms) == len(self.primaries) <= MAX_ARRAYS:
+            raise ValueError("not a ballot for each shard")
+        if len(self.results) != len(self.told) or len(set(self.results)) < len(self.results):
+            raise ValueError("results and what is told of them do not match")
+        if any(not 0 <= i < len(self.terms) for i in self.results):
+            raise ValueError("a result of no shard")
+        for primary in self.primaries:
+            _check_ballots(self.terms, primary)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceProgress:
+    """To a contributor, before the reply. One that is about to leave hears that the owners have
+    made the step; one that has waited long, that the sum is made."""
+
+    shard: int
+    has_step: bool = True
+    """False: the primary has the sum, and waits for the norm of other stages."""
+
+    def __post_init__(self) -> None:
+        check_indices(self.shard)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReply:
+    """What a contributor is told of one shard."""
+
+    round: int
+    """The coming one: its parameters are those."""
+    counted: bool
+    """The contribution is in them; False where it came too late."""
+    num_tokens: int = -1
+    """Behind the step that they come from; -1 where that is not known."""
+    norm: float = -1.0
+    """What the reply to `norm` says of the round; -1 where that is not known."""
+    is_copy: bool = False
+    """The result is, to the bit, the one that the caller has made as backup: there is no array."""
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.num_tokens < 2**62:
+            raise ValueError("a number of tokens is out of range")
+        _check_norm(self.norm)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceReply:
+    """In the order of the request. Arrays: of each shard that is no copy, the result."""
+
+    shards: tuple[ShardReply, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptRequest:
+    """From one that leaves in the middle of a round, to another replica of its stage. Arrays: the
+    fp32 sum of a shard's gradient over its samples."""
+
+    round: int
+    stage: int
+    shard: int
+
+    def __post_init__(self) -> None:
+        check_indices(self.round, self.stage, self.shard)
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedRequest:
+    """After every shard: the samples are the callee's from now on."""
+
+    round: int
+    stage: int
+    num_samples: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        check_indices(self.round, self.stage, self.num_samples, self.num_tokens)
+        if not 0 < self.num_tokens <= MAX_STEP_TOKENS or self.num_samples > MAX_STEP_TOKENS:
+            raise ValueError("a gradient of nothing, or of more than there can be")
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRequest:
+    """The primary's aggregate, for a backup to make the same step. Arrays: the fp32 gradient
+    sum."""
+
+    round: int
+    stage: int
+    shard: int
+    scale: float
+    steps: int
+    """Steps that the optimizer state had seen before this one."""
+    num_tokens: int = 0
+    """Behind the sum."""
+    norm: float = -1.0
+    """What the reply to `norm` says of the round; -1 where that is not known."""
+    lineage: bytes = b""
+    """Of the state before this step; empty where that is not known."""
+    term: int = 0
+    """Of the primary's ballot."""
+    sum_digest: bytes = b""
+    """XXH3-64 of the sum, where that was sent ahead (`sums`): there is no array then."""
+
+    def __post_init__(self) -> None:
+        check_indices(self.round, self.stage, self.shard, self.steps, self.num_tokens)
+        _check_ballots((self.term,), "")
+        check_lineage(self.sum_digest)
+        _check_norm(self.norm)
+        check_lineage(self.lineage)
+        if not math.isfinite(self.scale):
+            raise ValueError("the scale is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class SumsRequest:
+    """What the primary is about to make steps with, for a backup. Arrays: as of `mirror`, one for
+    each shard."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    terms: tuple[int, ...]
+    """Of the primary's ballots."""
+
+    def __post_init__(self) -> None:
+        check_indices(self.round, self.stage, *self.shards)
+        _check_ballots(self.terms, "")
+        if not len(set(self.shards)) == len(self.shards) == len(self.terms) <= MAX_ARRAYS:
+            raise ValueError("shards and terms do not match")
+
+
+@dataclass(frozen=True, slots=True)
+class SumsReply:
+    refused: tuple[int, ...]
+    """Shards of which another ballot holds at the backup."""
+
+    def __post_init__(self) -> None:
+        check_indices(*self.refused)
+        if len(self.refused) > MAX_ARRAYS:
+            raise ValueError("more shards than were asked for")
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorReply:
+    """Of a backup that has made the step."""
+
+    digest: bytes = b""
+    """Of the result of it (`Result.digest`); empty where there is none."""
+
+    def __post_init__(self) -> None:
+        check_lineage(self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class NormRequest:
+    """Sums of squares of the mean gradient of shards, for the gradient norm over all stages."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    sums: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_indices(self.round, self.stage, *self.shards)
+        if len(self.shards) != len(self.sums) or len(self.shards) > MAX_IDS:
+            raise ValueError("shards and sums do not match")
+        if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
+            raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class NormReply:
+    sum: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.sum) and self.sum >= 0):
+            raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionsRequest:
+    """Sums of squares of contributions to shards, for each contributor's norm over all shards."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    peers: tuple[str, ...]
+    """Contributors, ascending."""
+    sums: tuple[float, ...]
+    """By shard, then by peer; 0 where a peer did not contribute to a shard."""
+
+    def __post_init__(self) -> None:
+        check_indices(self.round, self.stage, *self.shards)
+        check_ids(self.peers, MAX_RECORDS)
+        if len(self.sums) != len(self.shards) * len(self.peers) or len(self.shards) > MAX_IDS:
+            raise ValueError("shards, peers and sums do not match")
+        if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
+            raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionsReply:
+    """Sums of squares over all shards of the stage, by contributor."""
+
+    peers: tuple[str, ...]
+    sums: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_ids(self.peers, MAX_RECORDS)
+        if len(self.sums) != len(self.peers):
+            raise ValueError("peers and sums do not match")
+        if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
+            raise ValueError("a sum of squares is not finite")
+
+
+REDUCE = Method(
+    "reduce",
+    ReduceRequest,
+    ReduceReply,
+    Caller.STAGE,
+    Callee.SYNCED,
+    body_bytes=SMALL_BYTES,
+    arrays=Arrays.SHARDS,
+    progress=ReduceProgress,
+)
+REDUCE_TIED = Method("reduce_tied", TiedSum, ReduceReply, Caller.REPLICA, arrays=Arrays.SHARD)
+BALLOT = Method(
+    "ballot", BallotRequest, BallotReply, Caller.WORKING, Callee.SYNCED, body_bytes=SMALL_BYTES
+)
+FOLLOWS = Method("follows", FetchRequest, NoneType, Caller.WORKING, Callee.STAGE)
+MIRROR = Method(
+    "mirror", MirrorRequest, MirrorReply, Caller.WORKING, Callee.STAGE, arrays=Arrays.SHARD
+)
+SUMS = Method(
+    "sums",
+    SumsRequest,
+    SumsReply,
+    Caller.WORKING,
+    Callee.STAGE,
+    body_bytes=SMALL_BYTES,
+    arrays=Arrays.SHARDS,
+)
+NORM = Method("norm", NormRequest, NormReply, Caller.REPLICA, body_bytes=LIST_BYTES)
+CONTRIBUTIONS = Method(
+    "contributions",
+    ContributionsRequest,
+    ContributionsReply,
+    Caller.WORKING,
+    Callee.STAGE,
+    body_bytes=MAX_BODY_BYTES,
+)
+OFFER = Method("offer", FetchRequest, FetchReply, Caller.WORKING, Callee.SYNCED)
+ADOPT = Method("adopt", AdoptRequest, NoneType, Caller.LEAVING, Callee.SYNCED, arrays=Arrays.SHARD)
+ADOPTED = Method("adopted", AdoptedRequest, NoneType, Caller.LEAVING, Callee.SYNCED)
