@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgpack
 import msgspec
@@ -33,6 +33,7 @@ ITEM_BYTES = {
 }
 
 T = TypeVar("T")
+BodyT = TypeVar("BodyT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Message(Generic[BodyT]):
     """`body`: a dataclass or plain msgpack values. `arrays`: travel as raw bytes."""
 
-    body: Any = None
+    body: BodyT = None  # type: ignore[assignment]
     arrays: tuple[Array, ...] = ()
     is_background: bool = False
     """Nobody's work waits for it: it takes what other messages leave of the sender's uplink. Said

@@ -18,13 +18,20 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from swarmnet.swarm.calls import call
 
 from peer.commands.doctor_nat import check_nat, is_loopback
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.identity import Identity
-from swarmnet.methods.contact import MAX_DIAL_BACK, BandwidthRequest, DialBackReply, DialBackRequest
+from swarmnet.methods.contact import (
+    BANDWIDTH,
+    DIAL_BACK,
+    MAX_DIAL_BACK,
+    BandwidthRequest,
+    DialBackRequest,
+)
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.protocol.membership.addresses import peer_of
@@ -33,7 +40,7 @@ from swarmnet.runtime.options import ANY_INTERFACE, TransportName
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.transport.base import Transport
 from swarmnet.version import __version__
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 MARKS = {GOOD: "[green]ok  [/]", WARNING: "[yellow]warn[/]", BAD: "[red]BAD [/]", SKIPPED: "--  "}
 MIN_PYTHON = (3, 11)
@@ -318,10 +325,10 @@ async def check_way_in(
     """Asks the peer to dial the addresses of the listening identity, which it has never met.
     `is_here`: it runs on this machine, so that it cannot tell what others reach."""
     asked = tuple(sorted(own, key=is_private))[:MAX_DIAL_BACK]
-    reply = await transport.call(
-        peer_id, "dial_back", Message(DialBackRequest(asked)), timeout_s=PROBE_TIMEOUT_S
+    reply = await call(
+        transport, peer_id, DIAL_BACK, Message(DialBackRequest(asked)), timeout_s=PROBE_TIMEOUT_S
     )
-    answer = convert(reply.body, DialBackReply)
+    answer = reply.body
     found = [check_clock(answer.unix_s - time.time())]
     pairs = list(zip(asked, answer.reasons, strict=False))
     reached = [_host(a) for a, reason in pairs if not reason]
@@ -360,9 +367,10 @@ async def check_speed(transport: Transport, peer_id: str) -> list[Finding]:
 
     async def timed(reply_bytes: int, arrays: tuple[Array, ...]) -> float:
         began = time.perf_counter()
-        await transport.call(
+        await call(
+            transport,
             peer_id,
-            "bandwidth",
+            BANDWIDTH,
             Message(BandwidthRequest(reply_bytes), arrays),
             timeout_s=PROBE_TIMEOUT_S,
         )

@@ -9,8 +9,8 @@ from typing import Any
 from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.identity import verify
-from swarmnet.methods.contact import RelayGrant
-from swarmnet.methods.records import GossipRequest, Records
+from swarmnet.methods.contact import PING, RELAY_RESERVE
+from swarmnet.methods.records import GOSSIP, GossipRequest
 from swarmnet.protocol.membership.reachability import (
     ENDPOINT_INDEPENDENT,
     NONE,
@@ -22,8 +22,9 @@ from swarmnet.protocol.membership.reachability import (
     relevant,
 )
 from swarmnet.protocol.membership.records import LEFT, Record
+from swarmnet.swarm.calls import call
 from swarmnet.swarm.membership.relaying import NUM_JUDGES, look_from
-from swarmnet.wire import Message, convert, unpack
+from swarmnet.wire import Message, unpack
 
 ASK_TIMEOUT_S = 12.0
 MAX_ASKED_FOR_RELAY = 4
@@ -114,10 +115,7 @@ async def _check_relay(
     offering = 0
     for peer_id in list(dict.fromkeys(candidates))[:MAX_ASKED_FOR_RELAY]:
         try:
-            reply = await transport.call(
-                peer_id, "relay_reserve", Message(), timeout_s=ASK_TIMEOUT_S
-            )
-            convert(reply.body, RelayGrant)
+            await call(transport, peer_id, RELAY_RESERVE, Message(), timeout_s=ASK_TIMEOUT_S)
             offering += 1
         except SwarmnetError as e:
             reasons.append(str(e)[:120])
@@ -135,8 +133,8 @@ async def _others(transport: Any, peer_id: str) -> list[Record]:
     """Peers of the run that say that they can be dialled, by their signed records."""
     try:
         message = Message(GossipRequest({}))
-        reply = await transport.call(peer_id, "gossip", message, timeout_s=ASK_TIMEOUT_S)
-        news = convert(reply.body, Records)
+        reply = await call(transport, peer_id, GOSSIP, message, timeout_s=ASK_TIMEOUT_S)
+        news = reply.body
     except SwarmnetError:
         return []
     found = []
@@ -156,7 +154,7 @@ async def _others(transport: Any, peer_id: str) -> list[Record]:
 async def _can_reach(transport: Any, record: Record) -> bool:
     transport.learn(record.peer_id, record.addresses)
     try:
-        await transport.call(record.peer_id, "ping", Message(), timeout_s=ASK_TIMEOUT_S)
+        await call(transport, record.peer_id, PING, Message(), timeout_s=ASK_TIMEOUT_S)
     except SwarmnetError:
         return False
     return True

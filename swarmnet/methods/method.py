@@ -18,13 +18,16 @@ a `Quota` with `of_members` set is the place for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import NoneType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
+
+from swarmnet.wire import Message, convert
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
+T = TypeVar("T")
 
 
 class Caller(Enum):
@@ -102,3 +105,19 @@ class Method(Generic[RequestT, ReplyT]):
     """None: as often as a channel takes calls."""
     progress: type = NoneType
     """Class of the bodies of progress messages; `NoneType`: there are none."""
+
+    def request_in(self, body: Any) -> RequestT:
+        """The body of a call that has come. Raises `ProtocolViolation`, like the next two."""
+        return _decoded(body, self.request)
+
+    def reply_in(self, message: Message) -> Message[ReplyT]:
+        """What the callee said."""
+        return replace(message, body=_decoded(message.body, self.reply))
+
+    def progress_in(self, message: Message) -> Message:
+        """What the callee said before its reply."""
+        return replace(message, body=_decoded(message.body, self.progress))
+
+
+def _decoded(body: Any, cls: type[T]) -> T:
+    return cast(T, None) if cls is NoneType else convert(body, cls)

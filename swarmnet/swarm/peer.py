@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import SwarmnetError, UserError
-from swarmnet.methods.contact import SpecReply
+from swarmnet.methods.contact import SPEC, SpecReply
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
@@ -31,6 +31,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.generation.service import GenerateService
 from swarmnet.swarm.initial.data import DataService, LateData
 from swarmnet.swarm.initial.files import FileService
@@ -66,7 +67,7 @@ from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds, Updates
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Message, convert
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -127,7 +128,7 @@ class Peer:
         self._build_membership()
         self._build_pipeline()
         self._build_lifecycle()
-        self.transport.handle("spec", self._on_spec)
+        serve(self.transport, SPEC, self._on_spec)
         FileService(self.transport, self.machine.read_file, self.machine.worker)
         self.probes = Probes(self.transport, self.gossip)
 
@@ -483,7 +484,7 @@ class Peer:
         if replica is self.replica and self.gossip.own.state == ACTIVE:
             self._openings.announce_rate(replica)
 
-    async def _on_spec(self, request: Request) -> Message:
+    async def _on_spec(self, request: Request[None]) -> Message[SpecReply]:
         """For newcomers that know only an address. One that is in a run already starts that one,
         and looks whether another is alive here."""
         other, own = request.run_id, self.identity.run_id
@@ -500,8 +501,8 @@ class Peer:
 
 async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = ANSWER_S) -> SpecReply:
     """The spec of the run that a peer belongs to; the caller checks the hash."""
-    reply = await transport.call(peer_id, "spec", Message(), timeout_s=timeout_s)
-    return convert(reply.body, SpecReply)
+    reply = await call(transport, peer_id, SPEC, Message(), timeout_s=timeout_s)
+    return reply.body
 
 
 __all__ = ["Identity", "Machine", "Peer", "SwarmnetError", "fetch_spec"]

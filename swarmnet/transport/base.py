@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 from swarmnet.protocol.bandwidth import UploadMeter
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.timing import ANSWER_S
-from swarmnet.wire import Message
+from swarmnet.wire import BodyT, Message
 
 PROTOCOL_VERSIONS = (2, 2)
 """The lowest and the highest version of the protocol that this program speaks."""
@@ -29,7 +29,7 @@ RELAY_PROTOCOL = "/swarmnet/relay/1"
 
 
 @dataclass(slots=True)
-class Request:
+class Request(Generic[BodyT]):
     """A call as its handler sees it."""
 
     remote: str
@@ -37,7 +37,7 @@ class Request:
     run_id: str
     """The run that the caller says it belongs to; empty before it knows one."""
     method: str
-    message: Message
+    message: Message[BodyT]
     progress: Callable[[Message], None]
     """Sends a progress message to the caller while the call is open. Never blocks or raises."""
 

@@ -29,12 +29,13 @@ from swarmnet.errors import (
     TransportError,
     UserError,
 )
-from swarmnet.methods.microbatch import GenerateReply, GenerateRequest
+from swarmnet.methods.microbatch import GENERATE, GenerateReply, GenerateRequest
 from swarmnet.protocol.generation import IDLE_S, LONGEST_S
 from swarmnet.protocol.timing import ANSWER_S, BULK_S, CONNECT_S, LAPSES, PATIENCE_S
+from swarmnet.swarm.calls import notify
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES, RETRY_S
-from swarmnet.wire import Array, Message, array_bytes, convert
+from swarmnet.wire import Array, Message, array_bytes
 
 TOKEN_BYTES = 4
 KEPT_REPLICAS = 2
@@ -232,7 +233,7 @@ class RemoteText:
                         exact=self._is_exact,
                     ),
                 )
-                said = convert(reply.body, GenerateReply)
+                said = reply.body
             except SwarmnetError as e:
                 self._failed(peer_id, e)
                 self._end(k, peer_id)
@@ -310,7 +311,7 @@ class RemoteText:
             except Busy as e:
                 self._check_time(e)
                 await asyncio.sleep(max(RETRY_S, min(e.backlog_s, KEEP_S)))
-        if not convert(reply.body, GenerateReply).is_copied:
+        if not reply.body.is_copied:
             self._say(f"stage {k} keeps no copy of round {self.round}: this text mixes rounds")
             self._stages[k].is_copied = False
         made = reply.arrays
@@ -369,16 +370,16 @@ class RemoteText:
 
     async def _call(
         self, peer_id: str, request: GenerateRequest, arrays: tuple[Array, ...] = ()
-    ) -> Message:
+    ) -> Message[GenerateReply]:
         message, timeout_s = Message(request, arrays), BULK_S if arrays else PATIENCE_S
         return await self._gossip.liveness.call_while_live(
-            peer_id, "generate", message, timeout_s=timeout_s
+            peer_id, GENERATE, message, timeout_s=timeout_s
         )
 
     def _end(self, k: int, peer_id: str) -> None:
         self._asked.pop((k, peer_id), None)
         request = GenerateRequest(k, self._name, ends=True)
-        self._gossip.transport.notify(peer_id, "generate", Message(request))
+        notify(self._gossip.transport, peer_id, GENERATE, Message(request))
 
     def _failed(self, peer_id: str, error: SwarmnetError) -> None:
         if isinstance(error, TransportError):

@@ -9,17 +9,18 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
-from swarmnet.methods.microbatch import GenerateReply, GenerateRequest
+from swarmnet.methods.microbatch import GENERATE, GenerateReply, GenerateRequest
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Session, Sessions, Wish
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import CONNECT_S
+from swarmnet.swarm.calls import serve
 from swarmnet.swarm.ports import OTHER, Generation
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class GenerateService:
         self._going_first = asyncio.Lock()
         self._copying = asyncio.Lock()
         self._opened = asyncio.Event()
-        transport.handle("generate", self.on_generate)
+        serve(transport, GENERATE, self.on_generate)
 
     async def run(self) -> None:
         """Ends sessions that nobody goes on with; until cancelled."""
@@ -74,9 +75,9 @@ class GenerateService:
         self._of, self._sessions = None, Sessions()
         self._limits.hold_texts(self._peer_id, 0.0)
 
-    async def on_generate(self, request: Request) -> Message:
+    async def on_generate(self, request: Request[GenerateRequest]) -> Message[GenerateReply]:
         """Opens a session, goes on with it, or ends it."""
-        asked = convert(request.message.body, GenerateRequest)
+        asked = request.message.body
         replica = self._serving(asked.stage)
         generation = replica.stage.generation
         if generation is None:

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet.errors import Busy, DataError, NotReady, ProtocolViolation, SwarmnetError
-from swarmnet.methods.state import DataPartRequest, DataSizes, DataSource
+from swarmnet.methods.state import DATA_PART, DATA_SIZES, DataPartRequest, DataSizes, DataSource
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership.data_holders import are_few, givers
 from swarmnet.protocol.timing import ANSWER_S, BULK_S
 from swarmnet.swarm.batch import Batch
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import (
     ComingData,
@@ -31,7 +32,7 @@ from swarmnet.swarm.ports import (
 )
 from swarmnet.swarm.timing import LOOK_LESS_S, MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.data")
 
@@ -116,12 +117,12 @@ class DataService:
         self._aside: dict[str, float] = {}
         """Until when a peer that gave nothing is not asked."""
         self._said: set[str] = set()
-        transport.handle("data_sizes", self._on_sizes)
-        transport.handle("data_part", self._on_part)
+        serve(transport, DATA_SIZES, self._on_sizes)
+        serve(transport, DATA_PART, self._on_part)
 
     # ---- giving -----------------------------------------------------------------------------
 
-    async def _on_sizes(self, request: Request) -> Message:
+    async def _on_sizes(self, request: Request[None]) -> Message[DataSizes]:
         sizes = self._to_give().sizes()
         return Message(
             DataSizes(
@@ -132,8 +133,8 @@ class DataService:
             )
         )
 
-    async def _on_part(self, request: Request) -> Message:
-        wanted, given = convert(request.message.body, DataPartRequest), self._to_give()
+    async def _on_part(self, request: Request[DataPartRequest]) -> Message[None]:
+        wanted, given = request.message.body, self._to_give()
         if self._num_waiting >= MAX_WAITING:
             raise Busy("serving others", backlog_s=LOOK_LESS_S)
         self._num_waiting += 1
@@ -216,10 +217,10 @@ class DataService:
         return self._rng.choice(found) if found else None
 
     async def _begin(self, coming: ComingData, giver: str) -> bool:
-        reply = await self._transport.call(giver, "data_sizes", Message(), timeout_s=ANSWER_S)
+        reply = await call(self._transport, giver, DATA_SIZES, Message(), timeout_s=ANSWER_S)
         sizes = [
             SourceSize(s.fingerprint, s.num_documents, s.num_tokens, s.num_bytes)
-            for s in convert(reply.body, DataSizes).sources
+            for s in reply.body.sources
         ]
         unasked = not self._shared.at_once
         return await self._shared.worker.run(lambda: coming.begin(sizes, unasked=unasked))
@@ -240,8 +241,8 @@ class DataService:
         request = DataPartRequest(part.source, part.file, part.offset, part.length)
         for _ in range(MAX_TRIES):
             try:
-                reply = await self._transport.call(
-                    giver, "data_part", Message(request), timeout_s=BULK_S
+                reply = await call(
+                    self._transport, giver, DATA_PART, Message(request), timeout_s=BULK_S
                 )
             except Busy as e:
                 await asyncio.sleep(max(RETRY_S, min(e.backlog_s, BULK_S)))

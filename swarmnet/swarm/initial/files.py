@@ -11,12 +11,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
-from swarmnet.methods.state import FileReply, FileRequest
+from swarmnet.methods.state import RUN_FILE, FileReply, FileRequest
 from swarmnet.protocol.timing import BULK_S
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.ports import Worker
 from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 PART_BYTES = 1 << 20
 
@@ -32,10 +33,10 @@ class FileService:
     ) -> None:
         """`read`: the contents of a file of the run, by SHA-256."""
         self._read, self._worker = read, worker
-        transport.handle("run_file", self._on_file)
+        serve(transport, RUN_FILE, self._on_file)
 
-    async def _on_file(self, request: Request) -> Message:
-        wanted = convert(request.message.body, FileRequest)
+    async def _on_file(self, request: Request[FileRequest]) -> Message[FileReply]:
+        wanted = request.message.body
         data = await self._worker.run(lambda: self._read(wanted.sha256))
         if data is None:
             raise NotReady("this peer has no such file")
@@ -66,9 +67,10 @@ async def _fetch_from(transport: Transport, peer_id: str, sha256: str, size: int
     tries = 0
     while len(data) < size:
         try:
-            reply = await transport.call(
+            reply = await call(
+                transport,
                 peer_id,
-                "run_file",
+                RUN_FILE,
                 Message(FileRequest(sha256, len(data))),
                 timeout_s=BULK_S,
             )
@@ -78,7 +80,7 @@ async def _fetch_from(transport: Transport, peer_id: str, sha256: str, size: int
                 raise
             await asyncio.sleep(max(RETRY_S, min(e.backlog_s, BULK_S)))
             continue
-        if convert(reply.body, FileReply).size != size or len(reply.arrays) != 1:
+        if reply.body.size != size or len(reply.arrays) != 1:
             raise ProtocolViolation("a file of another size than the run says")
         part = bytes(reply.arrays[0].data)
         if not 0 < len(part) <= min(PART_BYTES, size - len(data)):

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError, UserError
-from swarmnet.methods.state import FetchReply, FetchRequest
+from swarmnet.methods.state import INITIAL_SHARD, FetchReply, FetchRequest
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import InitialWeights, Worker
 from swarmnet.swarm.recovery.waiting_notice import SAY_EVERY_S
@@ -29,7 +30,7 @@ from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.state_sync")
 
@@ -58,10 +59,10 @@ class WeightService:
         """By stage and shard, of the stage that is being filled."""
         self._said_at = float("-inf")
         self._has_said_disk = False
-        self.transport.handle("initial_shard", self._on_fetch)
+        serve(self.transport, INITIAL_SHARD, self._on_fetch)
 
-    async def _on_fetch(self, request: Request) -> Message:
-        fetch = convert(request.message.body, FetchRequest)
+    async def _on_fetch(self, request: Request[FetchRequest]) -> Message[FetchReply]:
+        fetch = request.message.body
         if not self.weights.is_here:
             raise NotReady("this peer has not the weights that the run began from")
         if self._waiting >= 2 * self.limits.max_serving:
@@ -238,8 +239,12 @@ async def fetch_initial(
 ) -> Array:
     """An initial shard from a peer, checked. `number`: as in `InitialWeights.shard`. `size`: its
     elements. Raises `SwarmnetError`."""
-    reply = await transport.call(
-        peer_id, "initial_shard", Message(FetchRequest(0, stage, number)), timeout_s=timeout_s
+    reply = await call(
+        transport,
+        peer_id,
+        INITIAL_SHARD,
+        Message(FetchRequest(0, stage, number)),
+        timeout_s=timeout_s,
     )
     if len(reply.arrays) != 1 or (reply.arrays[0].dtype, reply.arrays[0].shape) != (
         "float32",

@@ -7,13 +7,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from functools import partial
 
 from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
 from swarmnet.methods.ranges import MAX_RECORDS
-from swarmnet.methods.records import GossipRequest, Records
+from swarmnet.methods.records import GOSSIP, RECORDS, GossipRequest, Records
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.swarm.calls import call, notify, serve
 from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.liveness import Liveness
@@ -21,7 +23,7 @@ from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.unreached import UnreachedNotices
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Message, convert
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.gossip")
 
@@ -49,8 +51,8 @@ class AntiEntropy:
         self._own, self._transport, self._view = own, transport, view
         self._records, self._liveness, self._unreached = records, liveness, unreached
         self._gate, self._news, self._rng = gate, news, rng
-        transport.handle("gossip", self._on_gossip)
-        transport.handle("records", self._on_records)
+        serve(transport, GOSSIP, self._on_gossip)
+        serve(transport, RECORDS, self._on_records)
 
     def partner(self) -> str | None:
         """A random live peer. A peer that is missing is looked for elsewhere
@@ -73,9 +75,9 @@ class AntiEntropy:
         try:
             # One that is not alive may be back.
             is_live = self._liveness.is_live(peer_id)
-            call = self._liveness.call_while_live if is_live else self._transport.call
-            reply = await call(peer_id, "gossip", Message(request), timeout_s=timeout_s)
-            theirs = convert(reply.body, Records)
+            ask = self._liveness.call_while_live if is_live else partial(call, self._transport)
+            reply = await ask(peer_id, GOSSIP, Message(request), timeout_s=timeout_s)
+            theirs = reply.body
         except WrongRun:
             raise
         except SwarmnetError as e:
@@ -90,7 +92,7 @@ class AntiEntropy:
             self._news.tell()
         wanted = self._records.envelopes(theirs.wanted[:MAX_SENT_RECORDS])
         if wanted:
-            self._transport.notify(peer_id, "records", Message(Records(records=wanted)))
+            notify(self._transport, peer_id, RECORDS, Message(Records(records=wanted)))
         return True
 
     async def hear_from(self, peer_id: str, timeout_s: float) -> None:
@@ -110,9 +112,9 @@ class AntiEntropy:
             stamps = {p: stamps[p] for p in self._rng.sample(sorted(stamps), MAX_RECORDS)}
         return stamps
 
-    async def _on_gossip(self, request: Request) -> Message:
+    async def _on_gossip(self, request: Request[GossipRequest]) -> Message[Records]:
         """Observers may listen: records are no secret."""
-        theirs = convert(request.message.body, GossipRequest)
+        theirs = request.message.body
         self._own.seal_if_due()
         own = self._own.peer_id
         own_is_known = theirs.stamps.get(own, NO_STAMP) >= self._own.published
@@ -124,9 +126,9 @@ class AntiEntropy:
         suspicions = self._liveness.suspicions()
         return Message(Records(records=records, wanted=wanted, suspicions=suspicions))
 
-    async def _on_records(self, request: Request) -> Message:
+    async def _on_records(self, request: Request[Records]) -> Message[None]:
         """A record speaks for itself, whichever peer brings it."""
-        theirs = convert(request.message.body, Records)
+        theirs = request.message.body
         if self._records.take_all(theirs.records):
             self._news.tell()
         if self._gate.is_admitted(request.remote):

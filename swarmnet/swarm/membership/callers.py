@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import NoneType
 from typing import Any, Protocol
 
 from swarmnet.admission import Admission
@@ -25,7 +24,6 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.swarm.membership.access import STATES_OF, is_replica_of
 from swarmnet.transport.base import Envelope
-from swarmnet.wire import convert
 
 
 class Served(Protocol):
@@ -81,9 +79,7 @@ class CallerChecks:
             callback(envelope.remote)
         if row.quota is not None:
             self._count(envelope.remote, row.quota)
-        if row.request is NoneType:
-            return None
-        decoded: Any = convert(body, row.request)
+        decoded: Any = row.request_in(body)
         self._check_stage(decoded, envelope.remote, row)
         return decoded
 

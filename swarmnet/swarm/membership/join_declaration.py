@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.methods.records import Records
+from swarmnet.methods.records import RECORDS, Records
+from swarmnet.swarm.calls import call
 from swarmnet.swarm.membership.anti_entropy import AntiEntropy
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import GossipPace
@@ -50,7 +51,7 @@ class JoinDeclaration:
     async def _tell(self, peer_id: str, timeout_s: float) -> bool:
         message = Message(Records(records=(self._own.seal(),)))
         try:
-            await self._transport.call(peer_id, "records", message, timeout_s=timeout_s)
+            await call(self._transport, peer_id, RECORDS, message, timeout_s=timeout_s)
         except SwarmnetError as e:
             log.debug("%s may not know what is to come: %s", peer_id[-8:], e)
             return False

@@ -11,12 +11,14 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from swarmnet.errors import DeadlineExceeded, Unreachable
+from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.protocol.membership.awake import TICK_S
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.timing import DAY_S
+from swarmnet.swarm.calls import call as call_once
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 
@@ -58,14 +60,14 @@ class LiveCalls:
     async def call(
         self,
         peer_id: str,
-        method: str,
-        message: Message,
+        method: Method[RequestT, ReplyT],
+        message: Message[RequestT],
         *,
         timeout_s: float,
-        on_progress: Callable[[Message], None] | None = None,
+        on_progress: Callable[[Message[Any]], None] | None = None,
         usual_s: float = 0.0,
-    ) -> Message:
-        """As `Transport.call`. Raises `Unreachable` as soon as the callee is not alive.
+    ) -> Message[ReplyT]:
+        """As `swarm.calls.call`. Raises `Unreachable` as soon as the callee is not alive.
 
         `timeout_s`: of the time in which this process runs. `usual_s`: how long such calls take;
         0 where that is unknown, infinity for a callee that is asked in another way."""
@@ -77,7 +79,8 @@ class LiveCalls:
                 call = _Call(scope, loop.time(), usual_s, self._judge.awake_s() + timeout_s)
                 self._open.setdefault(peer_id, {})[call] = None
                 call.timer = loop.call_later(timeout_s, self._expire, call)
-                return await self._transport.call(
+                return await call_once(
+                    self._transport,
                     peer_id,
                     method,
                     message,
@@ -85,9 +88,9 @@ class LiveCalls:
                     on_progress=on_progress,
                 )
         except TimeoutError:
-            self._transport.traffic.add_failed_call(method)
+            self._transport.traffic.add_failed_call(method.name)
             if call.is_late:
-                text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
+                text = f"{method.name}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
                 raise DeadlineExceeded(text) from None
             raise Unreachable(f"{peer_id[-8:]} has fallen silent") from None
         finally:

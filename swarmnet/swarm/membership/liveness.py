@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from swarmnet.methods.records import Records, Suspicion
+from swarmnet.methods.contact import PING
+from swarmnet.methods.records import RECORDS, Records, Suspicion
 from swarmnet.protocol.membership.awake import TICK_S
 from swarmnet.protocol.membership.failure_detector import (
     ALIVE,
@@ -32,6 +33,7 @@ from swarmnet.protocol.membership.records import (
     Stamp,
 )
 from swarmnet.protocol.membership.view import View
+from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.membership.live_calls import LiveCalls
@@ -78,7 +80,7 @@ class Liveness:
         self._calls = LiveCalls(transport, self)
         self.call_while_live = self._calls.call
         gate.on_call(self._on_call)
-        transport.handle("ping", self._on_ping)
+        serve(transport, PING, self._on_ping)
         for machine in transport.connected():
             view.detector.opened(machine)
         transport.on_connected(lambda machine: self._carry_out(view.detector.opened(machine)))
@@ -150,7 +152,7 @@ class Liveness:
         """A peer, whose stamp was `stamp` when it was looked at, did not answer."""
         self._carry_out(self._view.reach.unanswered(peer_id, stamp, _now()))
 
-    async def _on_ping(self, request: Request) -> Message:
+    async def _on_ping(self, request: Request[None]) -> Message[None]:
         return Message()
 
     def _on_call(self, peer_id: str) -> None:
@@ -213,7 +215,7 @@ class Liveness:
                     log.debug("%s does not answer", peer_id[-8:])
                     message = Message(Records(suspicions=(Suspicion(peer_id, *stamp),)))
                     for target in self._pushes.targets(SUSPICION_FANOUT):
-                        self._transport.notify(target, "records", message)
+                        notify(self._transport, target, RECORDS, message)
                 case Changed(peer_id, state):
                     self._calls.changed(peer_id, state)
                     for callback in self._on_change:

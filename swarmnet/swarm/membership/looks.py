@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from swarmnet.errors import RemoteError, SwarmnetError
+from swarmnet.methods.contact import PING
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import CONNECT_S
+from swarmnet.swarm.calls import call
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
@@ -88,7 +90,7 @@ class Looks:
         if not was_connected:
             limit_s += CONNECT_S  # a dial says nothing yet by taking its time
         try:
-            await self._transport.call(peer_id, "ping", Message(), timeout_s=limit_s)
+            await call(self._transport, peer_id, PING, Message(), timeout_s=limit_s)
         except RemoteError:
             pass  # it answered
         except SwarmnetError:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 
-from swarmnet.methods.records import Records
+from swarmnet.methods.records import RECORDS, Records
 from swarmnet.protocol.membership.records import OBSERVER_STAGE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.swarm.calls import notify
 from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import GossipPace
@@ -52,4 +53,4 @@ class PassingOn:
             )
             if first == self._own.peer_id:
                 envelopes = self._records.envelopes([record.peer_id])
-                self._transport.notify(peer_id, "records", Message(Records(records=envelopes)))
+                notify(self._transport, peer_id, RECORDS, Message(Records(records=envelopes)))

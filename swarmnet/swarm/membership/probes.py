@@ -10,13 +10,20 @@ from __future__ import annotations
 import time
 
 from swarmnet.errors import Busy, SwarmnetError
-from swarmnet.methods.contact import BandwidthRequest, DialBackReply, DialBackRequest
+from swarmnet.methods.contact import (
+    BANDWIDTH,
+    DIAL_BACK,
+    BandwidthRequest,
+    DialBackReply,
+    DialBackRequest,
+)
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.timing import CONNECT_S
+from swarmnet.swarm.calls import serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 MAX_PROBES = 2
 """Served at a time."""
@@ -30,15 +37,15 @@ class Probes:
         self._transport = transport
         self._gossip = gossip
         self._running = 0
-        transport.handle("dial_back", self._on_dial_back)
-        transport.handle("bandwidth", self._on_bandwidth)
+        serve(transport, DIAL_BACK, self._on_dial_back)
+        serve(transport, BANDWIDTH, self._on_bandwidth)
 
     def _admit(self, request: Request) -> None:
         if self._running >= MAX_PROBES:
             raise Busy("too many probes", backlog_s=FIRST_PAUSE_S)
 
-    async def _on_dial_back(self, request: Request) -> Message:
-        asked = convert(request.message.body, DialBackRequest)
+    async def _on_dial_back(self, request: Request[DialBackRequest]) -> Message[DialBackReply]:
+        asked = request.message.body
         self._admit(request)
         self._running += 1
         try:
@@ -53,8 +60,8 @@ class Probes:
         finally:
             self._running -= 1
 
-    async def _on_bandwidth(self, request: Request) -> Message:
-        asked = convert(request.message.body, BandwidthRequest)
+    async def _on_bandwidth(self, request: Request[BandwidthRequest]) -> Message[None]:
+        asked = request.message.body
         self._admit(request)
         self._running += 1
         try:

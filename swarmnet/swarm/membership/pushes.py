@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
-from swarmnet.methods.records import Records
+from swarmnet.methods.records import RECORDS, Records
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.view import View
+from swarmnet.swarm.calls import notify
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import PUSH_FANOUT
 from swarmnet.transport.base import Transport
@@ -44,7 +45,7 @@ class Pushes:
         """Sends the own record to a peer to which a channel was just opened. In a closed run calls
         of a peer are refused until its record has arrived, so this is said first."""
         if not self._own.is_quiet and self._own.record.run_id:
-            self._transport.notify(peer_id, "records", self._message())
+            notify(self._transport, peer_id, RECORDS, self._message())
 
     def targets(self, fanout: int) -> list[str]:
         """All live peers, or, where these are more than `PUSH_FANOUT`, `fanout` of them. Half of
@@ -75,7 +76,7 @@ class Pushes:
             return
         message = self._message()
         for peer_id in self.targets(PUSH_FANOUT):
-            self._transport.notify(peer_id, "records", message)
+            notify(self._transport, peer_id, RECORDS, message)
 
     def _message(self) -> Message:
         return Message(Records(records=(self._own.seal(),)))

@@ -10,11 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from swarmnet.errors import Busy, Refused, SwarmnetError
-from swarmnet.methods.contact import LookBackReply, LookBackRequest, RelayGrant
+from swarmnet.methods.contact import (
+    LOOK_BACK,
+    RELAY_RESERVE,
+    LookBackReply,
+    LookBackRequest,
+    RelayGrant,
+)
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reachability import (
@@ -25,11 +31,12 @@ from swarmnet.protocol.membership.reachability import (
 )
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.timing import ANSWER_S, DAY_S, LAPSES, UPKEEP_S
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
-from swarmnet.transport.base import Handler, Request
-from swarmnet.wire import Message, convert
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -58,28 +65,14 @@ FIRST_PORT = 1024
 MAX_ADDRESSES = 16
 
 
-class RelayTransport(Protocol):
+class RelayTransport(Transport, Protocol):
     """A transport that has circuits."""
-
-    peer_id: str
-
-    def addresses(self) -> list[str]: ...
 
     def own_addresses(self) -> list[str]:
         """Without those that were announced."""
 
     def announce(self, addresses: Sequence[str]) -> None:
         """Further addresses to tell others, in place of those announced before."""
-
-    def connected(self) -> list[str]: ...
-
-    def on_disconnected(self, callback: Callable[[str], None]) -> None: ...
-
-    def handle(self, method: str, handler: Handler) -> None: ...
-
-    async def call(
-        self, peer_id: str, method: str, message: Message, *, timeout_s: float
-    ) -> Message: ...
 
     async def observed(self, peer_id: str) -> str:
         """The multiaddr that a connected peer comes from; empty where unknown."""
@@ -130,8 +123,8 @@ class Relaying:
         self._refused: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._tasks = Tasks("relaying")
-        transport.handle("look_back", self._on_look_back)
-        transport.handle("relay_reserve", self._on_reserve)
+        serve(transport, LOOK_BACK, self._on_look_back)
+        serve(transport, RELAY_RESERVE, self._on_reserve)
         transport.on_disconnected(self._on_disconnected)
 
     async def run(self) -> None:
@@ -226,10 +219,10 @@ class Relaying:
 
     async def _reserve(self, relay_id: str) -> None:
         try:
-            reply = await self._transport.call(
-                relay_id, "relay_reserve", Message(), timeout_s=ANSWER_S
+            reply = await call(
+                self._transport, relay_id, RELAY_RESERVE, Message(), timeout_s=ANSWER_S
             )
-            grant = convert(reply.body, RelayGrant)
+            grant = reply.body
         except SwarmnetError as e:
             log.info("no place at relay %s: %s", relay_id[-8:], e)
             self.relays.pop(relay_id, None)
@@ -269,9 +262,9 @@ class Relaying:
 
     # ---- for others -------------------------------------------------------------------------
 
-    async def _on_look_back(self, request: Request) -> Message:
+    async def _on_look_back(self, request: Request[LookBackRequest]) -> Message[LookBackReply]:
         """Says where a peer comes from, and knocks there."""
-        asked = convert(request.message.body, LookBackRequest)
+        asked = request.message.body
         if self._looking >= MAX_LOOKS:
             raise Busy("too many looks", backlog_s=FIRST_PAUSE_S)
         self._looking += 1
@@ -288,7 +281,7 @@ class Relaying:
         finally:
             self._looking -= 1
 
-    async def _on_reserve(self, request: Request) -> Message:
+    async def _on_reserve(self, request: Request[None]) -> Message[RelayGrant]:
         """A place here, for a while."""
         if not self._offers or self.reachable is False:
             raise Refused("this peer relays for nobody")
@@ -308,8 +301,8 @@ async def look_from(transport: RelayTransport, peer_ids: Sequence[str]) -> list[
     async def ask(peer_id: str) -> Sight | None:
         message = Message(LookBackRequest(ports))
         try:
-            reply = await transport.call(peer_id, "look_back", message, timeout_s=ANSWER_S)
-            seen = convert(reply.body, LookBackReply)
+            reply = await call(transport, peer_id, LOOK_BACK, message, timeout_s=ANSWER_S)
+            seen = reply.body
         except SwarmnetError as e:
             log.debug("%s does not say what it sees: %s", peer_id[-8:], e)
             return None

@@ -8,11 +8,12 @@ import asyncio
 import random
 from collections import deque
 
-from swarmnet.methods.records import Unreached
+from swarmnet.methods.records import UNREACHED, Unreached
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import CONNECT_S
+from swarmnet.swarm.calls import notify, serve
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Message, convert
+from swarmnet.wire import Message
 
 KEPT_DOUBTS = 64
 
@@ -33,7 +34,7 @@ class UnreachedNotices:
         self._rng = rng
         self._told: dict[str, float] = {}
         """When a peer was told last."""
-        transport.handle("unreached", self._on_unreached)
+        serve(transport, UNREACHED, self._on_unreached)
 
     def tell(self, peer_id: str) -> None:
         """Lets a peer that does not answer here know of it, through another one."""
@@ -45,9 +46,9 @@ class UnreachedNotices:
         if others:
             self._notify(self._rng.choice(others), peer_id)
 
-    async def _on_unreached(self, request: Request) -> Message:
+    async def _on_unreached(self, request: Request[Unreached]) -> Message[None]:
         """The notice is about this peer, or about one to which it is passed on."""
-        peer_id = convert(request.message.body, Unreached).peer_id
+        peer_id = request.message.body.peer_id
         now = asyncio.get_running_loop().time()
         if peer_id == self._own:
             self.doubts.append(now)
@@ -56,7 +57,7 @@ class UnreachedNotices:
         return Message()
 
     def _notify(self, target: str, unreached: str) -> None:
-        self._transport.notify(target, "unreached", Message(Unreached(unreached)))
+        notify(self._transport, target, UNREACHED, Message(Unreached(unreached)))
 
     def _may_tell(self, peer_id: str, now: float) -> bool:
         told = self._told

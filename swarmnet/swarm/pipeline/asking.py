@@ -17,13 +17,14 @@ from swarmnet.errors import (
     SwarmnetError,
     TransportError,
 )
-from swarmnet.methods.microbatch import AdmitReply, AdmitRequest, StepRequest
+from swarmnet.methods.microbatch import ADMIT, AdmitReply, AdmitRequest, StepRequest
 from swarmnet.protocol.pipeline.routing import Router
 from swarmnet.protocol.timing import ANSWER_S, PATIENCE_S
+from swarmnet.swarm.calls import call, notify
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Transport
-from swarmnet.wire import Message, convert
+from swarmnet.wire import Message
 
 ASK_S = 0.2
 """Replicas are asked first when they could begin where sending the arrays takes longer than
@@ -48,7 +49,7 @@ class Asking:
 
     transport: Transport
     gossip: Gossip
-    ask_self: Callable[[Message], Awaitable[Message]]
+    ask_self: Callable[[Message[AdmitRequest]], Awaitable[Message[AdmitReply]]]
     """The own replica, in the same words."""
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(ASKING_AT_A_TIME))
     _crowded: dict[int, float] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class Asking:
         peer_id = min(offers)[1]
         router.take(peer_id)
         if peer_id != self.gossip.own.peer_id:
-            self.transport.notify(peer_id, "admit", Message(replace(asked, comes=True)))
+            notify(self.transport, peer_id, ADMIT, Message(replace(asked, comes=True)))
         return peer_id
 
     async def _ask(self, router: Router, peer_id: str, asked: AdmitRequest) -> float | Stale | None:
@@ -124,9 +125,9 @@ class Asking:
                 reply = await self.ask_self(Message(asked))
             else:
                 reply = await self.gossip.liveness.call_while_live(
-                    peer_id, "admit", Message(asked), timeout_s=ANSWER_S
+                    peer_id, ADMIT, Message(asked), timeout_s=ANSWER_S
                 )
-            return float(convert(reply.body, AdmitReply).wait_s)
+            return float(reply.body.wait_s)
         except Busy as e:
             self._full[asked.stage] = loop.time()
             router.put_off(peer_id, loop.time(), e.backlog_s)
@@ -153,8 +154,8 @@ class Asking:
             if peer_id == self.gossip.own.peer_id:
                 reply = await self.ask_self(message)
             else:
-                reply = await self.transport.call(peer_id, "admit", message, timeout_s=timeout_s)
-            return convert(reply.body, AdmitReply).known
+                reply = await call(self.transport, peer_id, ADMIT, message, timeout_s=timeout_s)
+            return reply.body.known
         except (TransportError, DeadlineExceeded):
             return None
         except (SwarmnetError, ProtocolViolation):

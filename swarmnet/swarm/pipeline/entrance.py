@@ -18,7 +18,7 @@ from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Message, convert
+from swarmnet.wire import Message
 
 PIECES = 2
 """Of work for a microbatch, which wait for the device one by one: its forward and its backward."""
@@ -52,9 +52,9 @@ class Entrance:
         self._entering: set[StepKey] = set()
         """Microbatches that were let in a moment ago, and are not in the device's queue yet."""
 
-    async def on_admit(self, request: Request) -> Message:
+    async def on_admit(self, request: Request[AdmitRequest]) -> Message[AdmitReply]:
         """Says how long a microbatch would take here, and keeps a place for one that is coming."""
-        asked = convert(request.message.body, AdmitRequest)
+        asked = request.message.body
         replica = self._serving(asked.stage)
         key = (asked.round, asked.microbatch_id)
         self._check_device(replica)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
 from swarmnet.methods.microbatch import (
+    COMMIT,
+    COMMITTED,
     Commit,
     CommittedReply,
     CommittedRequest,
@@ -26,6 +28,7 @@ from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import RoundCount
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.slots import SlotSet, flight_id, slot_of
+from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.fed_rounds import FedRound, FedRounds, OnRound
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
@@ -37,7 +40,7 @@ from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.feeder")
 
@@ -77,7 +80,7 @@ class Feeder:
         self._refused = 0
         """Its newest microbatches that were refused, one after the other."""
         self._rests_until = 0.0
-        self.transport.handle("committed", self._on_committed)
+        serve(self.transport, COMMITTED, self._on_committed)
 
     @property
     def num_in_flight(self) -> int:
@@ -355,14 +358,14 @@ class Feeder:
         near = self.transport.connected()
         for i, peer_id in enumerate(reply.path):
             if peer_id != own and (i == 0 or machine_of(peer_id) in near):
-                self.transport.notify(peer_id, "commit", Message(commit))
+                notify(self.transport, peer_id, COMMIT, Message(commit))
         self.gossip.update_count(counted)
         if own in reply.path:
             self.steps.commit(commit, own)
 
-    async def _on_committed(self, request: Request) -> Message:
+    async def _on_committed(self, request: Request[CommittedRequest]) -> Message[CommittedReply]:
         """A replica asks about microbatches that it was never told to count."""
-        question = convert(request.message.body, CommittedRequest)
+        question = request.message.body
         return Message(self.committed(question, request.remote))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmnet.errors import NotReady
-from swarmnet.methods.microbatch import StepProgress
+from swarmnet.methods.microbatch import StepProgress, StepReply
 from swarmnet.protocol.timing import SMOOTHING
 from swarmnet.swarm.ports import StepKey
 from swarmnet.swarm.tasks import Tasks
@@ -30,13 +30,13 @@ class Flight:
     """When it came, by the loop's clock."""
     path: tuple[str, ...] = ()
     """Where it went after here, as far as is known."""
-    listeners: list[Callable[[Message], None]] = field(default_factory=list)
+    listeners: list[Callable[[Message[StepProgress]], None]] = field(default_factory=list)
     """Callers, which hear where it is."""
     is_doomed: bool = False
     """Its feeder is gone: it will never count."""
     is_beyond: bool = False
     """It is with the following stages; nothing is done for it here."""
-    task: asyncio.Task[Message] = field(init=False)
+    task: asyncio.Task[Message[StepReply]] = field(init=False)
     _later: asyncio.TimerHandle | None = None
 
     def doom(self) -> None:
@@ -96,7 +96,10 @@ class Flights:
         return self._flights.get(key)
 
     def start(
-        self, key: StepKey, feeder: str, work: Callable[[Flight], Coroutine[Any, Any, Message]]
+        self,
+        key: StepKey,
+        feeder: str,
+        work: Callable[[Flight], Coroutine[Any, Any, Message[StepReply]]],
     ) -> Flight:
         """Begins a flight, whose work is `work(flight)`."""
         flight = self._flights[key] = Flight(feeder, asyncio.get_running_loop().time())

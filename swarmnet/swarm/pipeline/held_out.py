@@ -18,7 +18,6 @@ from swarmnet.swarm.ports import Data
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
-from swarmnet.wire import convert
 
 log = logging.getLogger("swarmnet.feeder")
 
@@ -120,7 +119,7 @@ class HeldOutLoss:
             batch = self._data.held_out(index)
             infer = InferRequest(0, EVALUATE, r, batch.documents)
             reply = await infer_through(self._wiring, infer, batch.arrays)
-        return convert(reply.body, InferReply)
+        return reply.body
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

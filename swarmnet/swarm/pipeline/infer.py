@@ -7,16 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, Stale, SwarmnetError
-from swarmnet.methods.microbatch import LOGITS, InferReply, InferRequest
+from swarmnet.methods.microbatch import INFER, LOGITS, InferReply, InferRequest
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.timing import BULK_S
+from swarmnet.swarm.calls import serve
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import OTHER, LossResult
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 MAX_INFERRING = 64
 """Forward passes that wait for the device at a time, far fewer than all work that may."""
@@ -29,12 +30,12 @@ class InferService:
         """`serving(stage_index)` is the replica of that stage here, or raises `NotReady`."""
         self._wiring, self._limits, self._serving = wiring, limits, serving
         self._num_waiting = 0
-        wiring.transport.handle("infer", self.on_infer)
-        wiring.local["infer"] = self.on_infer
+        serve(wiring.transport, INFER, self.on_infer)
+        wiring.local[INFER] = self.on_infer
 
-    async def on_infer(self, request: Request) -> Message:
+    async def on_infer(self, request: Request[InferRequest]) -> Message[InferReply]:
         """Forward only, through this stage and the following ones."""
-        infer = convert(request.message.body, InferRequest)
+        infer = request.message.body
         replica = self._serving(infer.stage)
         if replica.measured.hangs(asyncio.get_running_loop().time()):
             raise NotReady("the device does not answer")
@@ -97,13 +98,13 @@ async def infer_through(
         message = Message(infer, arrays)
         try:
             if peer_id == wiring.gossip.own.peer_id:
-                reply = await wiring.call_self("infer", message, lambda _: None)
+                reply = await wiring.call_self(INFER, message, lambda _: None)
             else:
                 timeout_s = end - loop.time()
                 reply = await wiring.gossip.liveness.call_while_live(
-                    peer_id, "infer", message, timeout_s=timeout_s
+                    peer_id, INFER, message, timeout_s=timeout_s
                 )
-            return Message(convert(reply.body, InferReply), reply.arrays)
+            return reply
         except SwarmnetError as e:
             theirs = e.details.get("round") if isinstance(e, Stale) else None
             if isinstance(theirs, int) and theirs > infer.round:

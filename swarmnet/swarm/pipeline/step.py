@@ -13,12 +13,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, NotSent, ProtocolViolation, Stale, Taken
-from swarmnet.methods.microbatch import Commit, StepProgress, StepReply, StepRequest
+from swarmnet.methods.microbatch import (
+    ADMIT,
+    COMMIT,
+    STEP,
+    Commit,
+    StepProgress,
+    StepReply,
+    StepRequest,
+)
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
 from swarmnet.swarm.batch import num_wanted
+from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.entrance import Entrance
 from swarmnet.swarm.pipeline.flights import Flight, Flights
@@ -29,7 +38,7 @@ from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import MAX_TRIES
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.step")
 
@@ -66,10 +75,10 @@ class StepService:
             self.flights,
             self.serving,
         )
-        self.transport.handle("step", self.on_step)
-        self.transport.handle("admit", self.entrance.on_admit)
-        self.transport.handle("commit", self._on_commit)
-        self.wiring.local.update({"step": self.on_step, "admit": self.entrance.on_admit})
+        serve(self.transport, STEP, self.on_step)
+        serve(self.transport, ADMIT, self.entrance.on_admit)
+        serve(self.transport, COMMIT, self._on_commit)
+        self.wiring.local.update({STEP: self.on_step, ADMIT: self.entrance.on_admit})
         self.gossip.liveness.on_change(self._feeder_changed)
         self.gossip.records.on_news(self._maybe_left)
         self._announced_s = 0.0
@@ -91,9 +100,9 @@ class StepService:
 
     # ---- step -------------------------------------------------------------------------------
 
-    async def on_step(self, request: Request) -> Message:
+    async def on_step(self, request: Request[StepRequest]) -> Message[StepReply]:
         """One microbatch: returns its `StepReply` when its gradient is back."""
-        step = convert(request.message.body, StepRequest)
+        step = request.message.body
         replica = self.serving(step.stage)
         replica.stage.check(*_parts(request.message.arrays), step.documents)
         self._learn(replica, step.round, request.remote)
@@ -332,8 +341,8 @@ class StepService:
 
     # ---- commit -----------------------------------------------------------------------------
 
-    async def _on_commit(self, request: Request) -> Message:
-        commit = convert(request.message.body, Commit)
+    async def _on_commit(self, request: Request[Commit]) -> Message[None]:
+        commit = request.message.body
         self.commit(commit, request.remote)
         return Message()
 
@@ -368,7 +377,7 @@ class StepService:
         if peer_id == self.gossip.own.peer_id:
             self.commit(commit, peer_id)
         else:
-            self.transport.notify(peer_id, "commit", Message(commit))
+            notify(self.transport, peer_id, COMMIT, Message(commit))
 
     def _settle(self, replica: Replica, key: StepKey) -> None:
         replica.stage.forget(key)

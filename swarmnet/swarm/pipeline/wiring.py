@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from swarmnet.errors import (
     Busy,
@@ -23,7 +24,8 @@ from swarmnet.errors import (
     Taken,
     TransportError,
 )
-from swarmnet.methods.microbatch import StepProgress, StepReply, StepRequest
+from swarmnet.methods.method import Method, ReplyT, RequestT
+from swarmnet.methods.microbatch import ADMIT, STEP, StepProgress, StepReply, StepRequest
 from swarmnet.protocol.pipeline.routing import MIN_DEADLINE_S, Router
 from swarmnet.protocol.timing import LEAST_WAIT_S
 from swarmnet.swarm.membership.gossip import Gossip
@@ -33,7 +35,7 @@ from swarmnet.swarm.pipeline.deadline import Deadline
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Handler, Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.wiring")
 
@@ -89,13 +91,13 @@ class Wiring:
     rng: random.Random
     overlaps: bool = False
     """Replicas may work on the round after the one that their record names."""
-    local: dict[str, Handler] = field(default_factory=dict)
+    local: dict[Method[Any, Any], Handler] = field(default_factory=dict)
     """The own handlers: a peer that serves the next stage itself is a link of zero length."""
     _routers: dict[int, Router] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._asking = Asking(
-            self.transport, self.gossip, lambda m: self.call_self("admit", m, lambda _: None)
+            self.transport, self.gossip, lambda m: self.call_self(ADMIT, m, lambda _: None)
         )
 
     def router(self, stage_index: int) -> Router:
@@ -195,7 +197,7 @@ class Wiring:
         loop, request = asyncio.get_running_loop(), way.request
         give_up = loop.time() + self.limits.route_wait_s
         prefer = way.hint[0] if way.hint else None
-        if way.prefer_self and "step" in self.local:
+        if way.prefer_self and STEP in self.local:
             prefer = self.gossip.own.peer_id
         while True:
             router = self.router(request.stage)
@@ -235,9 +237,9 @@ class Wiring:
     async def _attempt(
         self,
         peer_id: str,
-        message: Message,
+        message: Message[StepRequest],
         accept: Accept,
-        on_progress: Callable[[Message], None],
+        on_progress: Callable[[Message[StepProgress]], None],
     ) -> Passed:
         """One call; its outcome is told to the router."""
         router = self._routers[message.body.stage]
@@ -250,7 +252,7 @@ class Wiring:
             silence_s = deadline_s + DEPTH_GRACE_S * depth
             look_s = min(silence_s, max(MIN_DEADLINE_S, PROBE_PART * deadline_s))
             reply = await self._call(peer_id, message, silence_s, look_s, on_progress)
-            body = convert(reply.body, StepReply)
+            body = reply.body
             if len(body.path) != depth + 1 or body.path[0] != peer_id:
                 raise ProtocolViolation("a step's reply with a path that it cannot have gone")
             grad_inputs = accept(body, reply.arrays)
@@ -286,11 +288,11 @@ class Wiring:
     async def _call(
         self,
         peer_id: str,
-        message: Message,
+        message: Message[StepRequest],
         silence_s: float,
         look_s: float,
-        on_progress: Callable[[Message], None],
-    ) -> Message:
+        on_progress: Callable[[Message[StepProgress]], None],
+    ) -> Message[StepReply]:
         """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s` and the
         callee, asked, does not say that it has the microbatch: one that re-routes, or is slower
         than it used to be, gets the time for it. After each `look_s` it is asked too: a callee that
@@ -302,18 +304,18 @@ class Wiring:
         silent_since = loop.time() + traffic.upload_s(num_bytes)
         patience = Deadline(silent_since + look_s)
 
-        def heard(progress: Message) -> None:
+        def heard(progress: Message[StepProgress]) -> None:
             nonlocal silent_since
             silent_since = loop.time()
             patience.until(silent_since + look_s)
             on_progress(progress)
 
         call = loop.create_task(
-            self.call_self("step", message, heard)
+            self.call_self(STEP, message, heard)
             if is_own
             else self.gossip.liveness.call_while_live(
                 peer_id,
-                "step",
+                STEP,
                 message,
                 timeout_s=LONGEST_CALL_S,
                 on_progress=heard,
@@ -339,13 +341,16 @@ class Wiring:
                 call.exception()  # seen, where no task waits for it any more
 
     async def call_self(
-        self, method: str, message: Message, on_progress: Callable[[Message], None]
-    ) -> Message:
+        self,
+        method: Method[RequestT, ReplyT],
+        message: Message[RequestT],
+        on_progress: Callable[[Message[Any]], None],
+    ) -> Message[ReplyT]:
         """The own handler, as if it were a peer's."""
         if method not in self.local:
             raise NotReady("this peer serves no stage")
         own = self.gossip.own
-        request = Request(own.peer_id, own.run_id, method, message, on_progress)
+        request = Request(own.peer_id, own.run_id, method.name, message, on_progress)
         try:
             return await self.local[method](request)
         except ProtocolViolation as e:  # as the transport tells it to another peer
@@ -353,7 +358,7 @@ class Wiring:
         except SwarmnetError:
             raise
         except Exception as e:
-            log.exception("%s failed", method)
+            log.exception("%s failed", method.name)
             raise RemoteError(f"{type(e).__name__}: {e}") from None
 
     def blame(self, stage_index: int, peer_id: str) -> None:
@@ -368,10 +373,10 @@ def _heard(
     callee: str,
     depth: int,
     on_path: Callable[[tuple[str, ...]], None],
-    message: Message,
+    message: Message[StepProgress],
 ) -> None:
     """A callee tells through whom the microbatch goes from there; `depth`: stages behind it."""
-    path = convert(message.body, StepProgress).path
+    path = message.body.path
     if len(path) > depth:
         raise ProtocolViolation("a path through more stages than there are")
     beyond.append(path)

@@ -24,19 +24,20 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
-from swarmnet.methods.update import AdoptedRequest, AdoptRequest
+from swarmnet.methods.update import ADOPT, ADOPTED, AdoptedRequest, AdoptRequest
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline.ledger import Entry
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update import robust
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.coded import check_contribution
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.handover")
 
@@ -73,8 +74,8 @@ class Handover:
         self._coming: dict[str, Adopted] = {}
         """By leaver, what is not whole yet."""
         self._adopted: list[Adopted] = []
-        self.transport.handle("adopt", self._on_adopt)
-        self.transport.handle("adopted", self._on_adopted)
+        serve(self.transport, ADOPT, self._on_adopt)
+        serve(self.transport, ADOPTED, self._on_adopted)
 
     # ---- the leaver -------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class Handover:
         async def send(j: int) -> None:
             async with at_once:
                 message = Message(AdoptRequest(r, stage, j), (shards[j],))
-                await self.averaging.call_while_live(heir, "adopt", message)
+                await self.averaging.call_while_live(heir, ADOPT, message)
 
         refusals: list[Exception] = []
         try:
@@ -180,7 +181,7 @@ class Handover:
         is_refused = False
         replica.transitions.give()
         try:
-            await self.transport.call(heir, "adopted", Message(request), timeout_s=ANSWER_S)
+            await call(self.transport, heir, ADOPTED, Message(request), timeout_s=ANSWER_S)
             log.info("%s has taken over %d samples of round %d", heir[-8:], num_samples, r)
             return True
         except RemoteError as e:
@@ -202,8 +203,8 @@ class Handover:
 
     # ---- the heir ---------------------------------------------------------------------------
 
-    async def _on_adopt(self, request: Request) -> Message:
-        body = convert(request.message.body, AdoptRequest)
+    async def _on_adopt(self, request: Request[AdoptRequest]) -> Message[None]:
+        body = request.message.body
         self._check(body.round)
         arrays, codec, j = request.message.arrays, self.replica.optimizer.codec, body.shard
         if len(arrays) != 1:
@@ -225,9 +226,9 @@ class Handover:
         coming.shards[j] = gradient
         return Message()
 
-    async def _on_adopted(self, request: Request) -> Message:
+    async def _on_adopted(self, request: Request[AdoptedRequest]) -> Message[None]:
         """Nothing is awaited here: the round cannot end in between."""
-        body = convert(request.message.body, AdoptedRequest)
+        body = request.message.body
         self._check(body.round)
         coming = self._coming.pop(request.remote, None)
         whole = coming is not None and len(coming.shards) == self.replica.num_shards

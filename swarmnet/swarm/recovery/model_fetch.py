@@ -17,15 +17,16 @@ from functools import partial
 import xxhash
 
 from swarmnet.errors import ProtocolViolation, Stale, SwarmnetError, UserError
-from swarmnet.methods.state import FetchReply, FetchRequest
+from swarmnet.methods.state import FETCH_PARAMETERS, FetchRequest
 from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update import divergence
+from swarmnet.swarm.calls import call
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 
 class RoundsPassed(UserError):
@@ -126,13 +127,13 @@ async def _fetch(
                 raise Stale(f"round {model.round} is over")
             donor = rng.choice(having)
             try:
-                reply = await transport.call(
+                reply = await call(
+                    transport,
                     donor.peer_id,
-                    "fetch_parameters",
+                    FETCH_PARAMETERS,
                     Message(FetchRequest(model.round, k, j)),
                     timeout_s=limits.fetch_timeout_s,
                 )
-                convert(reply.body, FetchReply)
                 return _checked(reply.arrays, sizes[j], donor.digest(j))
             except Stale as e:  # its record with the next round is on its way: at once, then
                 error = e

@@ -29,15 +29,24 @@ from swarmnet.errors import (
     Unreachable,
     UserError,
 )
-from swarmnet.methods.state import FetchReply, FetchRequest, SavedReply, SavedRequest, SavedRound
+from swarmnet.methods.state import (
+    SAVED,
+    SAVED_SHARD,
+    FetchReply,
+    FetchRequest,
+    SavedReply,
+    SavedRequest,
+    SavedRound,
+)
 from swarmnet.protocol.membership.records import DIGEST_BYTES, LEFT, OBSERVING, Record
 from swarmnet.protocol.timing import ANSWER_S, LAPSES, PATIENCE_S, UPKEEP_S
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import Checkpoints, Worker
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S, SHARD_TIMEOUT_S
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.recovery")
 
@@ -75,8 +84,8 @@ class SavedModels:
         self._waiting = 0
         self._kept: dict[int, float] = {}
         """Rounds, and when somebody has last said that each is to be kept."""
-        transport.handle("saved", self._on_saved)
-        transport.handle("saved_shard", self._on_shard)
+        serve(transport, SAVED, self._on_saved)
+        serve(transport, SAVED_SHARD, self._on_shard)
 
     def kept_now(self) -> frozenset[int]:
         """Rounds that somebody is fetching."""
@@ -84,8 +93,8 @@ class SavedModels:
         self._kept = {r: said for r, said in self._kept.items() if now < said + KEEP_S}
         return frozenset(self._kept)
 
-    async def _on_saved(self, request: Request) -> Message:
-        wanted = convert(request.message.body, SavedRequest)
+    async def _on_saved(self, request: Request[SavedRequest]) -> Message[SavedReply]:
+        wanted = request.message.body
         if wanted.keep >= 0:
             self._keep(wanted.keep)
         return Message(await self._worker.run(self._offers))
@@ -107,8 +116,8 @@ class SavedModels:
         kept = tuple(sorted(self._kept))
         return SavedReply(tuple(found), dict(self._checkpoints.held_out()), kept)
 
-    async def _on_shard(self, request: Request) -> Message:
-        fetch = convert(request.message.body, FetchRequest)
+    async def _on_shard(self, request: Request[FetchRequest]) -> Message[FetchReply]:
+        fetch = request.message.body
         if self._waiting >= 4 * AT_ONCE:
             raise Busy("serving others", backlog_s=LOOK_LESS_S)
         self._waiting += 1
@@ -311,10 +320,10 @@ class SavedModelFetch:
     async def _ask(self, peer_id: str, keep: int = -1) -> bool:
         """Whether it answered. Only that says what it has: it may be there again in a moment."""
         try:
-            reply = await self.transport.call(
-                peer_id, "saved", Message(SavedRequest(keep)), timeout_s=PATIENCE_S
+            reply = await call(
+                self.transport, peer_id, SAVED, Message(SavedRequest(keep)), timeout_s=PATIENCE_S
             )
-            self._answers[peer_id] = convert(reply.body, SavedReply)
+            self._answers[peer_id] = reply.body
             self.is_saved = True
             return True
         except (TransportError, Busy) as e:
@@ -433,12 +442,12 @@ class SavedModelFetch:
             self._refuse(offer, k, peer_id)
         raise Stale("nobody gives it now")
 
-    async def _call(self, peer_id: str, wanted: FetchRequest) -> Message:
+    async def _call(self, peer_id: str, wanted: FetchRequest) -> Message[FetchReply]:
         """Of `saved_shard`. A callee that stands still for some seconds goes on with its answer, so
         the call ends only where it has been gone for longer."""
         loop, view = asyncio.get_running_loop(), self.gossip.view
         calling = asyncio.ensure_future(
-            self.transport.call(peer_id, "saved_shard", Message(wanted), timeout_s=SHARD_TIMEOUT_S)
+            call(self.transport, peer_id, SAVED_SHARD, Message(wanted), timeout_s=SHARD_TIMEOUT_S)
         )
         try:
             while not (await asyncio.wait([calling], timeout=ANSWER_S))[0]:

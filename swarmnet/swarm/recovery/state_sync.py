@@ -15,15 +15,16 @@ from dataclasses import dataclass
 import xxhash
 
 from swarmnet.errors import Busy, ProtocolViolation, Stale, SwarmnetError
-from swarmnet.methods.state import FetchReply, FetchRequest
+from swarmnet.methods.state import FETCH_PARAMETERS, FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.update import divergence
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.state_sync")
 
@@ -41,12 +42,12 @@ class StateSync:
     def __post_init__(self) -> None:
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self._waiting = 0
-        self.transport.handle("fetch_parameters", self._on_fetch)
+        serve(self.transport, FETCH_PARAMETERS, self._on_fetch)
 
     # ---- donor ------------------------------------------------------------------------------
 
-    async def _on_fetch(self, request: Request) -> Message:
-        fetch = convert(request.message.body, FetchRequest)
+    async def _on_fetch(self, request: Request[FetchRequest]) -> Message[FetchReply]:
+        fetch = request.message.body
         replica = self.replica
         if self._waiting >= 2 * self.limits.max_serving:
             raise Busy("serving others", backlog_s=LOOK_AGAIN_S)
@@ -142,13 +143,13 @@ class StateSync:
     async def ask(self, donor: Record, round_index: int, j: int) -> Array:
         """A shard from one donor, checked against the digest in its record. Raises
         `SwarmnetError`."""
-        reply = await self.transport.call(
+        reply = await call(
+            self.transport,
             donor.peer_id,
-            "fetch_parameters",
+            FETCH_PARAMETERS,
             Message(FetchRequest(round_index, self.replica.index, j)),
             timeout_s=self.limits.fetch_timeout_s,
         )
-        convert(reply.body, FetchReply)
         size = self.replica.stage.shard_sizes[j]
         if len(reply.arrays) != 1 or reply.arrays[0].shape != (size,):
             raise ProtocolViolation(f"shard {j} has {size} parameters")

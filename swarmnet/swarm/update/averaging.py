@@ -12,10 +12,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.methods.state import FetchRequest
+from swarmnet.methods.update import FOLLOWS
 from swarmnet.protocol.membership.records import JOINING
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.swarm.calls import notify
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.lost_samples import LostSamples, OnLoss
@@ -188,7 +191,7 @@ class Averaging:
         primary = exchange.ballot(j).primary
         if primary != self.gossip.own.peer_id:
             here = FetchRequest(exchange.number, self.replica.index, j)
-            self.transport.notify(primary, "follows", Message(here))
+            notify(self.transport, primary, FOLLOWS, Message(here))
 
     def _end_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
@@ -296,7 +299,9 @@ class Averaging:
         ):
             await self.gossip.changed.wait(LOOK_AGAIN_S)
 
-    async def call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
+    async def call_while_live(
+        self, peer_id: str, method: Method[RequestT, ReplyT], message: Message[RequestT]
+    ) -> Message[ReplyT]:
         """A long call that ends with its callee. Raises as `Transport.call`."""
         return await self.gossip.liveness.call_while_live(
             peer_id,

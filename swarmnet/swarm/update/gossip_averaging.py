@@ -21,9 +21,11 @@ import math
 from dataclasses import dataclass
 
 from swarmnet.errors import NotReady, Stale, SwarmnetError
-from swarmnet.methods.state import FetchReply, FetchRequest
+from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
+from swarmnet.methods.update import OFFER
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, MAX_RATE, Record
 from swarmnet.protocol.update.pairing import partner
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import LocalSteps
@@ -37,7 +39,7 @@ from swarmnet.swarm.update.meeting import Meeting, Offer, Offers
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.gossip_averaging")
 
@@ -63,7 +65,7 @@ class GossipAveraging:
         """Of donors that had moved on when they were complete."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.moments = Moments(self.transport, self.gossip, self.limits, self.replica)
-        self.transport.handle("offer", self._on_offer)
+        serve(self.transport, OFFER, self._on_offer)
 
     @property
     def local(self) -> LocalSteps:
@@ -182,14 +184,14 @@ class GossipAveraging:
         async with at_once:
             try:
                 message = Message(FetchRequest(r, self.replica.index, j))
-                reply = await self.averaging.call_while_live(other, "offer", message)
-                offers[j] = (convert(reply.body, FetchReply).values, reply.arrays)
+                reply = await self.averaging.call_while_live(other, OFFER, message)
+                offers[j] = (reply.body.values, reply.arrays)
             except SwarmnetError as e:
                 log.debug("round %d shard %d: no offer of %s: %s", r, j, other[-8:], e)
 
-    async def _on_offer(self, request: Request) -> Message:
+    async def _on_offer(self, request: Request[FetchRequest]) -> Message[FetchReply]:
         """A partner asks, in the same round."""
-        fetch = convert(request.message.body, FetchRequest)
+        fetch = request.message.body
         replica, r, j = self.replica, fetch.round, fetch.shard
         await self._changed.until(
             lambda: self._meeting is not None or replica.round > r, self.limits.enter_wait_s
@@ -255,13 +257,14 @@ class GossipAveraging:
             return -1
 
     async def _momentum(self, donor: Record, j: int) -> Offer:
-        reply = await self.transport.call(
+        reply = await call(
+            self.transport,
             donor.peer_id,
-            "fetch_optimizer",
+            FETCH_OPTIMIZER,
             Message(FetchRequest(max(donor.round - 1, 0), self.replica.index, j)),
             timeout_s=self.limits.fetch_timeout_s,
         )
-        return convert(reply.body, FetchReply).values, reply.arrays
+        return reply.body.values, reply.arrays
 
     def _put(self, j: int, values: Array, momentum: Offer | None) -> None:
         """`momentum`: None before the first meeting."""

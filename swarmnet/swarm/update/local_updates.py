@@ -17,8 +17,9 @@ import logging
 from dataclasses import dataclass
 
 from swarmnet.errors import ProtocolViolation, SwarmnetError
-from swarmnet.methods.state import FetchReply, FetchRequest
+from swarmnet.methods.state import FETCH_MOMENTS, FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import Record
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import LocalSteps
 from swarmnet.swarm.recovery.state_sync import StateSync
@@ -29,7 +30,7 @@ from swarmnet.swarm.update.exchange.aggregation import strike
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.local_updates")
 
@@ -45,7 +46,7 @@ class Moments:
 
     def __post_init__(self) -> None:
         self._serving = asyncio.Semaphore(self.limits.max_serving)
-        self.transport.handle("fetch_moments", self._on_fetch)
+        serve(self.transport, FETCH_MOMENTS, self._on_fetch)
 
     async def fetch(self, donor: Record) -> None:
         """Those of one donor; a shard's begin at zero where it does not give them, or has made no
@@ -62,16 +63,20 @@ class Moments:
         request = Message(FetchRequest(donor.round, self.replica.index, j))
         async with at_once:
             try:
-                reply = await self.transport.call(
-                    donor.peer_id, "fetch_moments", request, timeout_s=self.limits.fetch_timeout_s
+                reply = await call(
+                    self.transport,
+                    donor.peer_id,
+                    FETCH_MOMENTS,
+                    request,
+                    timeout_s=self.limits.fetch_timeout_s,
                 )
-                values = convert(reply.body, FetchReply).values
+                values = reply.body.values
                 await self.replica.worker.run(lambda: local.load(j, values, reply.arrays))
             except SwarmnetError as e:
                 log.info("shard %d: the moments begin at zero: %s", j, e)
 
-    async def _on_fetch(self, request: Request) -> Message:
-        fetch = convert(request.message.body, FetchRequest)
+    async def _on_fetch(self, request: Request[FetchRequest]) -> Message[FetchReply]:
+        fetch = request.message.body
         replica, j, local = self.replica, fetch.shard, self.replica.local
         assert local is not None
         async with self._serving:

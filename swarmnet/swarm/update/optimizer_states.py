@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import xxhash
 
 from swarmnet.errors import NotReady, SwarmnetError, UserError
-from swarmnet.methods.state import FetchReply, FetchRequest
+from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import bitmap
 from swarmnet.protocol.pipeline import progress
+from swarmnet.swarm.calls import serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import SHARD_TIMEOUT_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.ownership")
 
@@ -68,7 +69,7 @@ class OptimizerStates:
         self._num_forgotten = 0
         """How often all state was dropped: what was asked for before does not hold."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
-        self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
+        serve(self.transport, FETCH_OPTIMIZER, self._on_fetch_optimizer)
 
     @property
     def current(self) -> int:
@@ -264,12 +265,12 @@ class OptimizerStates:
                     return
                 reply = await self.gossip.liveness.call_while_live(
                     holder,
-                    "fetch_optimizer",
+                    FETCH_OPTIMIZER,
                     # Whose state has come once, and in vain, waits for nobody this time.
                     Message(FetchRequest(newest, self.replica.index, j, j in self._fetched)),
                     timeout_s=SHARD_TIMEOUT_S,
                 )
-                body = convert(reply.body, FetchReply)
+                body = reply.body
                 await self._load(j, body, reply.arrays, num_forgotten)
                 return
             except UserError as e:
@@ -312,8 +313,8 @@ class OptimizerStates:
         await self.replica.worker.run(work)
         self.on_loaded(j)
 
-    async def _on_fetch_optimizer(self, request: Request) -> Message:
-        fetch = convert(request.message.body, FetchRequest)
+    async def _on_fetch_optimizer(self, request: Request[FetchRequest]) -> Message[FetchReply]:
+        fetch = request.message.body
         j = fetch.shard
         optimizer = self.replica.optimizer
         async with self._serving:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
+from swarmnet.methods.microbatch import COMMITTED as ASK_COMMITTED
 from swarmnet.methods.microbatch import Commit, CommittedReply, CommittedRequest
 from swarmnet.protocol.membership.failure_detector import ALIVE, SUSPECT, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE
@@ -32,7 +33,7 @@ from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Transport
-from swarmnet.wire import Message, convert
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.rounds")
 
@@ -337,9 +338,9 @@ class Rounds:
             left_s = max(0.001, end - liveness.awake_s())
             try:
                 reply = await liveness.call_while_live(
-                    feeder, "committed", Message(question), timeout_s=left_s
+                    feeder, ASK_COMMITTED, Message(question), timeout_s=left_s
                 )
-                return convert(reply.body, CommittedReply)
+                return reply.body
             except SwarmnetError as e:
                 log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
                 # A channel that breaks is opened again: what counts is not retracted for that.

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from swarmnet.methods.method import Method
+from swarmnet.methods.update import MIRROR, REDUCE
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.assignment import Move, propose_move
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, LEFT
@@ -421,8 +423,10 @@ def slow(averaging: Averaging, *, results: bool) -> None:
         await wait()
         return await copy_of(*arguments, **options)
 
-    async def late_call(peer_id: str, method: str, message: Message, **options: Any) -> Message:
-        if method in ("reduce", "mirror") and message.arrays:
+    async def late_call(
+        peer_id: str, method: Method[Any, Any], message: Message, **options: Any
+    ) -> Message:
+        if method in (REDUCE, MIRROR) and message.arrays:
             await wait()
         return await call(peer_id, method, message, **options)
 

@@ -13,28 +13,27 @@ from swarmnet.swarm.membership.access import shows_round
 from tests.swarm.membership.parts import record
 
 ROOT = Path(__file__).parents[3]
-ELSEWHERE = {"ticket": "swarmnet/transport/channel.py"}
-"""Methods whose names are constants, with the file that serves them."""
 
 
-def served() -> set[str]:
-    """Methods that the code serves, by its text."""
-    found = set(ELSEWHERE)
+def served() -> list[str]:
+    """Methods that the code serves, by its text: `serve(transport, ROW, handler)`, and
+    `handle(ROW.name, handler)` in the transport."""
+    found = []
     for path in (ROOT / "swarmnet").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr == "handle"
-                and len(node.args) == 2
-                and isinstance(node.args[0], ast.Constant)
-            ):
-                found.add(str(node.args[0].value))
+            match node:
+                case ast.Call(func=ast.Name("serve"), args=[_, ast.Name(row), _]):
+                    found.append(row.lower())
+                case ast.Call(
+                    func=ast.Attribute(attr="handle"),
+                    args=[ast.Attribute(ast.Name(row), "name"), _],
+                ) if row.isupper():
+                    found.append(row.lower())
     return found
 
 
 def test_every_method_that_is_served_has_a_row_and_every_row_a_method() -> None:
-    assert served() == set(METHODS)
+    assert sorted(served()) == sorted(METHODS)
 
 
 def line(method: str, row: Method[Any, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import DeadlineExceeded, Unreachable
+from swarmnet.methods.contact import RELAY_RESERVE, RelayGrant
 from swarmnet.methods.records import Suspicion
 from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD, SUSPECT, SUSPECT_S, State
 from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
@@ -237,7 +238,7 @@ def test_a_suspicion_of_this_peer_is_refuted_with_a_bounded_version() -> None:
 def _serves(site: Site, method: str, after_s: float) -> None:
     async def answer(request: Request) -> Message:
         await asyncio.sleep(after_s)
-        return Message()
+        return Message(RelayGrant((), 1.0))
 
     site.transport.handle(method, answer)
 
@@ -250,7 +251,7 @@ def test_a_call_to_a_dead_peer_is_not_begun() -> None:
         await a.liveness.look_into(["b"])
         began = now()
         with pytest.raises(Unreachable):
-            await a.liveness.call_while_live("b", "relay_reserve", Message(), timeout_s=60.0)
+            await a.liveness.call_while_live("b", RELAY_RESERVE, Message(), timeout_s=60.0)
         assert now() == began
 
     run(scenario())
@@ -261,14 +262,14 @@ def test_a_callee_that_answers_pings_and_not_the_call_is_waited_for_until_the_de
 
     async def scenario() -> None:
         a, b = acquainted(MemoryHub(), "a", "b")
-        _serves(b, "relay_reserve", 1000.0)
+        _serves(b, RELAY_RESERVE.name, 1000.0)
         a.liveness.start()
         began = now()
         with pytest.raises(DeadlineExceeded):
-            await a.liveness.call_while_live("b", "relay_reserve", Message(), timeout_s=20.0)
+            await a.liveness.call_while_live("b", RELAY_RESERVE, Message(), timeout_s=20.0)
         assert now() - began == pytest.approx(20.0)
         assert a.liveness.is_live("b")
-        assert a.transport.traffic.failed_calls == {"relay_reserve": 1}
+        assert a.transport.traffic.failed_calls == {RELAY_RESERVE.name: 1}
         a.liveness.stop()
 
     run(scenario())
@@ -281,10 +282,10 @@ def test_the_own_stall_does_not_end_a_call() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         a, b = acquainted(MemoryHub(), "a", "b")
-        _serves(b, "relay_reserve", 2.0)
+        _serves(b, RELAY_RESERVE.name, 2.0)
         a.liveness.start()
         loop.call_later(1.0, loop.stand_still, 30.0)
-        await a.liveness.call_while_live("b", "relay_reserve", Message(), timeout_s=3.0)
+        await a.liveness.call_while_live("b", RELAY_RESERVE, Message(), timeout_s=3.0)
         a.liveness.stop()
 
     run(scenario())

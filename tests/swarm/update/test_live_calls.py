@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from swarmnet.errors import Unreachable
+from swarmnet.methods.contact import RELAY_RESERVE, RelayGrant
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
@@ -14,10 +15,6 @@ from tests.swarm.one_replica import CALLEE, OneReplica
 
 NUM_CALLS = 20
 LONG_S = 300.0
-
-
-METHOD = "relay_reserve"
-"""One that has no body."""
 
 
 class Scene:
@@ -30,12 +27,12 @@ class Scene:
         self.usual_s = usual_s
         self.num_pings = 0
         self.gossip.liveness.start()
-        self.pair.gossip.transport.handle(METHOD, self._answer)
+        self.pair.gossip.transport.handle(RELAY_RESERVE.name, self._answer)
         self.pair.gossip.transport.handle("ping", self._on_ping)
 
     async def _answer(self, request: Request) -> Message:
         await asyncio.sleep(LONG_S)
-        return Message()
+        return Message(RelayGrant((), 1.0))
 
     async def _on_ping(self, request: Request) -> Message:
         self.num_pings += 1
@@ -46,7 +43,7 @@ class Scene:
         return [
             loop.create_task(
                 self.gossip.liveness.call_while_live(
-                    CALLEE, METHOD, Message(), timeout_s=10 * LONG_S, usual_s=self.usual_s
+                    CALLEE, RELAY_RESERVE, Message(), timeout_s=10 * LONG_S, usual_s=self.usual_s
                 )
             )
             for _ in range(NUM_CALLS)

@@ -41,7 +41,9 @@ class Net:
         self.norms = {name: self.make(name, num_stages) for name in names}
 
     def make(self, name: str, num_stages: int, stage: int = 0) -> Norms:
-        async def call(peer_id: str, method: str, message: Message, timeout_s: float) -> Message:
+        async def call(
+            peer_id: str, method: str, message: Message, timeout_s: float, on_progress: Any
+        ) -> Message:
             is_there = peer_id in (*self.live, *self.live_of_others)
             if not is_there or (name, peer_id) in self.cuts:
                 raise Unreachable("dead")

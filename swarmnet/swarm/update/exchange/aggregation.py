@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
-from swarmnet.methods.update import ContributionsReply, ContributionsRequest
+from swarmnet.methods.update import CONTRIBUTIONS, ContributionsReply, ContributionsRequest
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.update import robust
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import Optimizer, Worker
@@ -31,7 +32,7 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import RETRY_S, TOGETHER_S
 from swarmnet.swarm.update.exchange.norms import ATTEMPT_S
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.aggregation")
 
@@ -261,7 +262,7 @@ class ContributionNorms:
         self._oldest = 0
         self._changed = Condition()
         self._tasks = Tasks("contributions")
-        self.transport.handle("contributions", self._on_contributions)
+        serve(self.transport, CONTRIBUTIONS, self._on_contributions)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -311,10 +312,14 @@ class ContributionNorms:
                 try:
                     if peer_id == self.transport.peer_id:
                         return await self._collect(request, min(left, ATTEMPT_S))
-                    reply = await self.transport.call(
-                        peer_id, "contributions", Message(request), timeout_s=ATTEMPT_S + RETRY_S
+                    reply = await call(
+                        self.transport,
+                        peer_id,
+                        CONTRIBUTIONS,
+                        Message(request),
+                        timeout_s=ATTEMPT_S + RETRY_S,
                     )
-                    body = convert(reply.body, ContributionsReply)
+                    body = reply.body
                     return dict(zip(body.peers, body.sums, strict=True))
                 except SwarmnetError as e:
                     log.debug("norms of contributions from %s: %s", peer_id[-8:], e)
@@ -322,8 +327,10 @@ class ContributionNorms:
         log.info("round %d: clipping by the norms of the own shards only", round_index)
         return _summed(shards)
 
-    async def _on_contributions(self, request: Request) -> Message:
-        body = convert(request.message.body, ContributionsRequest)
+    async def _on_contributions(
+        self, request: Request[ContributionsRequest]
+    ) -> Message[ContributionsReply]:
+        body = request.message.body
         if len(body.peers) > len(self.gossip.view):
             raise ProtocolViolation("more contributors than there are peers")
         whole = await self._collect(body, ATTEMPT_S)

@@ -22,13 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
-from swarmnet.methods.update import NormReply, NormRequest
+from swarmnet.methods.update import NORM, NormReply, NormRequest
+from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import RETRY_S, TOGETHER_S
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Message, convert
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.norms")
 
@@ -105,7 +106,7 @@ class Norms:
         self._tasks = Tasks("norms")
         self.last_total = 0.0
         """The newest sum of squares that was taken here; 0 before the first."""
-        self.transport.handle("norm", self._on_norm)
+        serve(self.transport, NORM, self._on_norm)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -182,8 +183,8 @@ class Norms:
 
     async def _ask(self, peer_id: str, request: NormRequest, timeout_s: float) -> float:
         message = Message(request)
-        reply = await self.transport.call(peer_id, "norm", message, timeout_s=timeout_s)
-        return convert(reply.body, NormReply).sum
+        reply = await call(self.transport, peer_id, NORM, message, timeout_s=timeout_s)
+        return reply.body.sum
 
     def _take(self, round_index: int, total: float) -> float:
         self.last_total = self._totals.setdefault(round_index, total)
@@ -222,8 +223,8 @@ class Norms:
                 raise answer
         return None
 
-    async def _on_norm(self, request: Request) -> Message:
-        norm = convert(request.message.body, NormRequest)
+    async def _on_norm(self, request: Request[NormRequest]) -> Message[NormReply]:
+        norm = request.message.body
         known = self._totals.get(norm.round) if norm.shards else self.known(norm.round)
         if known is not None:
             return Message(NormReply(known))

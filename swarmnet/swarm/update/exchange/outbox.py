@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from swarmnet.errors import (
     DeadlineExceeded,
@@ -20,13 +21,15 @@ from swarmnet.errors import (
     SwarmnetError,
     TransportError,
 )
+from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.methods.update import (
-    BallotReply,
+    BALLOT,
+    MIRROR,
+    REDUCE,
     BallotRequest,
     MirrorReply,
     MirrorRequest,
     ReduceProgress,
-    ReduceReply,
     ReduceRequest,
     ShardReply,
 )
@@ -41,7 +44,7 @@ from swarmnet.swarm.update.exchange.coded import check_result, coded_bytes
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.sums_ahead import SumsAhead
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.wire import MAX_ARRAYS, Array, Message, convert
+from swarmnet.wire import MAX_ARRAYS, Array, Message
 
 log = logging.getLogger("swarmnet.averaging")
 
@@ -253,11 +256,11 @@ class Outbox:
         message = Message(request, tuple(given.values()))
         reply = await self._call(
             call.target,
-            "reduce",
+            REDUCE,
             message,
-            lambda told: self._on_progress(call.target, convert(told.body, ReduceProgress)),
+            lambda told: self._on_progress(call.target, told.body),
         )
-        return self._results_in(shards, convert(reply.body, ReduceReply).shards, reply.arrays)
+        return self._results_in(shards, reply.body.shards, reply.arrays)
 
     def _ends(self, call: PushCall, shard: int) -> bool:
         """Whether the answer to a push counts; there is none under way after it."""
@@ -298,8 +301,8 @@ class Outbox:
             # A promise takes no work; before one is given, an exchange may have to begin.
             wait_s, _ = self._pace.contributions_s()
             timeout_s = wait_s if is_final else None
-            reply = await self._call(member, "ballot", Message(request), timeout_s=timeout_s)
-            told = convert(reply.body, BallotReply)
+            reply = await self._call(member, BALLOT, Message(request), timeout_s=timeout_s)
+            told = reply.body
             if len(told.terms) != len(shards):
                 raise ProtocolViolation("not an answer for each shard")
             with_result = tuple(shards[i] for i in told.results)
@@ -356,7 +359,7 @@ class Outbox:
             return event, digest
         try:
             reply = await self._mirrored(backup, request, gradient)
-            digest = convert(reply.body, MirrorReply).digest
+            digest = reply.body.digest
             event = on.Confirmed(backup, attempt)
         except DeadlineExceeded as e:  # its link is too slow: it fetches the state later
             log.debug("shard %d was too long on its way to %s: %s", request.shard, backup[-8:], e)
@@ -372,28 +375,31 @@ class Outbox:
                 event = on.Denied(backup, denied)
         return event, digest
 
-    async def _mirrored(self, backup: str, request: MirrorRequest, gradient: Array) -> Message:
+    async def _mirrored(
+        self, backup: str, request: MirrorRequest, gradient: Array
+    ) -> Message[MirrorReply]:
         ahead = self._sums_ahead.take(backup, request.shard, gradient)
         if ahead is not None:
             await ahead.began()  # the request is there first, and waits for the sum
             named = Message(replace(request, sum_digest=ahead.digest))
-            asking = self._tasks.start(self._call_in_time(backup, "mirror", named))
+            asking = self._tasks.start(self._call_in_time(backup, MIRROR, named))
             try:
                 await asyncio.wait((asking, ahead.sent), return_when=asyncio.FIRST_COMPLETED)
                 if asking.done() or ahead.has_come:
-                    reply: Message = await asking
-                    return reply
+                    return await asking
             except NotReady as e:
                 if not e.details.get("lacks_sum"):
                     raise
             finally:
                 asking.cancel()
         await self._pace.turn(gradient.num_bytes)
-        return await self._call_in_time(backup, "mirror", Message(request, (gradient,)))
+        return await self._call_in_time(backup, MIRROR, Message(request, (gradient,)))
 
     # ---- calls ------------------------------------------------------------------------------
 
-    async def _call_in_time(self, peer_id: str, method: str, message: Message) -> Message:
+    async def _call_in_time(
+        self, peer_id: str, method: Method[RequestT, ReplyT], message: Message[RequestT]
+    ) -> Message[ReplyT]:
         """Longer than for a contribution nobody waits for a backup: the contributors wait too."""
         wait_s, _ = self._pace.contributions_s()
         return await self._call(peer_id, method, message, timeout_s=wait_s)
@@ -401,11 +407,11 @@ class Outbox:
     async def _call(
         self,
         peer_id: str,
-        method: str,
-        message: Message,
-        on_progress: Callable[[Message], None] | None = None,
+        method: Method[RequestT, ReplyT],
+        message: Message[RequestT],
+        on_progress: Callable[[Message[Any]], None] | None = None,
         timeout_s: float | None = None,
-    ) -> Message:
+    ) -> Message[ReplyT]:
         """A long call that ends with its callee. Raises as `Transport.call`."""
         return await self._gossip.liveness.call_while_live(
             peer_id,

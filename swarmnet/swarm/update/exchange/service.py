@@ -9,6 +9,12 @@ from typing import Any
 from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale
 from swarmnet.methods.state import FetchRequest
 from swarmnet.methods.update import (
+    BALLOT,
+    FOLLOWS,
+    MIRROR,
+    REDUCE,
+    REDUCE_TIED,
+    SUMS,
     BallotReply,
     BallotRequest,
     MirrorReply,
@@ -27,6 +33,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_turn import Turn, turn_of
 from swarmnet.protocol.update.roster import Ballot
+from swarmnet.swarm.calls import serve
 from swarmnet.swarm.membership.access import may_contribute, shows_round
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits
@@ -42,7 +49,7 @@ from swarmnet.swarm.update.exchange.sums_ahead import SumsHere
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 
 class ExchangeService:
@@ -71,13 +78,13 @@ class ExchangeService:
         self._has_state: dict[tuple[str, int], int] = {}
         """By replica and shard: it has the state for the step of this exchange, though that may not
         have begun here."""
-        transport.handle("reduce", self._on_reduce)
-        transport.handle("ballot", self._on_ballot)
+        serve(transport, REDUCE, self._on_reduce)
+        serve(transport, BALLOT, self._on_ballot)
         self._sums = SumsHere()
-        transport.handle("mirror", self._on_mirror)
-        transport.handle("sums", self._on_sums)
-        transport.handle("reduce_tied", self._on_reduce_tied)
-        transport.handle("follows", self._on_follows)
+        serve(transport, MIRROR, self._on_mirror)
+        serve(transport, SUMS, self._on_sums)
+        serve(transport, REDUCE_TIED, self._on_reduce_tied)
+        serve(transport, FOLLOWS, self._on_follows)
 
     @property
     def _names(self) -> UpdateCodec:
@@ -85,8 +92,8 @@ class ExchangeService:
 
     # ---- contributions ----------------------------------------------------------------------
 
-    async def _on_reduce(self, request: Request) -> Message:
-        push = convert(request.message.body, ReduceRequest)
+    async def _on_reduce(self, request: Request[ReduceRequest]) -> Message[ReduceReply]:
+        push = request.message.body
         num_bytes = sum(coded_bytes(self._replica, j) for j in push.shards)
         if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
             raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
@@ -201,9 +208,9 @@ class ExchangeService:
 
     # ---- the other stage's sum of a tied shard ----------------------------------------------
 
-    async def _on_reduce_tied(self, request: Request) -> Message:
+    async def _on_reduce_tied(self, request: Request[TiedSum]) -> Message[ReduceReply]:
         """What the caller gets is this stage's result."""
-        push, arrays = convert(request.message.body, TiedSum), request.message.arrays
+        push, arrays = request.message.body, request.message.arrays
         r, j, remote = push.round, push.shard, request.remote
         self._tied.check(push, arrays)
         if await self._turn(r, j) is Turn.LAST:
@@ -224,8 +231,8 @@ class ExchangeService:
 
     # ---- ballots ----------------------------------------------------------------------------
 
-    async def _on_ballot(self, request: Request) -> Message:
-        asked = convert(request.message.body, BallotRequest)
+    async def _on_ballot(self, request: Request[BallotRequest]) -> Message[BallotReply]:
+        asked = request.message.body
         remote = request.remote
         answers = await asyncio.gather(
             *(
@@ -259,9 +266,9 @@ class ExchangeService:
 
     # ---- mirrored steps ---------------------------------------------------------------------
 
-    async def _on_mirror(self, request: Request) -> Message:
+    async def _on_mirror(self, request: Request[MirrorRequest]) -> Message[MirrorReply]:
         """As backup: the same step as the primary's, bit for bit."""
-        mirror = convert(request.message.body, MirrorRequest)
+        mirror = request.message.body
         r, j, remote = mirror.round, mirror.shard, request.remote
         replica = self._replica
         if not await replica.changed.until(
@@ -290,9 +297,9 @@ class ExchangeService:
             raise _redirect(j, answer)
         raise NotReady(why_not or "this step was made here already")
 
-    async def _on_sums(self, request: Request) -> Message:
+    async def _on_sums(self, request: Request[SumsRequest]) -> Message[SumsReply]:
         """As backup: what the steps will be made with that the primary is about to mirror."""
-        ahead, arrays = convert(request.message.body, SumsRequest), request.message.arrays
+        ahead, arrays = request.message.body, request.message.arrays
         r, remote = ahead.round, request.remote
         if len(arrays) != len(ahead.shards):
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(ahead.shards)} shards")
@@ -312,9 +319,9 @@ class ExchangeService:
         self._sums.finish()
         self._has_state = {key: r for key, r in self._has_state.items() if r > number}
 
-    async def _on_follows(self, request: Request) -> Message:
+    async def _on_follows(self, request: Request[FetchRequest]) -> Message[None]:
         """As primary: a replica has the state of a shard since it has pushed."""
-        here = convert(request.message.body, FetchRequest)
+        here = request.message.body
         self._replica.check_shard(here.stage, here.shard)
         exchange, current = self._known(), self._replica.current_exchange
         if current <= here.round <= current + 1:

@@ -15,17 +15,20 @@ from dataclasses import dataclass, field
 import xxhash
 
 from swarmnet.errors import NotReady, SwarmnetError
-from swarmnet.methods.update import MirrorRequest, SumsReply, SumsRequest
+from swarmnet.methods.method import Method
+from swarmnet.methods.update import SUMS, MirrorRequest, SumsReply, SumsRequest
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import TOGETHER_S
 from swarmnet.swarm.update.exchange.pace import ExchangePace
-from swarmnet.wire import MAX_ARRAYS, Array, Message, convert
+from swarmnet.wire import MAX_ARRAYS, Array, Message
 
 log = logging.getLogger("swarmnet.averaging")
 
-Call = Callable[[str, str, Message], Awaitable[Message]]
+Call = Callable[
+    [str, Method[SumsRequest, SumsReply], Message[SumsRequest]], Awaitable[Message[SumsReply]]
+]
 """Of a peer, by method."""
 KEPT_SUMS = 2
 """Of a shard, at a backup: where it was summed again, the first may come last."""
@@ -126,8 +129,8 @@ class SumsAhead:
         terms = tuple(ballot.term for _, ballot in group.sums.values())
         totals = tuple(total for total, _ in group.sums.values())
         request = SumsRequest(self._exchange, self._stage_index, shards, terms)
-        reply = await self._call(backup, "sums", Message(request, totals))
-        group.there = set(shards).difference(convert(reply.body, SumsReply).refused)
+        reply = await self._call(backup, SUMS, Message(request, totals))
+        group.there = set(shards).difference(reply.body.refused)
 
     def take(self, backup: str, shard: int, total: Array) -> OnItsWay | None:
         """The sum of a shard, where it was given for a backup; once."""

@@ -28,7 +28,7 @@ from swarmnet.errors import (
     SwarmnetError,
     TransportError,
 )
-from swarmnet.methods.update import ReduceReply, ShardReply, TiedSum
+from swarmnet.methods.update import REDUCE_TIED, ShardReply, TiedSum
 from swarmnet.protocol.update.exchange_turn import has_moved_on
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
@@ -39,7 +39,7 @@ from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import Total
 from swarmnet.swarm.update.replica import Replica, decides_tied
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.averaging")
 
@@ -183,15 +183,17 @@ class TiedShards:
             await asyncio.sleep(RETRY_S)
         raise NotReady("the round was finished without this replica", round=exchange)
 
-    async def _ask(self, peer_id: str, message: Message, shard: int) -> tuple[ShardReply, Array]:
+    async def _ask(
+        self, peer_id: str, message: Message[TiedSum], shard: int
+    ) -> tuple[ShardReply, Array]:
         reply = await self._gossip.liveness.call_while_live(
             peer_id,
-            "reduce_tied",
+            REDUCE_TIED,
             message,
             timeout_s=self._pace.call_s(),
             usual_s=self._pace.usual_s(),
         )
-        told = convert(reply.body, ReduceReply).shards
+        told = reply.body.shards
         if not len(told) == len(reply.arrays) == 1:
             raise ProtocolViolation("an answer of one shard is wanted")
         check_result(self._replica, shard, reply.arrays[0])
