@@ -17,6 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from swarmnet.methods.method import Callee
+from swarmnet.methods.state import FetchReply
+from swarmnet.methods.table import METHODS
 from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.initial_weights import ModelWeights
@@ -24,7 +27,12 @@ from swarmnet.training.models.resolving import resolve_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of tests/
 
-UPDATE = ("reduce", "reduce_tied", "ballot", "adopt", "adopted", "mirror", "sums", "norm")
+UPDATE = [
+    row.name
+    for row in METHODS.values()
+    if row.callee is not Callee.ANY and row.reply is not FetchReply
+]
+"""What replicas say to each other for an update; whole states are fetched in other calls."""
 FIRST, ROUNDS = 1, 3
 """Rounds that are measured: from the first on, where all states are in place."""
 

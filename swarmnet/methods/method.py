@@ -7,7 +7,7 @@ What is checked of a call, in this order, and nothing is kept of it before its e
    its signed record says of it. All of that is known from the first bytes of a call;
 3. how often it calls (`quota`);
 4. only now its body is decoded, to the one class that the method takes (`request`);
-5. whether this peer serves the stage and has the shards that the body names (`callee`).
+5. whether this peer serves a stage, or that which the body names, with its shards (`callee`).
 
 `swarm.membership.callers.CallerChecks` enforces that for every call, whatever carries it. What
 arrays a call must have exactly, and whether its round is open, is seen by the handler.
@@ -43,9 +43,11 @@ class Caller(Enum):
 
 
 class Callee(Enum):
-    """What the called peer must be. Each value is what docs/protocol.md says."""
+    """What the called peer must be; whoever need not be any replica serves the method always, the
+    others with their stage only. Each value is what docs/protocol.md says."""
 
     ANY = "any"
+    REPLICA = "serves a stage"
     STAGE = "serves the stage"
     SYNCED = "serves the stage, joined"
 

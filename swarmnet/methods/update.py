@@ -351,11 +351,13 @@ REDUCE = Method(
     arrays=Arrays.SHARDS,
     progress=ReduceProgress,
 )
-REDUCE_TIED = Method("reduce_tied", TiedSum, ReduceReply, Caller.REPLICA, arrays=Arrays.SHARD)
+REDUCE_TIED = Method(
+    "reduce_tied", TiedSum, ReduceReply, Caller.REPLICA, Callee.REPLICA, arrays=Arrays.SHARD
+)
 BALLOT = Method(
     "ballot", BallotRequest, BallotReply, Caller.WORKING, Callee.SYNCED, body_bytes=SMALL_BYTES
 )
-FOLLOWS = Method("follows", FetchRequest, NoneType, Caller.WORKING, Callee.STAGE)
+FOLLOWS = Method("follows", FetchRequest, NoneType, Caller.WORKING, Callee.SYNCED)
 MIRROR = Method(
     "mirror", MirrorRequest, MirrorReply, Caller.WORKING, Callee.STAGE, arrays=Arrays.SHARD
 )
@@ -364,11 +366,11 @@ SUMS = Method(
     SumsRequest,
     SumsReply,
     Caller.WORKING,
-    Callee.STAGE,
+    Callee.SYNCED,
     body_bytes=SMALL_BYTES,
     arrays=Arrays.SHARDS,
 )
-NORM = Method("norm", NormRequest, NormReply, Caller.REPLICA, body_bytes=LIST_BYTES)
+NORM = Method("norm", NormRequest, NormReply, Caller.REPLICA, Callee.REPLICA, body_bytes=LIST_BYTES)
 CONTRIBUTIONS = Method(
     "contributions",
     ContributionsRequest,

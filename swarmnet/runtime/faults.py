@@ -29,13 +29,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmnet.errors import UserError
+from swarmnet.methods.state import FETCH_PARAMETERS
+from swarmnet.methods.update import MIRROR, REDUCE
 from swarmnet.swarm.peer import Peer
 
 log = logging.getLogger("swarmnet.faults")
 
 VARIABLE = "SWARMNET_KILL_AT"
 ON_DEVICE = {"forward": ("forward_pass", "loss_pass"), "backward": ("backward_pass",)}
-CALLS = {"push": "reduce", "mirror": "mirror"}
+CALLS = {"push": REDUCE.name, "mirror": MIRROR.name}
 MOMENTS = ("forward", "backward", "push", "aggregate", "mirror", "donate", "feed")
 
 
@@ -99,7 +101,7 @@ class Faults:
         if "feed" in names and machine.data is not None:
             self._after(machine.data, "microbatch", "feed")
         if "donate" in names:
-            self._before_serving(transport, "fetch_parameters", "donate")
+            self._before_serving(transport, FETCH_PARAMETERS.name, "donate")
         if names & CALLS.keys():
             self._while_calling(transport, {CALLS[n]: n for n in CALLS if n in names})
 

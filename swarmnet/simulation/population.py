@@ -11,6 +11,10 @@ from functools import partial
 from typing import Any
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.methods.contact import PING, SPEC
+from swarmnet.methods.microbatch import ADMIT, COMMIT, COMMITTED
+from swarmnet.methods.records import GOSSIP, RECORDS, UNREACHED
+from swarmnet.methods.update import NORM
 from swarmnet.protocol.membership.records import OBSERVER_STAGE
 from swarmnet.simulation.coding import NO_CODING, CodingTime, PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
@@ -33,17 +37,7 @@ OTHER_S = 0.001
 """Device seconds of work that is neither a forward nor a backward pass."""
 BOOTSTRAP_PEERS = 3
 CONTROL_METHODS = frozenset(
-    (
-        "gossip",
-        "records",
-        "ping",
-        "unreached",
-        "admit",
-        "commit",
-        "committed",
-        "norm",
-        "spec",
-    )
+    row.name for row in (GOSSIP, RECORDS, PING, UNREACHED, ADMIT, COMMIT, COMMITTED, NORM, SPEC)
 )
 
 

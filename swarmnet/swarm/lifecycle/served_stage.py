@@ -8,11 +8,14 @@ import random
 from typing import Any
 
 from swarmnet.errors import NotReady
+from swarmnet.methods.method import Callee
+from swarmnet.methods.table import METHODS
 from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVING
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP
+from swarmnet.swarm.calls import serve
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.departure import Departure
 from swarmnet.swarm.lifecycle.opening import Openings
@@ -37,23 +40,6 @@ from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
 
-STAGE_METHODS = (
-    "reduce",
-    "ballot",
-    "reduce_tied",
-    "adopt",
-    "adopted",
-    "mirror",
-    "sums",
-    "follows",
-    "fetch_optimizer",
-    "fetch_parameters",
-    "fetch_moments",
-    "contributions",
-    "offer",
-    "norm",
-)
-"""Served with a replica only."""
 EMPTY_STAGE_S = 2.0
 """How long a stage must have had no replica before a joiner begins it from its initial state. It
 protects the parameters of a stage of which news is on its way
@@ -163,8 +149,9 @@ class ServedStage:
         """The peer goes to another stage, or to none: nothing that comes in reaches this one any
         more."""
         self._gossip.serves(None)
-        for method in STAGE_METHODS:
-            self._transport.handle(method, _on_none)
+        for method in METHODS.values():
+            if method.callee is not Callee.ANY:
+                serve(self._transport, method, _on_none)
 
     async def _join(self) -> None:
         """Returns when the replica has the parameters of a round that is going on."""

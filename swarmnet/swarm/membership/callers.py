@@ -153,7 +153,11 @@ class CallerChecks:
         if row.callee is Callee.ANY:
             return
         served = self.served
-        if served is None or body.stage != served.index or _last_shard(body) >= served.num_shards:
+        if served is None:
+            raise NotReady("this peer serves no stage")
+        if row.callee is Callee.REPLICA:
+            return
+        if body.stage != served.index or _last_shard(body) >= served.num_shards:
             raise NotReady(f"stage {body.stage} is not served here")
         if row.callee is Callee.SYNCED and not served.synced:
             raise NotReady("still joining")

@@ -22,7 +22,7 @@ def served() -> list[str]:
     for path in (ROOT / "swarmnet").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.Call(func=ast.Name("serve"), args=[_, ast.Name(row), _]):
+                case ast.Call(func=ast.Name("serve"), args=[_, ast.Name(row), _]) if row.isupper():
                     found.append(row.lower())
                 case ast.Call(
                     func=ast.Attribute(attr="handle"),

@@ -165,6 +165,24 @@ def test_what_a_body_names_has_to_be_here() -> None:
     run(scenario())
 
 
+def test_who_serves_no_stage_answers_nothing_of_one() -> None:
+    async def scenario() -> None:
+        view = View("a")
+        view.merge(record(CALLER, 1, stage=STAGE), now())
+        replica = Replica()
+        gate = gate_of(view, replica=replica)
+        norm = NormRequest(0, STAGE, (0,), (1.0,))
+        replica.synced = False
+        assert gate.enter(envelope("norm"), norm) is norm, "it may be joining"
+        gate.served = None
+        with pytest.raises(NotReady, match="no stage"):
+            gate.enter(envelope("norm"), norm)
+        with pytest.raises(NotReady, match="no stage"):
+            gate.enter(envelope("fetch_parameters"), FetchRequest(0, STAGE, 0))
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_nothing_is_larger_than_its_row_says(method: str) -> None:
     async def scenario() -> None:

@@ -305,7 +305,6 @@ class ExchangeService:
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(ahead.shards)} shards")
         refused = list[int]()
         for j, term, total in zip(ahead.shards, ahead.terms, arrays, strict=True):
-            self._replica.check_shard(ahead.stage, j)
             check_coded(self._replica, "sum", self._names.sums, j, total)
             await self._until_now(r, j, may_wait=False)
             if self._present().ballot(j) == Ballot(term, remote):
@@ -322,7 +321,6 @@ class ExchangeService:
     async def _on_follows(self, request: Request[FetchRequest]) -> Message[None]:
         """As primary: a replica has the state of a shard since it has pushed."""
         here = request.message.body
-        self._replica.check_shard(here.stage, here.shard)
         exchange, current = self._known(), self._replica.current_exchange
         if current <= here.round <= current + 1:
             self._has_state[request.remote, here.shard] = here.round
