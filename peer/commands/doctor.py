@@ -18,7 +18,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from swarmnet.swarm.calls import call
 
 from peer.commands.doctor_nat import check_nat, is_loopback
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
@@ -38,6 +37,7 @@ from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.runtime.options import ANY_INTERFACE, TransportName
 from swarmnet.spec import RunSpec, load_spec
+from swarmnet.swarm.calls import call
 from swarmnet.transport.base import Transport
 from swarmnet.version import __version__
 from swarmnet.wire import Array, Message
