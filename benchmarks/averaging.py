@@ -257,11 +257,11 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.runtime.net import KeySigner, open_net
     from swarmnet.runtime.run import spare_old_objects
     from swarmnet.swarm.membership.gossip import Gossip
-    from swarmnet.swarm.recovery.handover import Handover
+    from swarmnet.swarm.replica.replica import Replica
     from swarmnet.swarm.settings import Limits
     from swarmnet.swarm.tasks import Tasks
     from swarmnet.swarm.update.averaging import Averaging
-    from swarmnet.swarm.update.replica import Replica
+    from swarmnet.swarm.update.handover import Handover
     from swarmnet.swarm.update.rounds import ZeroUpdates
     from swarmnet.training.device import DeviceThread, WorkerThread
     from swarmnet.training.optimizer.shards import build_optimizer

@@ -15,8 +15,8 @@ import time
 
 import torch
 
+from swarmnet.batch import Documents
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import Documents
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.stage import TorchStage, build_stage

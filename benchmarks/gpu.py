@@ -24,9 +24,9 @@ import time
 import torch
 from torch import Tensor, nn
 
+from swarmnet.ports import BACKWARD, FORWARD
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, boundary_codec, coded_form
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import BACKWARD, FORWARD
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.computing import Computing, PrecisionName

@@ -23,7 +23,7 @@ from swarmnet.methods.table import METHODS
 from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.initial_weights import ModelWeights
-from swarmnet.training.models.resolving import resolve_run
+from swarmnet.training.resolving import resolve_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of tests/
 

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual, of each swarm")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
+    from swarmnet.protocol.sync_modes import DELAYED, ZERO
     from swarmnet.simulation.network import Link
     from swarmnet.simulation.scenario import Scenario
     from swarmnet.simulation.stage import Sizes

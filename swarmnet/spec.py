@@ -46,7 +46,7 @@ from swarmnet.protocol.codecs import (
     TOPK,
 )
 from swarmnet.protocol.pipeline.mixing import check_weights
-from swarmnet.protocol.pipeline.slots import MAX_SLOTS
+from swarmnet.protocol.slots import MAX_SLOTS
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
 from swarmnet.version import __version__
 

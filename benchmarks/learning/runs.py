@@ -31,9 +31,9 @@ from benchmarks.learning.tasks import (
     spec_text,
     write_text,
 )
+from swarmnet.ports import Data
 from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import RunSpec, parse_spec
-from swarmnet.swarm.ports import Data
 from swarmnet.training.data import open_data
 from tests.oracles.reference import ReferenceTrainer
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from swarmnet.batch import IGNORED, Batch
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import IGNORED, Batch
 from swarmnet.training.arrays import from_tensor
 
 SEQUENCE = 64
@@ -179,7 +179,7 @@ def problem(rng: random.Random, *, is_held_out: bool) -> tuple[bytes, bytes]:
 
 
 class AnswersData:
-    """Samples full of problems; only answers have a loss. Implements `swarm.ports.Data`."""
+    """Samples full of problems; only answers have a loss. Implements `ports.Data`."""
 
     bytes_per_token = 1.0
     num_samples = None

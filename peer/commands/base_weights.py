@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet.errors import SpecError, SwarmnetError, UserError
+from swarmnet.ports import Worker
 from swarmnet.runtime.run_files import WEIGHTS, RunFiles
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.weights import fetch_initial
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import Worker
 from swarmnet.swarm.settings import Limits
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array

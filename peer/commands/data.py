@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from peer.console import without_controls
+from swarmnet.batch import IGNORED
 from swarmnet.errors import DataError
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.data import Place, TextData
 from swarmnet.training.data.encoding import Encoder
 from swarmnet.training.data.packing import Sample

@@ -78,7 +78,7 @@ async def run_doctor(options: DoctorOptions, console: Console) -> int:
     that lead nowhere."""
     spec = None
     if options.spec is not None:
-        from swarmnet.training.models.resolving import described
+        from swarmnet.training.resolving import described
 
         spec = described(load_spec(options.spec))
     found: list[Finding] = []

@@ -16,12 +16,12 @@ from peer.commands.base_weights import fetch_base, has_base, kept_base
 from peer.commands.model_folder import Trained, check_out, write_folder
 from swarmnet.errors import UserError
 from swarmnet.files import write_whole
+from swarmnet.ports import Worker
 from swarmnet.runtime.options import TransportName
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.runtime.seats import further_seats
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import Worker
 from swarmnet.swarm.recovery.model_fetch import RoundsPassed, fetch_model
 from swarmnet.swarm.recovery.saved_models import Key, Parts, SavedModelFetch
 from swarmnet.swarm.settings import Limits
@@ -32,7 +32,7 @@ from swarmnet.training.checkpoint import (
     load_parameters,
 )
 from swarmnet.training.held_out_losses import best_round, read_losses
-from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
+from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array
 

@@ -41,7 +41,7 @@ class PlanOptions:
 
 def show_plan(options: PlanOptions, console: Console) -> None:
     """Prints the table. Raises `SpecError`."""
-    from swarmnet.training.models.resolving import described
+    from swarmnet.training.resolving import described
 
     spec = described(load_spec(options.spec))
     known = known_activations if spec.model.kind == "transformers" else None

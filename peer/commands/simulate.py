@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.needs import install_command
 from swarmnet.protocol.codecs import INT8
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, ZERO
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, ZERO
 from swarmnet.runtime.options import UsageError
 from swarmnet.simulation.churn import ChurnRates, read_trace
 from swarmnet.simulation.coding import CPU, DEVICE_KINDS, Coding
@@ -86,7 +86,7 @@ class SimulateOptions:
     """Of all codecs, over one core; 0 where coding takes no time. None: that of the kind of
     device."""
     sync: str = ""
-    """A mode of `protocol.update.sync_modes`; empty for `delayed`, and for `zero` in the small
+    """A mode of `protocol.sync_modes`; empty for `delayed`, and for `zero` in the small
     swarms."""
     local_steps: int = LOCAL_STEPS
     """Rounds between two exchanges, in the modes `local` and `gossip`; small swarms draw it."""

@@ -85,7 +85,7 @@ def show_measured(
     path: Path, *, precision: str, device: str, write: bool, as_json: bool, console: Console
 ) -> None:
     """Measures and prints; `write`: puts the cut into the file. Raises `SpecError`."""
-    from swarmnet.training.models.resolving import described
+    from swarmnet.training.resolving import described
 
     spec = described(load_spec(path))
     found = measure_cut(spec, precision=precision, device=device)

@@ -30,7 +30,7 @@ from swarmnet.protocol.membership.records import STATES
 from swarmnet.protocol.pipeline import progress
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.version import __version__
 
 COLLECT_TIMEOUT_S = 5.0

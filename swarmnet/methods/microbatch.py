@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from types import NoneType
 
+from swarmnet.batch import Documents, check_lengths
 from swarmnet.methods.method import LIST_BYTES, Arrays, Caller, Method
 from swarmnet.methods.ranges import MAX_IDS, MAX_STEP_TOKENS, check_ids, check_indices
 from swarmnet.protocol.generation import MAX_TOKENS as MAX_TOKENS_OF_TEXT
 from swarmnet.protocol.membership.records import MAX_LOSS
-from swarmnet.swarm.batch import Documents, check_lengths
 
 MAX_PATH = 1024
 MAX_SESSION_CHARS = 64

@@ -9,8 +9,8 @@ from typing import Any
 
 from swarmnet.methods.method import DATA, FILES, Callee, Caller, Method
 from swarmnet.methods.ranges import MAX_IDS, check_indices, check_lineage
+from swarmnet.ports import DATA_FILES, DATA_PART_BYTES
 from swarmnet.protocol.membership.records import MAX_LOSS
-from swarmnet.swarm.ports import DATA_FILES, DATA_PART_BYTES
 
 SHA256_CHARS = 64
 

@@ -69,7 +69,7 @@ def choose_computing(
         known_activations,
     )
     from swarmnet.training.memory.plan import PRECISIONS, base_bytes, state_bytes
-    from swarmnet.training.stage import stage_parameter_ranges
+    from swarmnet.training.models.registry import stage_parameter_ranges
 
     device = torch.device(devices[0])
     is_sharded = len(devices) > 1 and options.local == "fsdp"

@@ -25,7 +25,7 @@ from swarmnet.swarm.peer import Machine
 from swarmnet.swarm.recovery.checkpointing import Disk
 
 if TYPE_CHECKING:
-    from swarmnet.swarm.ports import Data, InitialWeights
+    from swarmnet.ports import Data, InitialWeights
     from swarmnet.training.ranks.local_group import LocalGroup
 
 log = logging.getLogger("swarmnet.peer")

@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swarmnet.errors import Busy
+from swarmnet.ports import OTHER, PRIORITIES, Check, Passage, undivided
 from swarmnet.simulation.coding import NO_CODING, PassCoding
-from swarmnet.swarm.ports import OTHER, PRIORITIES, Check, Passage, undivided
 
 T = TypeVar("T")
 

@@ -29,13 +29,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from swarmnet.ports import StepKey
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, SyncPlan
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, SyncPlan
 from swarmnet.simulation.islands import Islands, parts
 from swarmnet.simulation.stage import Gradient, check_sum
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.ports import StepKey
-from swarmnet.swarm.recovery.lost_samples import Loss
+from swarmnet.swarm.update.lost_samples import Loss
 
 KEPT_ROUNDS = 3
 """Rounds after which nothing can be committed or averaged any more, and the books are closed."""

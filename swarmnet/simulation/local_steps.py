@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.ports import StepKey
 from swarmnet.protocol.codecs import NONE
 from swarmnet.simulation.stage import (
     NUMBERS,
@@ -27,7 +28,6 @@ from swarmnet.simulation.stage import (
     SyntheticStage,
     contribution,
 )
-from swarmnet.swarm.ports import StepKey
 from swarmnet.wire import Array
 
 _FLOATS = struct.Struct(f"<{NUMBERS}f")

@@ -15,6 +15,7 @@ from swarmnet.methods.contact import PING, SPEC
 from swarmnet.methods.microbatch import ADMIT, COMMIT, COMMITTED
 from swarmnet.methods.records import GOSSIP, RECORDS, UNREACHED
 from swarmnet.methods.update import NORM
+from swarmnet.ports import BACKWARD, FORWARD, Optimizer, Stage
 from swarmnet.protocol.membership.records import OBSERVER_STAGE
 from swarmnet.simulation.coding import NO_CODING, CodingTime, PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
@@ -25,7 +26,6 @@ from swarmnet.simulation.network import Link, SimulatedNetwork, home_link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import SyntheticData, SyntheticOptimizer, SyntheticStage
 from swarmnet.swarm.peer import Identity, Machine, Peer
-from swarmnet.swarm.ports import BACKWARD, FORWARD, Optimizer, Stage
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.transport.memory import MemoryHub
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swarmnet.ports import StepKey
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.ports import StepKey
 
 
 class RecoveryTimes:

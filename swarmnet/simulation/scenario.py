@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.codecs import INT8
 from swarmnet.protocol.membership.assignment import Adaptive, Assigner
-from swarmnet.protocol.pipeline.slots import num_slots_of
-from swarmnet.protocol.update.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
+from swarmnet.protocol.slots import num_slots_of
+from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
 from swarmnet.simulation.coding import Coding, PassCoding
 from swarmnet.simulation.invariants import Bounds
@@ -72,7 +72,7 @@ class Scenario:
     max_peers: int = 12
     clip: bool = True
     sync_mode: str = ZERO
-    """One of `protocol.update.sync_modes`."""
+    """One of `protocol.sync_modes`."""
     replication: int = 2
     """Owners of each shard's optimizer state."""
     local_steps: int = 1

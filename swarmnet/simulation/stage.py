@@ -23,19 +23,9 @@ from typing import Any
 
 import xxhash
 
+from swarmnet.batch import Batch, Documents
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import (
-    NONE,
-    BoundaryCodec,
-    boundary_codec,
-    coded_form,
-    row_bytes,
-    update_codec,
-)
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
-from swarmnet.simulation.coding import Coding, CodingTime
-from swarmnet.swarm.batch import Batch, Documents
-from swarmnet.swarm.ports import (
+from swarmnet.ports import (
     CodingErrors,
     Generation,
     LossResult,
@@ -44,6 +34,16 @@ from swarmnet.swarm.ports import (
     StepKey,
     undivided,
 )
+from swarmnet.protocol.codecs import (
+    NONE,
+    BoundaryCodec,
+    boundary_codec,
+    coded_form,
+    row_bytes,
+    update_codec,
+)
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
+from swarmnet.simulation.coding import Coding, CodingTime
 from swarmnet.wire import Array
 
 NUMBERS = 4

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarmnet.ports import Data, Device, InitialWeights, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.initial.data import SharedData
-from swarmnet.swarm.ports import Data, Device, InitialWeights, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.recovery.checkpointing import Disk
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.methods.contact import SPEC, SpecReply
+from swarmnet.ports import Data
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
@@ -28,9 +29,9 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.sync_modes import AUTO, DELAYED
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update.replica_phase import Phase, State
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.generation.service import GenerateService
 from swarmnet.swarm.initial.data import DataService, LateData
@@ -54,17 +55,16 @@ from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.pipeline.wiring import Wiring
-from swarmnet.swarm.ports import Data
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
-from swarmnet.swarm.recovery.handover import Handover
-from swarmnet.swarm.recovery.lost_samples import OnLoss
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.recovery.saved_models import SavedModels
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.handover import Handover
+from swarmnet.swarm.update.lost_samples import OnLoss
 from swarmnet.swarm.update.rounds import Rounds, Updates
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
@@ -116,7 +116,7 @@ class Peer:
     """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
     on_loss: OnLoss = lambda loss: None
     """Hears of the books that this peer closes for its stage (see
-    `swarm.recovery.lost_samples`)."""
+    `swarm.update.lost_samples`)."""
 
     def __post_init__(self) -> None:
         self._tasks = Tasks("peer")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership.records import MAX_SHARDS, record_bytes
-from swarmnet.protocol.pipeline.slots import num_slots_of, sample_indices
+from swarmnet.protocol.slots import num_slots_of, sample_indices
+from swarmnet.protocol.sync_modes import ZERO, SyncPlan
 from swarmnet.protocol.timing import BULK_S, CONNECT_S, PATIENCE_S, UPKEEP_S
-from swarmnet.protocol.update.sync_modes import ZERO, SyncPlan
 
 
 @dataclass(frozen=True, slots=True)

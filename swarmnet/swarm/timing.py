@@ -15,7 +15,7 @@ LOOK_LESS_S = 1.0
 (tests/swarm/membership/test_relaying.py)."""
 RETRY_S = 0.1
 """Rest before a peer that could not give something is asked again, or another one: the time in
-which a replica makes one part of an update (tests/swarm/recovery/test_lost_samples.py)."""
+which a replica makes one part of an update (tests/swarm/update/test_lost_samples.py)."""
 MAX_TRIES = 20
 """Tries for one thing that several peers could give, before what it is for is begun anew: two
 seconds of `RETRY_S`, in which a round may have changed it (tests/swarm/pipeline/test_bad_input.py).
@@ -25,4 +25,4 @@ SHARD_TIMEOUT_S = MAX_TRIES * BULK_S
 silent, ends the call before (tests/swarm/update/test_sync_modes.py)."""
 TOGETHER_S = 0.005
 """Sums of shards that are ready within this time travel in one message. Without it each takes one
-of its own (`tests/swarm/update/test_norms.py`)."""
+of its own (`tests/swarm/update/exchange/test_norms.py`)."""

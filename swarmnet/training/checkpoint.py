@@ -38,14 +38,14 @@ from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.files import is_full
+from swarmnet.ports import CodingErrors, OwnSteps, Saved, Snapshot, Unused
 from swarmnet.protocol.recovery import STRIDES
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import CodingErrors, OwnSteps, Saved, Snapshot, Unused
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.held_out_losses import add_losses, best_round, read_losses
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange
-from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
+from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.recovery")
@@ -143,7 +143,7 @@ class Meta:
 
 
 class CheckpointStore:
-    """The checkpoints of one peer in one run; implements `swarm.ports.Checkpoints`.
+    """The checkpoints of one peer in one run; implements `ports.Checkpoints`.
 
     Only one thread at a time may use it.
     """

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from swarmnet.batch import Batch
 from swarmnet.errors import DataError
-from swarmnet.swarm.batch import Batch
 from swarmnet.wire import Array
 
 
 class CustomSamples(Protocol):
-    """What a model's builder makes: `swarm.ports.Data`, but for a microbatch that may be a pair of
+    """What a model's builder makes: `ports.Data`, but for a microbatch that may be a pair of
     inputs and targets."""
 
     samples_per_microbatch: int
@@ -27,7 +27,7 @@ class CustomSamples(Protocol):
 
 
 class CustomData:
-    """Implements `swarm.ports.Data`: what a builder's data give becomes a `Batch` here."""
+    """Implements `ports.Data`: what a builder's data give becomes a `Batch` here."""
 
     def __init__(self, samples: CustomSamples) -> None:
         self.samples = samples

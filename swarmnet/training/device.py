@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import torch
 
 from swarmnet.errors import Busy, NotReady
+from swarmnet.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check, Passage
 from swarmnet.protocol.resource_limits import rest_s
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check, Passage
 
 MAX_WAITING = 1024
 """Pieces of work before one thread; more are refused with `Busy`."""
@@ -365,7 +365,7 @@ class _WorkThread:
 
 
 class DeviceThread:
-    """The queue before one device; implements `swarm.ports.Device`."""
+    """The queue before one device; implements `ports.Device`."""
 
     def __init__(self) -> None:
         self._thread = _WorkThread("device")
@@ -419,7 +419,7 @@ class DeviceThread:
 
 
 class DeviceSeat:
-    """A device that others work on too, as one of them sees it; implements `swarm.ports.Device`."""
+    """A device that others work on too, as one of them sees it; implements `ports.Device`."""
 
     def __init__(self, thread: _WorkThread) -> None:
         self.busy_s = 0.0
@@ -457,7 +457,7 @@ class DeviceSeat:
 
 class WorkerThread:
     """A thread for averaging, digests and data, or for the disk; implements
-    `swarm.ports.Worker`."""
+    `ports.Worker`."""
 
     def __init__(self, name: str = "averaging") -> None:
         self._thread = _WorkThread(name)

@@ -20,8 +20,8 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.checkpoint import OPTIMIZER_FILE, Meta, checksum
 from swarmnet.training.mapped_tensors import MappedFiles, Stored, stored_tensors
 from swarmnet.training.models.initial_weights import InitialLayout
+from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.training.optimizer.shards import MAX_STEPS
-from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 
 OWNED = ("zero", "delayed", "auto")
 """Modes of `[sync]` in which the owners of a shard have AdamW's moments of it."""

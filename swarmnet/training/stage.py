@@ -1,4 +1,4 @@
-"""A stage on one device: the mathematics behind `swarm.ports.Stage`.
+"""A stage on one device: the mathematics behind `ports.Stage`.
 
 The parts of a stage, each with a state of its own:
 
@@ -24,24 +24,21 @@ import torch
 import xxhash
 from torch import Tensor
 
+from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, NotSent, SpecError
+from swarmnet.ports import LossResult, Passage, StepKey
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec, boundary_codec
-from swarmnet.protocol.update.sync_modes import GOSSIP, LOCAL
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import Documents
-from swarmnet.swarm.ports import LossResult, Passage, StepKey
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.memory.device_copies import DeviceCopies, copies_of
-from swarmnet.training.memory.round_vectors import RoundVectors
 from swarmnet.training.models.base import (
     LayerBuilder,
     LayerContext,
     ModelPlan,
-    ParameterRange,
     TensorSpec,
     cut_shards,
-    describe_parameters,
 )
 from swarmnet.training.models.registry import (
     model_plan,
@@ -50,13 +47,14 @@ from swarmnet.training.models.registry import (
     stage_shards,
     tied_elements,
 )
-from swarmnet.training.optimizer.loss_scale import LossScale
 from swarmnet.training.passes.backward import BackwardPasses
 from swarmnet.training.passes.boundary import Boundary, finite_loss
 from swarmnet.training.passes.generation import StageGeneration
 from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.loss_scale import LossScale
 from swarmnet.training.passes.refusals import Fp16Refusals
+from swarmnet.training.passes.round_vectors import RoundVectors
 from swarmnet.wire import Array
 
 OWN_STEPS = (LOCAL, GOSSIP)
@@ -64,7 +62,7 @@ OWN_STEPS = (LOCAL, GOSSIP)
 
 
 class TorchStage:
-    """A replica's copy of a stage; implements `swarm.ports.Stage`.
+    """A replica's copy of a stage; implements `ports.Stage`.
 
     `forget` may be called from any thread; the rest as the port says.
 
@@ -408,16 +406,3 @@ def build_stage(
         codec=boundary_codec(spec.pipeline.codec),
         reuses_gradient=spec.sync.mode == "zero",
     )
-
-
-def stage_parameter_ranges(spec: RunSpec, stage_index: int) -> tuple[ParameterRange, ...]:
-    """Where each named parameter lies in the flat vector of a stage, without building it."""
-    plan = model_plan(spec)
-    return describe_parameters(split_stages(plan, spec.pipeline.num_stages)[stage_index])
-
-
-def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
-    """Elements of each shard of a stage, without building it."""
-    plan = model_plan(spec)
-    size = shard_parameters(spec, plan)
-    return stage_shards(plan, spec.pipeline.num_stages, stage_index, size)

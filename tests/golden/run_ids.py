@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.spec import load_spec
-from swarmnet.training.models.resolving import resolve
+from swarmnet.training.resolving import resolve
 
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("run_ids.json")

@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from swarmnet.ports import Data
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import Data
 from tests.oracles.plain_transformers import PlainTrainer
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from swarmnet.batch import IGNORED
+from swarmnet.ports import Data
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import IGNORED
-from swarmnet.swarm.ports import Data
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.models.model_config import load_config
 from swarmnet.training.optimizer.schedule import learning_rate

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swarmnet.batch import Batch
+from swarmnet.ports import Data
 from swarmnet.protocol.codecs import BoundaryCodec, boundary_codec
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import Batch
-from swarmnet.swarm.ports import Data
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.data import open_data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarmnet.protocol.membership.records import ACTIVE, Record, RoundCount
-from swarmnet.protocol.pipeline.slots import SlotSet, mask_of
+from swarmnet.protocol.slots import SlotSet, mask_of
 
 
 def record(peer_id: str, version: int = 0, *, incarnation: int = 1, **fields: object) -> Record:

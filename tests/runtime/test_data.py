@@ -15,7 +15,7 @@ from swarmnet.runtime.run_files import RunFiles
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.training.data import Place
-from swarmnet.training.models.resolving import Resolved, resolve_run
+from swarmnet.training.resolving import Resolved, resolve_run
 from tests.training.data.making import CHATML, tokenizer_folder, write_records
 from tests.training.specs import TEXT, small_spec, write_text
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from swarmnet.errors import UserError
+from swarmnet.ports import BACKWARD, FORWARD, OTHER
 from swarmnet.runtime.ranks import until_over
 from swarmnet.runtime.stuck import (
     LOOK_S,
@@ -20,7 +21,6 @@ from swarmnet.runtime.stuck import (
     until_stuck,
 )
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
 from swarmnet.training.device import KNOWN_AFTER, DeviceThread, Piece, WorkerThread
 
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.errors import Busy
+from swarmnet.ports import BACKWARD, FORWARD, OTHER, Passage
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.coding import PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, Passage
 
 SECONDS = {BACKWARD: 2.0, FORWARD: 1.0, OTHER: 0.5}
 

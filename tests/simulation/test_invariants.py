@@ -11,7 +11,7 @@ import pytest
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
 from swarmnet.simulation.invariants import InvariantBroken, Member, Monitor
 from swarmnet.simulation.stage import Gradient, contribution
-from swarmnet.swarm.recovery.lost_samples import Loss
+from swarmnet.swarm.update.lost_samples import Loss
 
 COMMITTED = range(4)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from swarmnet.protocol.codecs import INT4, INT8, TOPK
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation import population
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.clock import run
@@ -23,9 +23,9 @@ from swarmnet.simulation.scenario import Sample, Scenario, small_swarm, small_sw
 from swarmnet.simulation.stage import Sizes, SyntheticStage
 from swarmnet.simulation.swarm import Simulation, simulate
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.recovery.lost_samples import LostSamples
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.gossip_averaging import GossipAveraging
+from swarmnet.swarm.update.lost_samples import LostSamples
 
 NUM_SEEDS = 300
 CHUNK = 25

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from swarmnet.ports import Data, InitialWeights
 from swarmnet.runtime.compose import run_settings
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
@@ -28,10 +29,9 @@ from swarmnet.simulation.stage import (
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.peer import Identity, Machine, Peer
-from swarmnet.swarm.ports import Data, InitialWeights
 from swarmnet.swarm.recovery.checkpointing import Disk
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.training.data import open_data
 from swarmnet.training.optimizer.local_steps import build_local_steps, build_optimizer
 from swarmnet.training.stage import build_stage

@@ -10,7 +10,7 @@ import torch
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import build_layer, own_parameters
 from swarmnet.training.models.registry import model_plan
-from swarmnet.training.models.resolving import resolve_run
+from swarmnet.training.resolving import resolve_run
 from tests.swarm.harness import tiny_spec
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

@@ -23,8 +23,8 @@ from swarmnet.simulation.stage import (
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.pipeline.wiring import Passed, Wiring
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Array, Message
 from tests.swarm.harness import OpenSigner

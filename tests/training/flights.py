@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from swarmnet.batch import Batch
+from swarmnet.ports import Data, LossResult
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import Batch
-from swarmnet.swarm.ports import Data, LossResult
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.optimizer.shards import ShardedAdamW, build_optimizer
 from swarmnet.training.stage import TorchStage, build_stage

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swarmnet.swarm.batch import IGNORED, Batch, Documents
+from swarmnet.batch import IGNORED, Batch, Documents
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.wire import Array
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from swarmnet.errors import SpecError
+from swarmnet.ports import LossResult
 from swarmnet.run_identity import to_json
 from swarmnet.spec import ModelSpec, RunSpec
-from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.activation_choice import known_activations

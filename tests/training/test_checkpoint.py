@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from swarmnet.ports import OwnSteps, Snapshot
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import OwnSteps, Snapshot
 from swarmnet.training import checkpoint
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.checkpoint import FILES, META_FILE, CheckpointError, CheckpointStore

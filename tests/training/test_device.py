@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from swarmnet.errors import Busy, NotReady
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+from swarmnet.ports import BACKWARD, FORWARD, OTHER
 from swarmnet.training import device as device_module
 from swarmnet.training.device import DeviceThread, WorkerThread
 

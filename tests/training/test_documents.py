@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarmnet.batch import IGNORED, MAX_DOCUMENTS, Batch, check_documents, num_wanted
 from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import IGNORED, MAX_DOCUMENTS, Batch, check_documents, num_wanted
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.data import open_data

@@ -30,9 +30,9 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.family_probe import Tried, checked, try_family
 from swarmnet.training.models.model_config import load_config, longest_context
-from swarmnet.training.models.resolving import described, resolve_run
 from swarmnet.training.models.shrunk import shrunk_configs
 from swarmnet.training.models.source_weights import SourceWeights
+from swarmnet.training.resolving import described, resolve_run
 from tests.training.test_adapter import model_of, through
 
 SIZES = {

@@ -12,8 +12,7 @@ from swarmnet.errors import SpecError
 from swarmnet.protocol.membership.assignment import split_layers
 from swarmnet.training.layer_costs import TIMED_PASSES, WARM_PASSES, measure_layers
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
-from swarmnet.training.models.registry import model_plan, split_stages
-from swarmnet.training.stage import stage_parameter_ranges
+from swarmnet.training.models.registry import model_plan, split_stages, stage_parameter_ranges
 from tests.oracles.reference import ReferenceTrainer
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 from tests.training.specs import small_spec

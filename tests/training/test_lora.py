@@ -24,11 +24,11 @@ from swarmnet.training.models import packing
 from swarmnet.training.models.frozen import FrozenLinear
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, ModelWeights
 from swarmnet.training.models.model_folder import find_folder
-from swarmnet.training.models.registry import model_plan
-from swarmnet.training.models.resolving import described
+from swarmnet.training.models.registry import model_plan, stage_parameter_ranges
 from swarmnet.training.ranks.fsdp import check_split
 from swarmnet.training.ranks.tensor_parallel import check_cut
-from swarmnet.training.stage import TorchStage, build_stage, stage_parameter_ranges
+from swarmnet.training.resolving import described
+from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.swarm.initial.test_weights import folder_of
 from tests.swarm.lora_runs import LORA, initial_adapters, lora_run

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.ports import BACKWARD, FORWARD, OTHER, Passage
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, INT8, boundary_codec, coded_form
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, Passage
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.device import MAX_DEPARTING, DeviceThread

@@ -18,7 +18,7 @@ from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing, PrecisionName, choose_precision
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
-from swarmnet.training.optimizer.loss_scale import GROW_AFTER, MAX_TARGET, MIN_TARGET, LossScale
+from swarmnet.training.passes.loss_scale import GROW_AFTER, MAX_TARGET, MIN_TARGET, LossScale
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.training.flights import batch, fly, gradient, optimizers_of, parameters, update

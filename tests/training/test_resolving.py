@@ -10,9 +10,14 @@ import pytest
 from swarmnet.errors import SpecError
 from swarmnet.protocol import codecs
 from swarmnet.spec import BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY, RunSpec, load_spec, parse_spec
-from swarmnet.training.models.registry import model_plan, shard_parameters, split_stages
-from swarmnet.training.models.resolving import resolve
-from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
+from swarmnet.training.models.registry import (
+    model_plan,
+    shard_parameters,
+    split_stages,
+    stage_parameter_ranges,
+    stage_shard_sizes,
+)
+from swarmnet.training.resolving import resolve
 from tests.test_spec import LLAMA
 from tests.training.specs import small_spec
 

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from swarmnet.errors import NotReady, ProtocolViolation, SpecError
-from swarmnet.swarm.ports import LossResult
+from swarmnet.ports import LossResult
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.data import open_data
@@ -26,13 +26,9 @@ from swarmnet.training.models.base import (
     build_layer,
     describe_parameters,
 )
+from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.stage import (
-    TorchStage,
-    build_stage,
-    stage_parameter_ranges,
-    stage_shard_sizes,
-)
+from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.oracles.reference import ReferenceTrainer
 from tests.training.flights import batch, batch_of_slot, fly, gradient, named, parameters, stages_of

@@ -13,9 +13,8 @@ import pytest
 from swarmnet import errors, identity
 from swarmnet.methods import method, microbatch, ranges
 from swarmnet.methods.table import METHODS
-from swarmnet.protocol import backoff, codecs, timing, upgrade
+from swarmnet.protocol import backoff, codecs, slots, timing, upgrade
 from swarmnet.protocol.membership import records
-from swarmnet.protocol.pipeline import slots
 from swarmnet.protocol.update import placement
 from swarmnet.swarm.membership import discovery, relaying
 from swarmnet.transport import base, dialer, direct, frames, links, open_channels, relay

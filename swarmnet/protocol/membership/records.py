@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from swarmnet.protocol.pipeline.slots import EMPTY, SlotSet
-from swarmnet.protocol.update.sync_modes import Switch
+from swarmnet.protocol.slots import EMPTY, SlotSet
+from swarmnet.protocol.sync_modes import Switch
 
 Stamp = tuple[int, int]
 """(incarnation, version)"""

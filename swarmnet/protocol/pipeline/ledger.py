@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmnet.errors import Busy
-from swarmnet.protocol.pipeline.slots import slot_of
+from swarmnet.protocol.slots import slot_of
 
 StepKey = tuple[int, int]
 """(round, microbatch id)"""

@@ -17,7 +17,7 @@ from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
 from swarmnet.protocol.membership.view import ALL, View
-from swarmnet.protocol.pipeline.slots import all_slots, share_of, slots_in
+from swarmnet.protocol.slots import all_slots, share_of, slots_in
 
 
 @dataclass(frozen=True, slots=True)

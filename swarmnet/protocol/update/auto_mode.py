@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from swarmnet.protocol.membership.records import Record
-from swarmnet.protocol.update.sync_modes import DELAYED, ZERO, Switch, SyncPlan
+from swarmnet.protocol.sync_modes import DELAYED, ZERO, Switch, SyncPlan
 
 DELAYED_ABOVE, ZERO_BELOW = 0.25, 0.1
 """Bounds of the duration of an exchange over that of a round."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.protocol.sync_modes import SyncPlan
 
 
 class Turn(Enum):

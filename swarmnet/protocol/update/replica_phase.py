@@ -1,6 +1,6 @@
 """A replica's phase in a round, as one table: events in, commands out.
 
-`swarm.update.transitions` is the shell: it turns what happens into events and carries the commands
+`swarm.replica.transitions` is the shell: it turns what happens into events and carries the commands
 out. No clock, no task and no tensor is in here.
 """
 
@@ -54,7 +54,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
-from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.protocol.sync_modes import SyncPlan
 
 
 class State(Enum):

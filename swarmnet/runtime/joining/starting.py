@@ -39,12 +39,12 @@ def start_run(
     state_dir: Path | None = None,
 ) -> StartedRun:
     """The run of a `run.toml` after `--rounds` and `--seed`, its open keys resolved. `builder`: see
-    `swarmnet.training.models.resolving.resolve`. `data` and `tokenizer`: where this machine has
+    `swarmnet.training.resolving.resolve`. `data` and `tokenizer`: where this machine has
     them; it has none of the data where it `reads_data` not. `state_dir`: of the peer that starts
     it. Blocks for as long as it takes to read model and data. Raises `DataError` or `SpecError`."""
     written = with_overrides(load_spec(path), rounds=rounds, seed=seed)
     from swarmnet.training.data import Place
-    from swarmnet.training.models.resolving import resolve_run  # torch: after the cheap errors
+    from swarmnet.training.resolving import resolve_run  # torch: after the cheap errors
 
     place = Place(tuple(data), tokenizer) if reads_data else None
     continues = written.model.continues
@@ -62,6 +62,6 @@ def start_run(
 def files_of_run(path: Path, tokenizer: str = "") -> tuple[RunSpec, Mapping[str, bytes]]:
     """The run of a `run.toml` with what its model's folder says, as far as its data need it, and
     the contents of its files. `tokenizer`: where this machine has it. Raises `SpecError`."""
-    from swarmnet.training.models.resolving import with_files
+    from swarmnet.training.resolving import with_files
 
     return with_files(load_spec(path), tokenizer)

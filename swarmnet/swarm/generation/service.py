@@ -10,15 +10,15 @@ from typing import Generic, TypeVar
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
 from swarmnet.methods.microbatch import GENERATE, GenerateReply, GenerateRequest
+from swarmnet.ports import OTHER, Generation
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Session, Sessions, Wish
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.calls import serve
-from swarmnet.swarm.ports import OTHER, Generation
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.timing import LOOK_LESS_S
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

@@ -1,6 +1,6 @@
 """The run's data as tokens: given by a peer whose owner says so, fetched by those that have none.
 
-What is checked of them, and kept, is `swarm.ports.ComingData`'s. Here is the way: whom to ask, how
+What is checked of them, and kept, is `ports.ComingData`'s. Here is the way: whom to ask, how
 often, and what follows. A peer that has them feeds, and gives them on: the first owner's consent is
 that they came at all.
 """
@@ -13,15 +13,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarmnet.batch import Batch
 from swarmnet.errors import Busy, DataError, NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.methods.state import DATA_PART, DATA_SIZES, DataPartRequest, DataSizes, DataSource
-from swarmnet.protocol.backoff import LONGEST_PAUSE_S
-from swarmnet.protocol.membership.data_holders import are_few, givers
-from swarmnet.protocol.timing import ANSWER_S, BULK_S
-from swarmnet.swarm.batch import Batch
-from swarmnet.swarm.calls import call, serve
-from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import (
+from swarmnet.ports import (
     ComingData,
     Data,
     GivenData,
@@ -30,6 +25,11 @@ from swarmnet.swarm.ports import (
     WantedPart,
     Worker,
 )
+from swarmnet.protocol.backoff import LONGEST_PAUSE_S
+from swarmnet.protocol.membership.data_holders import are_few, givers
+from swarmnet.protocol.timing import ANSWER_S, BULK_S
+from swarmnet.swarm.calls import call, serve
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.timing import LOOK_LESS_S, MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
@@ -58,7 +58,7 @@ class SharedData:
 
 
 class LateData:
-    """Data that come while the peer works; implements `swarm.ports.Data`. Until then its record
+    """Data that come while the peer works; implements `ports.Data`. Until then its record
     does not say that it has any, so nobody asks."""
 
     def __init__(self) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.methods.state import RUN_FILE, FileReply, FileRequest
+from swarmnet.ports import Worker
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.swarm.calls import call, serve
-from swarmnet.swarm.ports import Worker
 from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message

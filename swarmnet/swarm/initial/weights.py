@@ -1,6 +1,6 @@
 """The weights that a run begins from: given shard by shard by whoever has the model's folder, and
 fetched by the first replica of a stage. All later ones fetch the stage from it, as in any round
-(`swarm.recovery.state_sync`).
+(`swarm.update.state_sync`).
 
 Where only adapters are trained, every replica of a stage fetches the base, once, and gives it to
 others from then on.
@@ -22,13 +22,13 @@ from typing import Any
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError, UserError
 from swarmnet.methods.state import INITIAL_SHARD, FetchReply, FetchRequest
+from swarmnet.ports import InitialWeights, Worker
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import InitialWeights, Worker
 from swarmnet.swarm.recovery.waiting_notice import SAY_EVERY_S
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_LESS_S
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
@@ -36,7 +36,7 @@ log = logging.getLogger("swarmnet.state_sync")
 
 FP32_BYTES = 4
 State = tuple[dict[str, Any], tuple[Array, ...]]
-"""Of a shard's optimizer, as `swarm.ports.Optimizer.export` gives it."""
+"""Of a shard's optimizer, as `ports.Optimizer.export` gives it."""
 
 
 @dataclass

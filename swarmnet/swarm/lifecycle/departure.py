@@ -11,9 +11,9 @@ from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSER
 from swarmnet.protocol.timing import BULK_S, CONNECT_S, PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
-from swarmnet.swarm.recovery.handover import Handover
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.rounds import Rounds
 
 log = logging.getLogger("swarmnet.peer")

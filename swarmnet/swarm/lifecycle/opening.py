@@ -12,9 +12,9 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.restart import Recovery
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
-from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.peer")
 

@@ -13,8 +13,8 @@ from swarmnet.methods.table import METHODS
 from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVING
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
 from swarmnet.protocol.timing import PATIENCE_S
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.departure import Departure
@@ -23,18 +23,18 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
-from swarmnet.swarm.recovery.handover import Handover
-from swarmnet.swarm.recovery.lost_samples import OnLoss
 from swarmnet.swarm.recovery.restart import Recovery
-from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging, Behind, Diverged
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
 from swarmnet.swarm.update.gossip_averaging import GossipAveraging
+from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.local_updates import LocalUpdates
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.lost_samples import OnLoss
 from swarmnet.swarm.update.rounds import Rounds, Updates, ZeroUpdates
+from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 

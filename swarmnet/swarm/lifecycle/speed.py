@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from swarmnet.swarm.machine import Machine
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.transport.base import Transport
 
 

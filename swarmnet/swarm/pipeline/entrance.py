@@ -8,15 +8,15 @@ from typing import Any
 
 from swarmnet.errors import Busy, NotReady, Stale
 from swarmnet.methods.microbatch import AdmitReply, AdmitRequest
+from swarmnet.ports import StepKey
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.pipeline.reservations import Reservations
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.flights import Flights
-from swarmnet.swarm.ports import StepKey
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from swarmnet.methods.microbatch import CommittedReply, CommittedRequest
-from swarmnet.protocol.pipeline.slots import slot_of
+from swarmnet.protocol.slots import slot_of
 from swarmnet.swarm.tasks import Tasks
 
 KEPT_COMMITS = 4

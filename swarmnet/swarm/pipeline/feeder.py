@@ -1,7 +1,7 @@
 """The feeder: launches slots of a round, counts those that returned, and seals its part of it.
 
 What it publishes is its part of the round's progress (`protocol.pipeline.progress`). A flight of a
-slot is a microbatch with an id of its own (`protocol.pipeline.slots`): no two flights have the
+slot is a microbatch with an id of its own (`protocol.slots`): no two flights have the
 same, and a restarted feeder does not repeat itself.
 """
 
@@ -22,12 +22,13 @@ from swarmnet.methods.microbatch import (
     StepReply,
     StepRequest,
 )
+from swarmnet.ports import Data
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import RoundCount
 from swarmnet.protocol.pipeline import progress
-from swarmnet.protocol.pipeline.slots import SlotSet, flight_id, slot_of
+from swarmnet.protocol.slots import SlotSet, flight_id, slot_of
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.fed_rounds import FedRound, FedRounds, OnRound
@@ -35,10 +36,9 @@ from swarmnet.swarm.pipeline.held_out import HeldOutLoss
 from swarmnet.swarm.pipeline.launch_rules import LaunchRules
 from swarmnet.swarm.pipeline.step import StepService, check_tokens
 from swarmnet.swarm.pipeline.wiring import Wiring
-from swarmnet.swarm.ports import Data
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from swarmnet.errors import NotReady
 from swarmnet.methods.microbatch import StepProgress, StepReply
+from swarmnet.ports import StepKey
 from swarmnet.protocol.timing import SMOOTHING
-from swarmnet.swarm.ports import StepKey
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.wire import Message

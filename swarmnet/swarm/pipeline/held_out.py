@@ -7,6 +7,7 @@ import logging
 
 from swarmnet.errors import Refused, SwarmnetError
 from swarmnet.methods.microbatch import EVALUATE, InferReply, InferRequest
+from swarmnet.ports import Data
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
@@ -14,7 +15,6 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.infer import infer_through
 from swarmnet.swarm.pipeline.wiring import Wiring
-from swarmnet.swarm.ports import Data
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S

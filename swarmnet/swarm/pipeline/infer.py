@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, Stale, SwarmnetError
 from swarmnet.methods.microbatch import INFER, LOGITS, InferReply, InferRequest
+from swarmnet.ports import OTHER, LossResult
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.pipeline.wiring import Wiring
-from swarmnet.swarm.ports import OTHER, LossResult
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from swarmnet.protocol import slots
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.membership.view import ALL
-from swarmnet.protocol.pipeline import feeding, progress, slots
+from swarmnet.protocol.pipeline import feeding, progress
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.update.replica import Replica
 
 
 class LaunchRules:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from swarmnet.batch import num_wanted
 from swarmnet.errors import NotReady, NotSent, ProtocolViolation, Stale, Taken
 from swarmnet.methods.microbatch import (
     ADMIT,
@@ -22,21 +23,20 @@ from swarmnet.methods.microbatch import (
     StepReply,
     StepRequest,
 )
+from swarmnet.ports import BACKWARD, FORWARD, LossResult, StepKey
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
-from swarmnet.swarm.batch import num_wanted
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.entrance import Entrance
 from swarmnet.swarm.pipeline.flights import Flight, Flights
 from swarmnet.swarm.pipeline.wiring import Passed, Wiring
-from swarmnet.swarm.ports import BACKWARD, FORWARD, LossResult, StepKey
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import MAX_TRIES
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

@@ -1,1 +1,1 @@
-"""When peers die, leave or come back: handover, lost samples, downloads, checkpoints."""
+"""When peers die, leave or come back: downloads, checkpoints, saved models."""

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import xxhash
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
 from swarmnet.protocol import recovery
 from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.records import MAX_LOSS
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.averaging import Averaging
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.recovery")

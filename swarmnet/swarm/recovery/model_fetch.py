@@ -3,7 +3,7 @@
 It is for peers that serve no stage. The digests of a stage's shards are those of one replica: in a
 round in which replicas differ, shards of several would be the model of none. Each shard comes from
 any of the replicas that say the same in their signed records, and is checked, as a joiner does it
-(`swarm.recovery.state_sync`). Replicas serve the parameters of their present round only: where the
+(`swarm.update.state_sync`). Replicas serve the parameters of their present round only: where the
 run moves on before all is here, the download is begun again."""
 
 from __future__ import annotations

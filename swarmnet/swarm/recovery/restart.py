@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.ports import Saved, Snapshot, Unused
 from swarmnet.protocol import recovery
 from swarmnet.protocol.membership.failure_detector import SILENCE_S, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
 from swarmnet.protocol.pipeline import progress
-from swarmnet.protocol.update.sync_modes import GOSSIP
+from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
-from swarmnet.swarm.ports import Saved, Snapshot, Unused
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.recovery.waiting_notice import WaitingNotice
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
-from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.recovery")
 

@@ -38,11 +38,11 @@ from swarmnet.methods.state import (
     SavedRequest,
     SavedRound,
 )
+from swarmnet.ports import Checkpoints, Worker
 from swarmnet.protocol.membership.records import DIGEST_BYTES, LEFT, OBSERVING, Record
 from swarmnet.protocol.timing import ANSWER_S, LAPSES, PATIENCE_S, UPKEEP_S
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import Checkpoints, Worker
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S, SHARD_TIMEOUT_S
 from swarmnet.transport.base import Request, Transport

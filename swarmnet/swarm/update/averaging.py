@@ -16,12 +16,12 @@ from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.methods.state import FetchRequest
 from swarmnet.methods.update import FOLLOWS
 from swarmnet.protocol.membership.records import JOINING
+from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
-from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.calls import notify
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.recovery.lost_samples import LostSamples, OnLoss
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
@@ -29,7 +29,6 @@ from swarmnet.swarm.update.exchange.aggregation import Aggregator, ContributionN
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Behind, Exchange
-from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.exchange.norms import Norms
 from swarmnet.swarm.update.exchange.outbox import Part
 from swarmnet.swarm.update.exchange.pace import ExchangePace
@@ -37,9 +36,10 @@ from swarmnet.swarm.update.exchange.service import ExchangeService
 from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.exchange.turns import Turns
+from swarmnet.swarm.update.lost_samples import LostSamples, OnLoss
+from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.ownership import Ownership
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 

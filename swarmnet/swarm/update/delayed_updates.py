@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.recovery.handover import Handover
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.update.auto_sync import AutoSync
 from swarmnet.swarm.update.averaging import Averaging, Pushed
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.handover import Handover
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.delayed_updates")

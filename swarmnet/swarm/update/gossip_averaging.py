@@ -23,21 +23,21 @@ from dataclasses import dataclass
 from swarmnet.errors import NotReady, Stale, SwarmnetError
 from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
 from swarmnet.methods.update import OFFER
+from swarmnet.ports import LocalSteps
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, MAX_RATE, Record
 from swarmnet.protocol.update.pairing import partner
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import LocalSteps
-from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.averaging import Averaging, Behind
-from swarmnet.swarm.update.exchange.members import BEHIND_ROUNDS
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
 from swarmnet.swarm.update.meeting import Meeting, Offer, Offers
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.members import BEHIND_ROUNDS
 from swarmnet.swarm.update.rounds import Rounds
+from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

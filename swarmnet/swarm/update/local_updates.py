@@ -1,7 +1,7 @@
 """`[sync] mode = "local"`: steps of each replica's own, and an outer step every so often.
 
 A round ends with an AdamW step of each replica on the gradient of the microbatches that it happened
-to get. In the rounds in which a shard is due (`protocol.update.sync_modes`), every replica pushes
+to get. In the rounds in which a shard is due (`protocol.sync_modes`), every replica pushes
 how far it has come since the last exchange, weighted by the tokens behind it, to the shard's
 primary, which makes the outer step on the mean; takeovers, backups and stragglers are as in mode
 `zero` (`protocol.update.shard_update`). All replicas go on from the result.
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.methods.state import FETCH_MOMENTS, FetchReply, FetchRequest
+from swarmnet.ports import LocalSteps
 from swarmnet.protocol.membership.records import Record
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import LocalSteps
-from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging, Behind, Pushed
 from swarmnet.swarm.update.exchange.aggregation import strike
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds
+from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

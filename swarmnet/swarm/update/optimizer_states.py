@@ -18,9 +18,9 @@ from swarmnet.protocol.membership.records import bitmap
 from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import SHARD_TIMEOUT_S
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
+from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update.placement import (
     Placement,
@@ -31,13 +32,12 @@ from swarmnet.protocol.update.placement import (
     weights_from,
 )
 from swarmnet.protocol.update.roster import Roster, first_ballot
-from swarmnet.protocol.update.sync_modes import GOSSIP, SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.update.exchange.members import ExchangeMembers
+from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
-from swarmnet.swarm.update.replica import Replica, follows_tied
 from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.ownership")

@@ -16,22 +16,22 @@ from typing import Protocol
 from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
 from swarmnet.methods.microbatch import COMMITTED as ASK_COMMITTED
 from swarmnet.methods.microbatch import Commit, CommittedReply, CommittedRequest
+from swarmnet.ports import BACKWARD
 from swarmnet.protocol.membership.failure_detector import ALIVE, SUSPECT, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
+from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.protocol.update import divergence
-from swarmnet.protocol.update.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.step import StepService
-from swarmnet.swarm.ports import BACKWARD
-from swarmnet.swarm.recovery.handover import Handover
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.averaging import Averaging, Diverged, Pushed
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.handover import Handover
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 

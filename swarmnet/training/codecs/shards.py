@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.ports import CodingErrors
 from swarmnet.protocol.codecs import (
     CHUNK,
     ERROR_DECAY,
@@ -20,7 +21,6 @@ from swarmnet.protocol.codecs import (
     coded_form,
     update_codec,
 )
-from swarmnet.swarm.ports import CodingErrors
 from swarmnet.training.arrays import (
     check_finite,
     check_shape,
@@ -36,7 +36,7 @@ ROW = CHUNK
 
 
 class TorchShardCodec:
-    """Implements `swarm.ports.ShardCodec` for one replica's stage.
+    """Implements `ports.ShardCodec` for one replica's stage.
 
     The error of contributions is held in bfloat16, 2 bytes a parameter: what that rounds away is
     at most 2^-8 of what coding has lost. It is for the next contribution in the same codec. So what

@@ -6,7 +6,7 @@
 - `chat` and `encoding`: documents as tokens, and which of them are learned;
 - `tokenizing`, `store` and `cache`: all documents of a source on the disk, once;
 - `held_out`, `order` and `packing`: samples out of documents;
-- `text_data`: samples of all sources, as the swarm takes them (`swarm.ports.Data`).
+- `text_data`: samples of all sources, as the swarm takes them (`ports.Data`).
 """
 
 from swarmnet.training.data.opening import Place, open_data, open_data_at

@@ -1,4 +1,4 @@
-"""The tokens of a run's data, as they come from other peers; implements `swarm.ports.ComingData`.
+"""The tokens of a run's data, as they come from other peers; implements `ports.ComingData`.
 
 They lie in the cache, in a folder for the run's fingerprint: a store for each source, and
 `sizes.json`. Nothing is believed of whoever gives them:
@@ -30,8 +30,8 @@ import numpy as np
 import xxhash
 
 from swarmnet.errors import DataError, ProtocolViolation
+from swarmnet.ports import DATA_PART_BYTES, SourceSize, WantedPart
 from swarmnet.spec import RunSpec, SourceSpec
-from swarmnet.swarm.ports import DATA_PART_BYTES, SourceSize, WantedPart
 from swarmnet.training.data.cache import SIZES, usable_root
 from swarmnet.training.data.encoding import Encoder
 from swarmnet.training.data.opening import Place, encoder_of, text_of

@@ -33,7 +33,7 @@ from swarmnet.training.models.registry import model_plan
 from swarmnet.training.tokenizer_files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
-    from swarmnet.swarm.ports import Data
+    from swarmnet.ports import Data
 
 log = logging.getLogger("swarmnet.data")
 

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from swarmnet.protocol.pipeline.slots import round_keys
+from swarmnet.protocol.slots import round_keys
 
 
 def seed_of(seed: int, *purpose: object) -> int:
@@ -16,7 +16,7 @@ def seed_of(seed: int, *purpose: object) -> int:
 
 
 class Permutation:
-    """`protocol.pipeline.slots.permuted` of many positions at once."""
+    """`protocol.slots.permuted` of many positions at once."""
 
     def __init__(self, seed: int, size: int, epoch: int = 0) -> None:
         self.size = size
@@ -39,7 +39,7 @@ class Permutation:
 
 
 def mixed(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64, see `protocol.pipeline.slots`; uint64."""
+    """The finalizer of splitmix64, see `protocol.slots`; uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

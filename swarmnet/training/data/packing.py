@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from swarmnet.swarm.batch import IGNORED
+from swarmnet.batch import IGNORED
 from swarmnet.training.data.held_out import Division
 from swarmnet.training.data.order import Permutation
 from swarmnet.training.data.store import numbers_to

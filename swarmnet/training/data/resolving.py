@@ -7,9 +7,9 @@ import logging
 import math
 
 from swarmnet.errors import DataError
+from swarmnet.ports import Data
 from swarmnet.protocol.codecs import AUTO
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import Data
 from swarmnet.training.data.held_out import MOST_TIMES, is_less_than_sample
 from swarmnet.training.data.opening import (
     Place,

@@ -1,4 +1,4 @@
-"""The samples of a run's sources, trained on and held out; implements `swarm.ports.Data`."""
+"""The samples of a run's sources, trained on and held out; implements `ports.Data`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swarmnet.batch import Batch
+from swarmnet.ports import SourceSize
 from swarmnet.protocol.pipeline.mixing import Mixture
-from swarmnet.protocol.pipeline.slots import permuted
+from swarmnet.protocol.slots import permuted
 from swarmnet.spec import SourceSpec
-from swarmnet.swarm.batch import Batch
-from swarmnet.swarm.ports import SourceSize
 from swarmnet.training.arrays import from_numpy
 from swarmnet.training.data.encoding import Encoder
 from swarmnet.training.data.order import seed_of
@@ -40,7 +40,7 @@ class SourceData:
 class TextData:
     """Samples of text. Pure: the same index is the same sample on every machine.
 
-    One source has as many samples as it has; `protocol.pipeline.slots` puts them into the order of
+    One source has as many samples as it has; `protocol.slots` puts them into the order of
     an epoch. Of several, the samples are one endless row (`protocol.pipeline.mixing`), and each
     source has its own epochs, in the order of its own seed.
     """
@@ -105,14 +105,14 @@ class TextData:
         return found
 
     def sizes(self) -> tuple[SourceSize, ...]:
-        """As `swarm.ports.GivenData`."""
+        """As `ports.GivenData`."""
         abouts = [s.about for s in self._trained]
         return tuple(
             SourceSize(a.fingerprint, a.num_documents, a.num_tokens, a.num_bytes) for a in abouts
         )
 
     def part(self, source: int, file: str, offset: int, length: int) -> bytes | None:
-        """As `swarm.ports.GivenData`."""
+        """As `ports.GivenData`."""
         if not 0 <= source < self.num_trained:
             return None
         return self._trained[source].store.file(f"{file}.bin")[offset : offset + length].tobytes()

@@ -53,13 +53,12 @@ from swarmnet.protocol.codecs import (
     row_bytes,
     update_codec,
 )
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.base import describe_buffers, describe_frozen, num_parameters
 from swarmnet.training.models.lora import is_packed, packing_of
 from swarmnet.training.models.packing import BITS
-from swarmnet.training.models.registry import model_plan, split_stages
-from swarmnet.training.stage import stage_parameter_ranges
+from swarmnet.training.models.registry import model_plan, split_stages, stage_parameter_ranges
 
 FP32_BYTES, LOW_BYTES = 4, 2
 MODES = (ZERO, DELAYED, LOCAL, GOSSIP)

@@ -1,4 +1,4 @@
-"""The weights that a run began from, on one machine; implements `swarm.ports.InitialWeights`.
+"""The weights that a run began from, on one machine; implements `ports.InitialWeights`.
 
 Where a model is trained whole, these are the first parameters of its stages: those of a model's
 folder, or those that another run ended with (`swarmnet.training.continuing`). Every replica of a

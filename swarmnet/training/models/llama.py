@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from swarmnet.batch import IGNORED
 from swarmnet.spec import ModelSpec
-from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.models.base import (
     CachePlan,
     LayerBuilder,

@@ -18,6 +18,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
+    ParameterRange,
     cut_shards,
     describe_frozen,
     describe_parameters,
@@ -214,3 +215,16 @@ def _check_plan(plan: ModelPlan, builder: str) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
+
+
+def stage_parameter_ranges(spec: RunSpec, stage_index: int) -> tuple[ParameterRange, ...]:
+    """Where each named parameter lies in the flat vector of a stage, without building it."""
+    plan = model_plan(spec)
+    return describe_parameters(split_stages(plan, spec.pipeline.num_stages)[stage_index])
+
+
+def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
+    """Elements of each shard of a stage, without building it."""
+    plan = model_plan(spec)
+    size = shard_parameters(spec, plan)
+    return stage_shards(plan, spec.pipeline.num_stages, stage_index, size)

@@ -31,7 +31,7 @@ CLIP_EPSILON = 1e-6
 
 
 class TorchLocalSteps:
-    """Implements `swarm.ports.LocalSteps` for one stage."""
+    """Implements `ports.LocalSteps` for one stage."""
 
     def __init__(
         self, stage: TorchStage, optimizer: ShardedAdamW, outer: OuterNesterov, spec: OptimizerSpec

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.ports import ShardCodec
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.update import robust
-from swarmnet.swarm.ports import ShardCodec
 from swarmnet.training.arrays import (
     LARGEST_VALUE,
     from_tensor,
@@ -53,7 +53,7 @@ class OuterState:
 
 
 class OuterNesterov:
-    """The outer momentum of the shards that a replica holds; implements `swarm.ports.Optimizer`."""
+    """The outer momentum of the shards that a replica holds; implements `ports.Optimizer`."""
 
     def __init__(
         self,

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.ports import ShardCodec
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.update import robust
 from swarmnet.spec import OptimizerSpec, RunSpec
-from swarmnet.swarm.ports import ShardCodec
 from swarmnet.training.arrays import from_tensor, is_finite, sum_of_squares, to_tensor
 from swarmnet.training.codecs.shards import coded_result, shard_codec_of
 from swarmnet.training.models.base import ParameterRange
@@ -72,7 +72,7 @@ class ShardState:
 
 
 class ShardedAdamW:
-    """The optimizer state of the shards that a replica owns; implements `swarm.ports.Optimizer`."""
+    """The optimizer state of the shards that a replica owns; implements `ports.Optimizer`."""
 
     def __init__(
         self,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from swarmnet.training.optimizer.loss_scale import LossScale
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.loss_scale import LossScale
 from swarmnet.training.passes.refusals import Fp16Refusals
 
 log = logging.getLogger("swarmnet.training")

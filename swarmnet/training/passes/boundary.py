@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from swarmnet.batch import IGNORED, Documents, check_documents
 from swarmnet.errors import ProtocolViolation, RemoteError
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec
-from swarmnet.swarm.batch import IGNORED, Documents, check_documents
 from swarmnet.training.arrays import LARGEST_VALUE, check_shape, to_tensor
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.models.base import LayerContext, ModelPlan, TensorSpec

@@ -13,10 +13,10 @@ from torch import Tensor
 from swarmnet.errors import NotReady, ProtocolViolation, RemoteError
 from swarmnet.protocol.generation import MAX_TOKENS, pass_tokens
 from swarmnet.training.arrays import from_tensor, to_tensor
-from swarmnet.training.memory.round_vectors import RoundVectors
 from swarmnet.training.models.base import CachePlan, LayerContext, TakesContext
 from swarmnet.training.passes.boundary import Boundary
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.round_vectors import RoundVectors
 from swarmnet.wire import Array
 
 
@@ -27,7 +27,7 @@ class _Text:
 
 
 class StageGeneration:
-    """Implements `swarm.ports.Generation`; all on the device thread."""
+    """Implements `ports.Generation`; all on the device thread."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmnet.swarm.ports import StepKey
+from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerContext
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from swarmnet.errors import SpecError
-from swarmnet.swarm.ports import StepKey
+from swarmnet.ports import StepKey
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.memory.offload import FilePlace, HostPlace, OffloadedPass, Place

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
+from swarmnet.ports import StepKey
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import StepKey
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from swarmnet.batch import Documents
 from swarmnet.errors import SwarmnetError
-from swarmnet.swarm.batch import Documents
-from swarmnet.swarm.ports import LossResult, Passage, StepKey, undivided
+from swarmnet.ports import LossResult, Passage, StepKey, undivided
 from swarmnet.training.computing import Computing
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.rank_stage import RankStage
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class LeadStage(RankStage):
-    """Rank 0's stage: implements `swarm.ports.Stage` for the swarm, and tells the other ranks each
+    """Rank 0's stage: implements `ports.Stage` for the swarm, and tells the other ranks each
     call before it makes it. All that the swarm sees of it is a stage. Its passages are undivided:
     all ranks refuse a microbatch, or none, before the next call."""
 

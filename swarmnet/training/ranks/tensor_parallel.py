@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from swarmnet.batch import IGNORED
 from swarmnet.errors import SpecError
 from swarmnet.spec import ModelSpec, RunSpec
-from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.models.base import LayerBuilder
 
 MAX_RANKS = 64

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from swarmnet.ports import StepKey
 from swarmnet.spec import ModelSpec, RunSpec
-from swarmnet.swarm.ports import StepKey
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from peer.cli import app
 from peer.commands.data import shown
-from swarmnet.swarm.batch import IGNORED
+from swarmnet.batch import IGNORED
 from swarmnet.training.data.encoding import open_encoder
 from swarmnet.training.data.packing import Sample
 from tests.training.data.making import CHATML, tokenizer_folder, write_records

@@ -11,7 +11,7 @@ from peer.cli import app
 from peer.machine.measured_layers import write_layers
 from swarmnet.spec import load_spec, parse_spec
 from swarmnet.training.memory.plan import MODES
-from swarmnet.training.models.resolving import resolve
+from swarmnet.training.resolving import resolve
 
 SPEC = Path(__file__).parents[3] / "peer" / "default.toml"
 

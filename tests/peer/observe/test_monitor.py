@@ -36,7 +36,7 @@ from swarmnet.protocol.membership.records import (
     Record,
     RoundCount,
 )
-from swarmnet.protocol.update.sync_modes import Switch
+from swarmnet.protocol.sync_modes import Switch
 from tests.protocol.making import counted
 
 GLOBAL_BATCH = 8

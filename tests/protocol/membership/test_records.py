@@ -30,8 +30,8 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import round_progress
-from swarmnet.protocol.pipeline.slots import MAX_SLOTS, SlotSet, all_slots
-from swarmnet.protocol.update.sync_modes import Switch
+from swarmnet.protocol.slots import MAX_SLOTS, SlotSet, all_slots
+from swarmnet.protocol.sync_modes import Switch
 from swarmnet.wire import pack
 
 

@@ -19,7 +19,7 @@ from swarmnet.protocol.pipeline.progress import (
     stuck_slot,
     turn_of,
 )
-from swarmnet.protocol.pipeline.slots import SlotSet, mask_of, next_slot, share_of, slots_in
+from swarmnet.protocol.slots import SlotSet, mask_of, next_slot, share_of, slots_in
 from tests.protocol.making import counted, record, slots
 
 R = 4

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.protocol.membership.records import MAX_RATE
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, SyncPlan
 from swarmnet.protocol.update.auto_mode import MOST_STEPS, Adviser, Chooser, local_steps_for
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, SyncPlan
 
 any_s = st.floats(0.0, MAX_RATE)
 

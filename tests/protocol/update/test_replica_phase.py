@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import pytest
 
+from swarmnet.protocol.sync_modes import DELAYED, SyncPlan
 from swarmnet.protocol.update.replica_phase import (
     ANSWERS,
     TABLE,
@@ -37,7 +38,6 @@ from swarmnet.protocol.update.replica_phase import (
     Row,
     State,
 )
-from swarmnet.protocol.update.sync_modes import DELAYED, SyncPlan
 
 LAST_ROUND, MAX_MICROBATCHES, DEPTH = 2, 2, 14
 PLAN = SyncPlan(DELAYED, rounds=100)

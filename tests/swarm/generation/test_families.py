@@ -11,9 +11,9 @@ import pytest
 from swarmnet.errors import UserError
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.model_config import load_config
-from swarmnet.training.models.resolving import resolve
 from swarmnet.training.models.shrunk import shrunk_configs
 from swarmnet.training.passes.generation import StageGeneration
+from swarmnet.training.resolving import resolve
 from tests.swarm.generation.test_generating import Asker, exported, start, working, write
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.training.test_families import FAMILIES, INDEXED, SIZES, canonical

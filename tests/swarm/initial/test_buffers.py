@@ -24,8 +24,8 @@ from swarmnet.training.byte_tokenizer import byte_tokenizer_files
 from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
-from swarmnet.training.models.resolving import Resolved, resolve_run
 from swarmnet.training.ranks.fsdp import check_split
+from swarmnet.training.resolving import Resolved, resolve_run
 from swarmnet.training.stage import build_stage
 from tests.oracles.plain_transformers import PlainTrainer
 from tests.peer.commands.test_export import observer

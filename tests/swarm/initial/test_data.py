@@ -11,11 +11,11 @@ import pytest
 
 from swarmnet.errors import WrongRun
 from swarmnet.methods.state import DataPartRequest
+from swarmnet.ports import SharableData, SourceSize
 from swarmnet.protocol.membership.data_holders import ENOUGH_HOLDERS
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.data import SharedData
-from swarmnet.swarm.ports import SharableData, SourceSize
 from swarmnet.training.data import Place, TextData
 from swarmnet.training.data.coming import ComingText
 from swarmnet.training.data.resolving import with_data

@@ -14,7 +14,7 @@ from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.byte_tokenizer import byte_tokenizer_files
 from swarmnet.training.models.initial_weights import ModelWeights
-from swarmnet.training.models.resolving import resolve_run
+from swarmnet.training.resolving import resolve_run
 from swarmnet.wire import Array
 from tests.oracles.plain_transformers import PlainTrainer
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec

@@ -17,7 +17,7 @@ from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.swarm import Simulation
 from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.pipeline.wiring import Passed, Wiring
-from swarmnet.swarm.update.transitions import Transitions
+from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.stage import TorchStage
 from swarmnet.transport.base import Request

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet.batch import Batch
 from swarmnet.errors import (
     Busy,
     ProtocolViolation,
@@ -35,17 +36,16 @@ from swarmnet.methods.microbatch import (
 )
 from swarmnet.methods.records import GossipRequest, Records, SignedRecord, Suspicion, Unreached
 from swarmnet.methods.update import ReduceRequest
+from swarmnet.ports import LossResult, Passage
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RATE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
-from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.pipeline.flights import Flight
-from swarmnet.swarm.ports import LossResult, Passage
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Array, Message, convert, pack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmnet.methods.microbatch import CommittedReply, CommittedRequest
-from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
+from swarmnet.protocol.sync_modes import DELAYED, ZERO
 from swarmnet.simulation.network import SimulatedNetwork
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.update.rounds import Rounds

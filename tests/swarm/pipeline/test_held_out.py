@@ -12,6 +12,7 @@ import pytest
 
 from swarmnet.errors import NotReady, Refused, Stale
 from swarmnet.methods.microbatch import EVALUATE, InferReply, InferRequest
+from swarmnet.ports import Data
 from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
 from swarmnet.runtime.run import stop_when_done
@@ -21,7 +22,6 @@ from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
 from swarmnet.swarm.pipeline.infer import infer_through
 from swarmnet.swarm.pipeline.wiring import Wiring
-from swarmnet.swarm.ports import Data
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.transport.base import Request

@@ -10,7 +10,7 @@ import pytest
 
 from swarmnet.protocol.pipeline.routing import DEADLINE_FACTOR
 from swarmnet.protocol.timing import PATIENCE_S
-from swarmnet.swarm.update.measurements import Measurements
+from swarmnet.swarm.replica.measurements import Measurements
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 FOUND_OUT_S, SPAN_S = 90.0, 30.0

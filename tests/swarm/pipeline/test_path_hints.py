@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from swarmnet.ports import LossResult, Passage
 from swarmnet.protocol.pipeline.ledger import StepKey
-from swarmnet.swarm.ports import LossResult, Passage
 from swarmnet.training.stage import TorchStage
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 

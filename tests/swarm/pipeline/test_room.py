@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnet.errors import Busy, NoRoute, Stale, SwarmnetError
+from swarmnet.ports import FORWARD, OTHER
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline.ledger import Ledger
 from swarmnet.protocol.pipeline.reservations import RESERVED_S
@@ -17,7 +18,6 @@ from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.pipeline.asking import ASK_WORK_S
 from swarmnet.swarm.pipeline.flights import Flight
-from swarmnet.swarm.ports import FORWARD, OTHER
 from swarmnet.wire import Message
 from tests.swarm.one_replica import (
     CALLEE,

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.batch import Batch
+from swarmnet.ports import Data
 from swarmnet.runtime.compose import run_settings
 from swarmnet.runtime.joining.past import open_ended, past_line
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import Batch
-from swarmnet.swarm.ports import Data
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointStore, find_checkpoints
 from swarmnet.training.data import open_data
 from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
-from swarmnet.training.models.resolving import Resolved, resolve, resolve_run
+from swarmnet.training.resolving import Resolved, resolve, resolve_run
 from tests.numerics.test_lora import Losses
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
 from tests.swarm.initial.test_weights import folder_of

@@ -19,8 +19,8 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointStore, find_checkpoints
 from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
-from swarmnet.training.models.resolving import Resolved, resolve, resolve_run
 from swarmnet.training.models.source_weights import TIED
+from swarmnet.training.resolving import Resolved, resolve, resolve_run
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.swarm.initial.test_weights import folder_of
 from tests.swarm.lora_runs import LORA

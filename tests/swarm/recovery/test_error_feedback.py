@@ -18,8 +18,8 @@ from torch import Tensor
 from swarmnet.errors import NotReady
 from swarmnet.protocol.codecs import UPDATE_CODECS
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
+from swarmnet.swarm.update.handover import Handover
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.codecs.shards import TorchShardCodec
 from swarmnet.transport.base import Request

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.ports import Snapshot
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S, STRIDES
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.ports import Snapshot
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointError, CheckpointStore, read_metas
 from swarmnet.wire import Array

@@ -21,7 +21,7 @@ from swarmnet.swarm.recovery.model_fetch import fetch_model
 from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.checkpoint import CheckpointStore, Meta, load_parameters
-from swarmnet.training.stage import stage_shard_sizes
+from swarmnet.training.models.registry import stage_shard_sizes
 from tests.swarm.harness import OpenSigner, Swarm, in_virtual_time, tiny_spec
 
 ROUNDS = 60

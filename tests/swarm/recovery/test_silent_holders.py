@@ -17,12 +17,12 @@ import xxhash
 
 from peer.commands.export import DiskParts
 from swarmnet.errors import Busy, UserError
+from swarmnet.ports import Saved, Snapshot
 from swarmnet.protocol.membership.records import ACTIVE, LEFT, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import Saved, Snapshot
 from swarmnet.swarm.recovery.saved_models import (
     MAX_KEPT,
     OVERDUE_S,

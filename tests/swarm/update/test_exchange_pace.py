@@ -11,14 +11,14 @@ import pytest
 from swarmnet.protocol.codecs import NONE, UPDATE_CODECS
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, Record
-from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
+from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
+from swarmnet.swarm.replica.measurements import Measurements
+from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
 from swarmnet.swarm.update.exchange.turns import Turns
-from swarmnet.swarm.update.measurements import Measurements
-from swarmnet.swarm.update.transitions import Transitions
 from tests.swarm.even_links import simulate_even_links
 
 ROUND_S, EXCHANGE_S = 1000.0, 200.0

@@ -17,8 +17,8 @@ import pytest
 
 from swarmnet.protocol.update.roster import ALIVE, Ballot, Roster, Standing
 from swarmnet.protocol.update.shard_facts import Facts
-from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.exchange.progress import Progress, SumWaits
+from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import intercept_calls

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.ports import LocalSteps, Snapshot
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.recovery import SETTLE_S
 from swarmnet.protocol.update.pairing import partner
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.ports import LocalSteps, Snapshot
 from swarmnet.swarm.recovery.checkpointing import Disk, _own_steps
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.checkpoint import CheckpointStore

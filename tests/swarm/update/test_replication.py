@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.batch import Batch
 from swarmnet.errors import NotReady
 from swarmnet.methods.update import ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE, bitmap
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from swarmnet.errors import DataError, ProtocolViolation
+from swarmnet.ports import SourceSize, WantedPart
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import SourceSize, WantedPart
 from swarmnet.training.data import Place, TextData, coming, open_data
 from swarmnet.training.data.coming import ComingText
 from swarmnet.training.data.encoding import tokenizer_files

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from swarmnet.batch import IGNORED
 from swarmnet.errors import DataError
-from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import TextData, chat_sandbox
 from swarmnet.training.data.chat import ChatTemplate

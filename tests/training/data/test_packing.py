@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.protocol.pipeline.slots import permuted
-from swarmnet.swarm.batch import IGNORED
+from swarmnet.batch import IGNORED
+from swarmnet.protocol.slots import permuted
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import TextData
 from swarmnet.training.data.order import Permutation

@@ -16,7 +16,7 @@ from swarmnet.spec import RunSpec, load_spec, parse_spec
 from swarmnet.training.data import Place, TextData, open_data, open_data_at
 from swarmnet.training.data.held_out import divide
 from swarmnet.training.data.resolving import is_same, measures_the_same
-from swarmnet.training.models.resolving import described, resolve_run
+from swarmnet.training.resolving import described, resolve_run
 from tests.training.data.making import CHATML, tokenizer_folder, write_records
 from tests.training.specs import TEXT, small_spec, write_text
 

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet.batch import Documents
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import Documents
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.computing import Computing

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from swarmnet.errors import RemoteError
-from swarmnet.training.optimizer.loss_scale import LossScale
 from swarmnet.training.passes.backward import BackwardPasses
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.loss_scale import LossScale
 from swarmnet.training.passes.refusals import Fp16Refusals
 from tests.training.passes.models import WIDTH, linear_layers
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.batch import IGNORED
 from swarmnet.errors import NotReady, ProtocolViolation, SpecError
+from swarmnet.ports import LossResult
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.batch import IGNORED
-from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.registry import model_plan

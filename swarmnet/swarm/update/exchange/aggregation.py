@@ -21,13 +21,13 @@ from typing import TypeVar
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.methods.update import CONTRIBUTIONS, ContributionsReply, ContributionsRequest
+from swarmnet.ports import Optimizer, Worker
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import Optimizer, Worker
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import RETRY_S, TOGETHER_S
 from swarmnet.swarm.update.exchange.norms import ATTEMPT_S

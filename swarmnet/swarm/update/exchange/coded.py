@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import NONE, coded_form, row_bytes
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.wire import Array
 
 

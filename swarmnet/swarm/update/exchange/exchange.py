@@ -21,6 +21,7 @@ from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.exchange.books import Books
@@ -32,7 +33,6 @@ from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
 from swarmnet.swarm.update.exchange.steps import ExchangeSteps
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")

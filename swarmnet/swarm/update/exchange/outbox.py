@@ -39,11 +39,11 @@ from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_turn import has_moved_on, has_not_begun
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.coded import check_result, coded_bytes
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.sums_ahead import SumsAhead
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import MAX_ARRAYS, Array, Message
 
 log = logging.getLogger("swarmnet.averaging")

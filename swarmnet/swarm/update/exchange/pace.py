@@ -14,13 +14,13 @@ from statistics import median_high
 
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import Record
-from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.exchange.coded import stage_bytes
 from swarmnet.swarm.update.exchange.turns import LONGEST_UPLOAD_S, Turns
-from swarmnet.swarm.update.replica import Replica
 
 WAIT_FACTOR = 4.0
 """The deadline for contributions, over what a round's exchange took lately."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update.shard_facts import CLIPPING, COPYING, FOLLOWING, STEPPING, Facts
-from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.members import ExchangeMembers
 
 log = logging.getLogger("swarmnet.averaging")
 

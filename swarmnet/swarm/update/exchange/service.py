@@ -36,6 +36,7 @@ from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.membership.access import may_contribute, shows_round
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
@@ -47,7 +48,6 @@ from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from swarmnet.swarm.update.exchange.sums_ahead import SumsHere
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

@@ -13,17 +13,17 @@ import xxhash
 
 from swarmnet.errors import NotReady, ProtocolViolation
 from swarmnet.methods.update import MirrorRequest
+from swarmnet.ports import CodingErrors
 from swarmnet.protocol.codecs import NONE
-from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import CodingErrors
+from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.update.exchange.aggregation import Aggregator, Part
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import applied
 from swarmnet.swarm.update.exchange.norms import Norms
 from swarmnet.swarm.update.optimizer_states import CREATED, LATE, OptimizerStates, descended
-from swarmnet.swarm.update.replica import Replica, follows_tied
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")

@@ -11,13 +11,13 @@ from swarmnet.errors import Stale, UserError
 from swarmnet.methods.update import MirrorRequest
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
+from swarmnet.swarm.replica.replica import Replica, decides_tied, follows_tied
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.outbox import Feed, Outbox
 from swarmnet.swarm.update.exchange.shard_work import Before, Result, ShardWork, Total
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
-from swarmnet.swarm.update.replica import Replica, decides_tied, follows_tied
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")

@@ -33,12 +33,12 @@ from swarmnet.protocol.update.exchange_turn import has_moved_on
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica, decides_tied
 from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
 from swarmnet.swarm.update.exchange.coded import check_coded, check_result
-from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import Total
-from swarmnet.swarm.update.replica import Replica, decides_tied
+from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.averaging")

@@ -20,14 +20,14 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar
 
 from swarmnet.errors import NotReady, Stale
+from swarmnet.ports import Check, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import Ledger
+from swarmnet.protocol.sync_modes import Switch, SyncPlan
 from swarmnet.protocol.update.replica_phase import Heard, Phase
-from swarmnet.protocol.update.sync_modes import Switch, SyncPlan
-from swarmnet.swarm.ports import Check, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
-from swarmnet.swarm.update.measurements import Measurements
-from swarmnet.swarm.update.transitions import Transitions
+from swarmnet.swarm.replica.measurements import Measurements
+from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.wire import Array
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.protocol.pipeline.slots import (
+from swarmnet.protocol.slots import (
     EMPTY,
     MAX_SLOTS,
     SlotSet,

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import NotReady, Stale
+from swarmnet.ports import BACKWARD, FORWARD
 from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, ZERO, Switch, SyncPlan
 from swarmnet.protocol.update.replica_phase import Phase, State
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, ZERO, Switch, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.stage import SyntheticData, activation
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.ports import BACKWARD, FORWARD
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.auto_sync import AutoSync
 from swarmnet.swarm.update.averaging import Behind, Pushed
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Updates, ZeroUpdates
 from swarmnet.wire import Array
 from tests.swarm.one_replica import SIZES, WORK_S, OneReplica

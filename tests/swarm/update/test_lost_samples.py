@@ -11,11 +11,11 @@ from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.progress import RoundProgress
-from swarmnet.protocol.update.sync_modes import GOSSIP, ZERO, SyncPlan
+from swarmnet.protocol.sync_modes import GOSSIP, ZERO, SyncPlan
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.network import FAST_LINK
-from swarmnet.swarm.recovery.lost_samples import Loss, LostSamples
 from swarmnet.swarm.settings import RunSettings
+from swarmnet.swarm.update.lost_samples import Loss, LostSamples
 from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
 from tests.swarm.one_replica import OneReplica
 

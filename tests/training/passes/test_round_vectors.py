@@ -11,9 +11,9 @@ import torch
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.training.arrays import from_tensor
-from swarmnet.training.memory.round_vectors import RoundVectors
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.round_vectors import RoundVectors
 from tests.training.passes.models import NUM_PARAMETERS, linear_layers
 
 SIZES = (8, 8, 2)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, LOCAL, ZERO, Switch, SyncPlan
 from swarmnet.protocol.update.auto_mode import (
     AHEAD_ROUNDS,
     EXCHANGE_PART,
@@ -24,7 +25,6 @@ from swarmnet.protocol.update.auto_mode import (
     pace,
 )
 from swarmnet.protocol.update.pairing import partner
-from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, LOCAL, ZERO, Switch, SyncPlan
 
 SHARDS = 12
 

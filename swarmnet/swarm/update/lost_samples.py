@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.pipeline import progress
-from swarmnet.protocol.update.sync_modes import GOSSIP
+from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.timing import RETRY_S
-from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.lost_samples")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 
+from swarmnet.ports import OTHER, Device, LocalSteps, Stage, Worker
 from swarmnet.protocol.pipeline.ledger import Ledger
 from swarmnet.protocol.update.replica_phase import (
     Aim,
@@ -32,7 +33,6 @@ from swarmnet.protocol.update.replica_phase import (
     State,
 )
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.ports import OTHER, Device, LocalSteps, Stage, Worker
 
 
 class Transitions:
@@ -133,7 +133,7 @@ class Transitions:
         self.changed.notify_all()
 
     async def _until_given(self) -> None:
-        """Not for long: the call has a deadline (`swarm.recovery.handover`)."""
+        """Not for long: the call has a deadline (`swarm.update.handover`)."""
         while self.phase.state is State.GIVING:
             await self.changed.wait()
 

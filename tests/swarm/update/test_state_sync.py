@@ -15,8 +15,8 @@ from swarmnet.methods.state import FetchRequest
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.recovery.state_sync import StateSync
-from swarmnet.swarm.update.transitions import Transitions
+from swarmnet.swarm.replica.transitions import Transitions
+from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.swarm.handlers import handler_of

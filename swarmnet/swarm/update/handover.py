@@ -32,10 +32,10 @@ from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.coded import check_contribution
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

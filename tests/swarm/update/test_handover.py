@@ -19,8 +19,8 @@ from swarmnet.protocol.pipeline.ledger import Entry, Ledger
 from swarmnet.protocol.update.robust import CLIP_TOLERANCE, is_alike
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.lifecycle.departure import DRAIN_S
-from swarmnet.swarm.recovery.handover import MAX_ADOPTED
 from swarmnet.swarm.update.averaging import Behind
+from swarmnet.swarm.update.handover import MAX_ADOPTED
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from swarmnet.batch import Batch, Documents
 from swarmnet.protocol.codecs import UpdateCodec
-from swarmnet.swarm.batch import Batch, Documents
 from swarmnet.wire import Array
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 

@@ -11,11 +11,11 @@ import torch
 
 from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.update.replica import decides_tied
+from swarmnet.swarm.replica.replica import decides_tied
 from swarmnet.training.codecs.shards import TorchShardCodec
 from swarmnet.training.models.base import build_layer, own_parameters, tie
 from swarmnet.training.models.registry import model_plan
-from swarmnet.training.models.resolving import resolve
+from swarmnet.training.resolving import resolve
 from swarmnet.training.stage import build_stage
 from swarmnet.wire import Array
 from tests.oracles.plain_transformers import PlainTrainer

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, LEAVING, Record
+from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, SUSPECT, Standing
-from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.replica import Replica
 
 BEHIND_ROUNDS = 2
 """A record that is older than so many rounds is not just late: its peer was cut off."""
