@@ -183,7 +183,8 @@ class DiskParts:
     """Shards of a model that is being fetched, on the disk; implements `saved_models.Parts`."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        self._folder, self._run_id = folder, run_id
+        self._folder = folder
+        self._run_id = run_id
 
     def begun(self) -> list[Key]:
         prefix = f"{self._run_id[:SHOWN_CHARACTERS]}-"

@@ -110,7 +110,9 @@ class Api:
 
     def __init__(self, writer: Writer, sampling: Sampling, name: str) -> None:
         """`sampling`: where a request says nothing. `name`: of the model."""
-        self._writer, self._sampling, self._name = writer, sampling, name
+        self._writer = writer
+        self._sampling = sampling
+        self._name = name
         self._created = int(time.time())
         self._turn = asyncio.Semaphore(MAX_SESSIONS_EACH)
         self._num_waiting = 0

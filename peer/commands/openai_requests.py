@@ -56,7 +56,8 @@ class BadRequest(UserError):
         """`param`: the field of the request that is wrong. `code`: for programs, as the API has
         them."""
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
 
 def _whole(value: Any) -> Any:

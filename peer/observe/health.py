@@ -48,7 +48,8 @@ class RoundsSeen:
         if self.num_ended and newest == self.round + 1:
             self.longest_s = max(self.longest_s, now - self.began_at)
         self.num_ended += self.round >= 0
-        self.round, self.began_at = newest, now
+        self.round = newest
+        self.began_at = now
 
     def stands_still(self, now: float) -> bool:
         return now - self.began_at >= max(STANDS_STILL_S, USUAL_ROUNDS * self.longest_s)

@@ -57,7 +57,9 @@ class PeerCollector(Collector):
     """Reads a peer, and the run as it sees it."""
 
     def __init__(self, peer: Peer, spec: RunSpec, loop: asyncio.AbstractEventLoop) -> None:
-        self._peer, self._spec, self._loop = peer, spec, loop
+        self._peer = peer
+        self._spec = spec
+        self._loop = loop
 
     def collect(self) -> Iterator[Any]:
         """On the server's thread. Nothing where the loop is too busy to answer."""

@@ -52,7 +52,8 @@ class Rate:
         if self.seen_bytes < SMOOTHING_BYTES:  # while little is known, a plain average
             weight = max(weight, self._num_bytes / self.seen_bytes)
         self.bytes_per_s += weight * (sample - self.bytes_per_s)
-        self._num_bytes, self._seconds = 0, 0.0
+        self._num_bytes = 0
+        self._seconds = 0.0
 
 
 class UploadMeter:
@@ -77,7 +78,8 @@ class UploadMeter:
     def limit(self, bytes_per_s: float | None) -> None:
         """Sets or (None) removes a limit on the upload; the published rate follows at once."""
         self._limit = math.inf if bytes_per_s is None else bytes_per_s
-        self._published, self._published_at_s = 0.0, -math.inf
+        self._published = 0.0
+        self._published_at_s = -math.inf
 
     def began(self, link: object, peer_id: str, now: float) -> None:
         """A link is saturated now: it has more to send than it takes."""

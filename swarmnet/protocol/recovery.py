@@ -206,7 +206,8 @@ class Settling:
         this peer can look at its own machine for what is missing; `looks_first`: also where no
         peer offers anything."""
         self.begin_anew = begin_anew
-        self._looks, self._looks_first = looks, looks_first
+        self._looks = looks
+        self._looks_first = looks_first
         self._looked_for: set[tuple[int, int]] = set()
         self._began_at: float | None = None
         self._changed_at = 0.0
@@ -225,7 +226,8 @@ class Settling:
         if self._began_at is None:
             self._began_at = now
         if seen != self._seen:
-            self._seen, self._changed_at = seen, now
+            self._seen = seen
+            self._changed_at = now
         is_settled = now - self._changed_at >= SETTLE_S
         if not is_settled and now - self._began_at < RESTORE_PATIENCE_S:
             return Wait()

@@ -201,12 +201,14 @@ class BusyWatch:
         if self._differs_since is None:
             self._differs_since = now
         if now - self._differs_since >= (QUIET_AFTER_S if self.is_busy else BUSY_AFTER_S):
-            self.is_busy, self._differs_since = looks_busy, None
+            self.is_busy = looks_busy
+            self._differs_since = None
         return self.is_busy
 
     def reset(self) -> None:
         """The use of the machine is no longer observed."""
-        self.is_busy, self._differs_since = False, None
+        self.is_busy = False
+        self._differs_since = None
 
 
 @dataclass(slots=True)
@@ -224,7 +226,9 @@ class UploadBucket:
 
     def limit(self, bytes_per_s: float | None, now: float) -> None:
         """Changes the rate; None = no limit. Earlier debts are dropped."""
-        self.bytes_per_s, self._level, self._filled_at = bytes_per_s, 0.0, now
+        self.bytes_per_s = bytes_per_s
+        self._level = 0.0
+        self._filled_at = now
 
     def spend(self, num_bytes: int, now: float) -> None:
         """Takes in that `num_bytes` were sent."""

@@ -25,11 +25,13 @@ class Trouble:
             self.num_untold += 1
             return None
         more = f" ({self.num_untold} times more since it was said last)" if self.num_untold else ""
-        self.said_at, self.num_untold = now, 0
+        self.said_at = now
+        self.num_untold = 0
         return more
 
     def is_over(self) -> bool:
         """It has gone well. True where a line has told otherwise before."""
         was_told = self.said_at is not None
-        self.said_at, self.num_untold = None, 0
+        self.said_at = None
+        self.num_untold = 0
         return was_told

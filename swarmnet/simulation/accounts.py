@@ -69,7 +69,8 @@ class Accounts:
         self._population = population
         self._monitor = monitor
         self._on_sample = on_sample
-        self._bound, self._best = Integral(), Integral()
+        self._bound = Integral()
+        self._best = Integral()
         self._warm = self._last = _Mark()
         self._warm_sent = SentBytes(0, 0)
         self._peer_seconds = 0.0

@@ -111,4 +111,5 @@ class Integral:
     def set(self, rate: float, now: float) -> None:
         """The rate from now on."""
         self.total += self._rate * (now - self._since)
-        self._rate, self._since = rate, now
+        self._rate = rate
+        self._since = now

@@ -252,7 +252,8 @@ class SyntheticDevice:
         """What is computed goes to the coder, and the device goes on."""
         assert self._done is not None
         (job, depart), self._done = self._done, None
-        self._running, self._leaving = None, job
+        self._running = None
+        self._leaving = job
         self._coder.submit(lambda: job.coding.depart_s, partial(self._left, job, depart))
         self._start_next()
 

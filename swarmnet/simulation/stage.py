@@ -329,7 +329,9 @@ class SyntheticStage:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._coming.clear()
-            self._parameters, self._ids, self.weights = ahead.parameters, ahead.ids, ahead.weights
+            self._parameters = ahead.parameters
+            self._ids = ahead.ids
+            self.weights = ahead.weights
             self._kept = {k: kept for k, kept in self._kept.items() if k[0] == ahead.index}
             return
         for j, numbers in self._coming.items():

@@ -189,7 +189,8 @@ class CheckpointWeights:
         are not exactly those of the files."""
         self._moments = moments
         self.no_moments = no_moments
-        self._tied, self._buffers = tied, buffers
+        self._tied = tied
+        self._buffers = buffers
         stored = {one.name: one for path in paths for one in stored_tensors(path)}
         owned = {name: one for name, one in stored.items() if name not in tied}
         self._stored = {tied.get(name, name): one for name, one in stored.items()} | owned

@@ -205,7 +205,8 @@ class Assembly:
     def discard(self) -> None:
         """Nobody wants the arrays any more: gives their memory up."""
         self.is_wanted = False
-        self._memory, self._targets = [], []
+        self._memory = []
+        self._targets = []
 
     def take(self, num_bytes: int) -> memoryview:
         """Where the next `num_bytes` of payload belong."""
@@ -330,10 +331,12 @@ class Reader:
         self._header_bytes = raw
         if payload_bytes:
             assembly = self._sink.assembly(kind, call_id)
-            self._target, self._is_wanted = assembly.take(payload_bytes), assembly.is_wanted
+            self._target = assembly.take(payload_bytes)
+            self._is_wanted = assembly.is_wanted
         else:
             self._sink.opening(kind, head_bytes)
-            self._target, self._is_wanted = memoryview(bytearray(head_bytes)), True
+            self._target = memoryview(bytearray(head_bytes))
+            self._is_wanted = True
         self._target_filled = 0
 
     def _end_payload(self) -> None:

@@ -31,7 +31,8 @@ class Queue:
         self, wait_s: Callable[[], float], before: Callable[[], None] = lambda: None
     ) -> None:
         """`wait_s()`: seconds until one may write; `before()` is called before one does."""
-        self._wait_s, self._before = wait_s, before
+        self._wait_s = wait_s
+        self._before = before
         self._waiting: dict[Sender, None] = {}
         self._serving = False
         self._timer: asyncio.TimerHandle | None = None
@@ -93,7 +94,9 @@ class Pacer:
         background, that no stream has taken yet."""
         self._upload = upload or UploadMeter()
         self._queued_bytes = queued_bytes
-        self._bucket, self._backlog, self._leftovers = UploadBucket(), Backlog(), Leftovers()
+        self._bucket = UploadBucket()
+        self._backlog = Backlog()
+        self._leftovers = Leftovers()
         self._bulk = Queue(lambda: self._bucket.wait_s(_now()), self._serve_due)
         self._background = Queue(self._background_wait_s)
 

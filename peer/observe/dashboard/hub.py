@@ -180,7 +180,8 @@ class Hub:
             thin(curve)
         for new in (self._new_rounds, self._new_held_out, self._new_events):
             new.clear()
-        self._model, self._peers = fresh, rows
+        self._model = fresh
+        self._peers = rows
         return message if len(message) > 1 else None
 
     def _remember(self, model: ViewModel, now: float, unix_s: float) -> None:

@@ -392,14 +392,17 @@ class MoveGate:
     def decide(self, move: Move | None, now: float) -> bool:
         """Takes in every proposal; returns True when the peer should move now."""
         if move is None or move.peer_id != self._own_peer_id:
-            self._last, self._count = None, 0
+            self._last = None
+            self._count = 0
             return False
         path = (move.source, move.target)
         self._count = self._count + 1 if path == self._last else 1
         self._last = path
         if self._count < self._times or now - self._moved_at < self._cooldown_s:
             return False
-        self._last, self._count, self._moved_at = None, 0, now
+        self._last = None
+        self._count = 0
+        self._moved_at = now
         return True
 
 
@@ -422,7 +425,8 @@ class PassedOver:
         stage without replicas."""
         if move is None:  # no move is due, or no peer is left
             self.peers.clear()
-            self._last, self._count = None, 0
+            self._last = None
+            self._count = 0
             return
         path = (move.peer_id, move.source, move.target)
         self._count = self._count + 1 if path == self._last else 1

@@ -46,8 +46,12 @@ class Reach:
         counters: RoundCounters,
         answers: AnswerCache,
     ) -> None:
-        self._own_peer_id, self._detector, self._records = own_peer_id, detector, records
-        self._index, self._counters, self._answers = index, counters, answers
+        self._own_peer_id = own_peer_id
+        self._detector = detector
+        self._records = records
+        self._index = index
+        self._counters = counters
+        self._answers = answers
         self._frozen: dict[str, Record] = {}
         """Of peers in another part: the record whose counters count."""
         self._commands: list[Command] = []

@@ -74,7 +74,8 @@ class _Replica:
 
     def measure_latency(self, elapsed_s: float) -> None:
         if self.latency_s is None:
-            self.latency_s, self.deviation_s = elapsed_s, elapsed_s
+            self.latency_s = elapsed_s
+            self.deviation_s = elapsed_s
         else:
             error_s = elapsed_s - self.latency_s
             self.deviation_s += SMOOTHING * (abs(error_s) - self.deviation_s)

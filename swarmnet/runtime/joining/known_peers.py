@@ -61,7 +61,8 @@ class KnownPeers:
         save."""
         before = dict(self.peers)
         if run_id != self.run_id:
-            self.run_id, self.peers = run_id, {}
+            self.run_id = run_id
+            self.peers = {}
         own = machine_of(view.own_peer_id)
         met = [r for r in view.records() if r.state != OBSERVING and r.addresses]
         for record in met:

@@ -72,7 +72,9 @@ class Pieces:
         given = self._codec.decode(last)
         if given and not given.startswith(UNFINISHED) and text.endswith(given):
             self._tokens, text = last, given
-        self._num_given, self._given, self._whole = len(self._tokens), text, text
+        self._num_given = len(self._tokens)
+        self._given = text
+        self._whole = text
 
     def _is_text(self, token: int) -> bool:
         return token < self._codec.num_tokens and token not in self._codec.special

@@ -50,12 +50,18 @@ class Text:
         """As `Writer.text`; `remote`: a new one. `vocabulary`: of the model."""
         self.finish_reason = ""
         """"stop" or "length"."""
-        self.num_prompt_tokens, self.num_new_tokens = len(prompt), 0
-        self._prompt, self._remote, self._codec = list(prompt), remote, codec
-        self._ends, self._sampling, self.stops = frozenset(ends), sampling, tuple(stops)
+        self.num_prompt_tokens = len(prompt)
+        self.num_new_tokens = 0
+        self._prompt = list(prompt)
+        self._remote = remote
+        self._codec = codec
+        self._ends = frozenset(ends)
+        self._sampling = sampling
+        self.stops = tuple(stops)
         self._vocabulary = vocabulary
         self._pieces = Pieces(codec, () if is_answer else prompt)
-        self._held, self._is_shown = "", list[bool]()
+        self._held = ""
+        self._is_shown = list[bool]()
         """What has not been given, with special tokens as they are written; which characters of it
         are to be."""
 
@@ -136,10 +142,12 @@ class Writer:
         """`files`: of the run, or beside the tokenizer that a person named. `exact`: activations go
         from stage to stage in fp32; else as the run codes them. Raises `UserError` where the run's
         model writes no texts."""
-        self.codec, self.files = codec, files
+        self.codec = codec
+        self.files = files
         self.sampling = sampling_of(json_table(files.get(GENERATION_FILE, b"")))
         """By the model's own files."""
-        self._spec, self._gossip = spec, gossip
+        self._spec = spec
+        self._gossip = gossip
         has_codes = spec.pipeline.codec != NONE and spec.pipeline.num_stages > 1
         self._exact = exact and has_codes
         self._longest = longest_text(spec)

@@ -76,7 +76,8 @@ class _Stage:
 
     def give(self, array: Array) -> None:
         """The next tokens'."""
-        self.dtype, self.shape = array.dtype, array.shape[2:]
+        self.dtype = array.dtype
+        self.shape = array.shape[2:]
         self.given += memoryview(array.data).cast("B")
 
 
@@ -122,10 +123,14 @@ class RemoteText:
         """
         self.round = -1
         """Of the parameters that make the text."""
-        self._gossip, self._name = gossip, name
-        self._check, self._tell = check, tell
-        self._wants_exact, self._is_exact = exact, False
-        self._pass_tokens, self._max_tokens = pass_tokens, max_tokens
+        self._gossip = gossip
+        self._name = name
+        self._check = check
+        self._tell = tell
+        self._wants_exact = exact
+        self._is_exact = False
+        self._pass_tokens = pass_tokens
+        self._max_tokens = max_tokens
         self._stages = [_Stage() for _ in range(num_stages)]
         self._asked: dict[tuple[int, str], None] = {}
         """Stages and replicas of them that may have a session."""
@@ -189,7 +194,9 @@ class RemoteText:
             if not bounds:
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
         self._stages = [_Stage(peers=f.peers) for f in found]
-        self.round, self._done, self._is_open = wanted, 0, True
+        self.round = wanted
+        self._done = 0
+        self._is_open = True
         self._kept_at = loop.time()
 
     def _give_up(self, found: Sequence[_Found], waited_s: float) -> None:

@@ -48,7 +48,9 @@ class GenerateService:
             resource_limits: of the machine.
             free_bytes: of the device's memory, now.
         """
-        self._serving, self._limits, self._free_bytes = serving, resource_limits, free_bytes
+        self._serving = serving
+        self._limits = resource_limits
+        self._free_bytes = free_bytes
         self._peer_id = transport.peer_id
         self._of: Replica | None = None
         """The replica that the sessions are of."""
@@ -72,7 +74,8 @@ class GenerateService:
 
     def forget(self) -> None:
         """The stage is served here no more: nothing that is kept for texts holds on to it."""
-        self._of, self._sessions = None, Sessions()
+        self._of = None
+        self._sessions = Sessions()
         self._limits.hold_texts(self._peer_id, 0.0)
 
     async def on_generate(self, request: Request[GenerateRequest]) -> Message[GenerateReply]:
@@ -86,7 +89,8 @@ class GenerateService:
             )
         key = (request.remote, asked.session)
         if self._of is not replica:  # those of another stage went with it
-            self._of, self._sessions = replica, Sessions()
+            self._of = replica
+            self._sessions = Sessions()
         if asked.ends:
             self._opening.pop(key, None)
             self._end(key)

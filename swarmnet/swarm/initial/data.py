@@ -109,8 +109,12 @@ class DataService:
         rng: random.Random,
     ) -> None:
         """`late`: of the feeder here, where the data are to come."""
-        self._transport, self._gossip, self._rng = transport, gossip, rng
-        self._shared, self._late, self._given = shared, late, shared.given
+        self._transport = transport
+        self._gossip = gossip
+        self._rng = rng
+        self._shared = shared
+        self._late = late
+        self._given = shared.given
         self._reading = asyncio.Semaphore(1)
         self._num_waiting = 0
         self._liars: set[str] = set()

@@ -32,7 +32,8 @@ class FileService:
         worker: Worker,
     ) -> None:
         """`read`: the contents of a file of the run, by SHA-256."""
-        self._read, self._worker = read, worker
+        self._read = read
+        self._worker = worker
         serve(transport, RUN_FILE, self._on_file)
 
     async def _on_file(self, request: Request[FileRequest]) -> Message[FileReply]:

@@ -36,8 +36,12 @@ class Departure:
         rounds: Rounds,
         handover: Handover,
     ) -> None:
-        self._gossip, self._num_rounds, self._steps = gossip, num_rounds, steps
-        self._replica, self._rounds, self._handover = replica, rounds, handover
+        self._gossip = gossip
+        self._num_rounds = num_rounds
+        self._steps = steps
+        self._replica = replica
+        self._rounds = rounds
+        self._handover = handover
 
     async def hand_over(self) -> bool:
         """Leaves the stage, be it without a replica; False where something that only this one has

@@ -44,9 +44,15 @@ class Mover:
         wanted: Callable[[], int | None],
     ) -> None:
         """`wanted()` is the stage that the user wants, or None: then this peer may move."""
-        self._gossip, self._settings, self._limits = gossip, settings, limits
-        self._machine, self._assigner, self._resource_limits = machine, assigner, resource_limits
-        self._steps, self._rng, self._wanted = steps, rng, wanted
+        self._gossip = gossip
+        self._settings = settings
+        self._limits = limits
+        self._machine = machine
+        self._assigner = assigner
+        self._resource_limits = resource_limits
+        self._steps = steps
+        self._rng = rng
+        self._wanted = wanted
 
     async def balance(self, served: ServedStage) -> int:
         """Looks every so often whether this peer should serve another stage

@@ -38,8 +38,12 @@ class Openings:
     ) -> None:
         """`on_history(old, new)` hears when the run's history turns out to be named otherwise.
         `tasks` run what goes on beside the round."""
-        self._gossip, self._recovery, self._checkpointing = gossip, recovery, checkpointing
-        self._speed, self._tasks, self._on_history = speed, tasks, on_history
+        self._gossip = gossip
+        self._recovery = recovery
+        self._checkpointing = checkpointing
+        self._speed = speed
+        self._tasks = tasks
+        self._on_history = on_history
         self._counted_history = 0
         """The history of the rounds that this peer has counted samples of."""
 

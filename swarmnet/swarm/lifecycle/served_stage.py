@@ -70,8 +70,12 @@ class ServedStage:
     ) -> None:
         self.replica = replica
         self._transport = transport
-        self._gossip, self._settings, self._steps = gossip, settings, steps
-        self._recovery, self._checkpointing, self._openings = recovery, checkpointing, openings
+        self._gossip = gossip
+        self._settings = settings
+        self._steps = steps
+        self._recovery = recovery
+        self._checkpointing = checkpointing
+        self._openings = openings
         self._weights = weights
         self.averaging = Averaging(transport, gossip, settings, limits, replica, on_loss)
         self._sync = StateSync(transport, gossip, limits, replica, rng)

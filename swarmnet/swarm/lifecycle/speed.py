@@ -13,7 +13,8 @@ class Speed:
     """The expected and the measured rate of this machine, beside what its other seats serve."""
 
     def __init__(self, machine: Machine, transport: Transport, samples_per_microbatch: int) -> None:
-        self._machine, self._transport = machine, transport
+        self._machine = machine
+        self._transport = transport
         self._samples = samples_per_microbatch
         self._expected_s = 0.0
         """Device seconds of a microbatch in a stage of middle cost; 0: unknown."""

@@ -39,10 +39,15 @@ class StageChoice:
         wanted: Callable[[], int | None],
     ) -> None:
         """`wanted()` is the stage that the user wants, or None."""
-        self._gossip, self._num_stages = gossip, num_stages
-        self._machine, self._recovery, self._assigner = machine, recovery, assigner
-        self._resource_limits, self._speed = resource_limits, speed
-        self._rng, self._wanted = rng, wanted
+        self._gossip = gossip
+        self._num_stages = num_stages
+        self._machine = machine
+        self._recovery = recovery
+        self._assigner = assigner
+        self._resource_limits = resource_limits
+        self._speed = speed
+        self._rng = rng
+        self._wanted = wanted
 
     async def claim(self) -> int:
         """Chooses a stage and says so; chooses again where another newcomer chose the same. Raises

@@ -31,8 +31,12 @@ class StandBy:
         disk: Disk | None,
         recovery: Recovery,
     ) -> None:
-        self._gossip, self._num_stages, self._resource_limits = gossip, num_stages, resource_limits
-        self._feeder, self._disk, self._recovery = feeder, disk, recovery
+        self._gossip = gossip
+        self._num_stages = num_stages
+        self._resource_limits = resource_limits
+        self._feeder = feeder
+        self._disk = disk
+        self._recovery = recovery
         self._has_served = False
         self._why_not_built = ""
 

@@ -48,9 +48,15 @@ class AntiEntropy:
         news: News,
         rng: random.Random,
     ) -> None:
-        self._own, self._transport, self._view = own, transport, view
-        self._records, self._liveness, self._unreached = records, liveness, unreached
-        self._gate, self._news, self._rng = gate, news, rng
+        self._own = own
+        self._transport = transport
+        self._view = view
+        self._records = records
+        self._liveness = liveness
+        self._unreached = unreached
+        self._gate = gate
+        self._news = news
+        self._rng = rng
         serve(transport, GOSSIP, self._on_gossip)
         serve(transport, RECORDS, self._on_records)
 

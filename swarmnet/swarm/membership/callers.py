@@ -50,7 +50,9 @@ class CallerChecks:
     def __init__(self, run_id: str, view: View, admission: Admission) -> None:
         self.served: Served | None = None
         """The replica here; None between two stages, and at a peer that serves none."""
-        self._run_id, self._view, self._admission = run_id, view, admission
+        self._run_id = run_id
+        self._view = view
+        self._admission = admission
         quotas = {row.quota for row in METHODS.values() if row.quota is not None}
         self._limiters = {q: RateLimiter(q.calls_per_s, q.burst) for q in quotas}
         self._on_call: list[Callable[[str], None]] = []

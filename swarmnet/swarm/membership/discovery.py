@@ -93,7 +93,8 @@ class Directory:
         loop = asyncio.get_running_loop()
         publish_at, looked_at = loop.time(), loop.time()
         if self._node is None:
-            self._initial, self._stale = list(initial_peers), True
+            self._initial = list(initial_peers)
+            self._stale = True
         try:
             while True:
                 try:

@@ -31,8 +31,11 @@ class JoinDeclaration:
         pace: GossipPace,
         rng: random.Random,
     ) -> None:
-        self._own, self._transport, self._exchange = own, transport, exchange
-        self._pace, self._rng = pace, rng
+        self._own = own
+        self._transport = transport
+        self._exchange = exchange
+        self._pace = pace
+        self._rng = rng
 
     async def declare(self, peer_ids: Iterable[str], timeout_s: float, **changes: Any) -> None:
         """Returns when these peers know of the changes, and this one knows what they knew then. In

@@ -79,8 +79,13 @@ class KnownRecords:
     ) -> None:
         """`last_round`: of the run, where it is known. No peer is in a later one. `max_bytes`: of a
         record in this run."""
-        self._own, self._transport, self._view, self._signer = own, transport, view, signer
-        self._admission, self._last_round, self._max_bytes = admission, last_round, max_bytes
+        self._own = own
+        self._transport = transport
+        self._view = view
+        self._signer = signer
+        self._admission = admission
+        self._last_round = last_round
+        self._max_bytes = max_bytes
         self._envelopes: dict[str, SignedRecord] = {}
         self._listeners: list[Callable[[Record], None]] = []
 

@@ -52,7 +52,8 @@ class LiveCalls:
     """The open calls of one peer."""
 
     def __init__(self, transport: Transport, judge: Judge) -> None:
-        self._transport, self._judge = transport, judge
+        self._transport = transport
+        self._judge = judge
         self._open: dict[str, dict[_Call, None]] = {}
         """By callee; the oldest first."""
         self._probed: dict[str, float] = {}

@@ -70,11 +70,15 @@ class Liveness:
         tasks: Tasks,
     ) -> None:
         """`changed` is notified of changes of state. `tasks` runs the probes."""
-        self._own, self._transport, self._view = own, transport, view
-        self._pushes, self._unreached = pushes, unreached
+        self._own = own
+        self._transport = transport
+        self._view = view
+        self._pushes = pushes
+        self._unreached = unreached
         self._changed = changed
         looks = self._looks = Looks(transport, view, tasks, self.answered, self.unanswered)
-        self.probe, self.look_into = looks.begin, looks.look_into
+        self.probe = looks.begin
+        self.look_into = looks.look_into
         self._on_change: list[Callable[[str, State], None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._calls = LiveCalls(transport, self)

@@ -33,8 +33,11 @@ class Looks:
         answered: Callable[[str], None],
         unanswered: Callable[[str, Stamp], None],
     ) -> None:
-        self._transport, self._view, self._tasks = transport, view, tasks
-        self._answered, self._unanswered = answered, unanswered
+        self._transport = transport
+        self._view = view
+        self._tasks = tasks
+        self._answered = answered
+        self._unanswered = unanswered
         self._under_way: dict[str, asyncio.Task[Any]] = {}
 
     def __len__(self) -> int:

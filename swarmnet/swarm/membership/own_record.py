@@ -43,14 +43,18 @@ class OwnRecord:
         is_quiet: bool = False,
     ) -> None:
         """`is_quiet`: an observer's record, which is never published."""
-        self.peer_id, self.is_quiet = record.peer_id, is_quiet
+        self.peer_id = record.peer_id
+        self.is_quiet = is_quiet
         self.published: Stamp = NO_STAMP
         """The stamp of the newest version that others may know. The view may be ahead of it."""
         self.state_since = 0.0
         """When the record's state changed last, by the loop's clock."""
         self._record = record
-        self._transport, self._view, self._signer = transport, view, signer
-        self._pace, self._news = pace, news
+        self._transport = transport
+        self._view = view
+        self._signer = signer
+        self._pace = pace
+        self._news = news
         self._envelope: SignedRecord | None = None
         self._published_at = 0.0
         self._is_dirty = False
@@ -150,7 +154,8 @@ class OwnRecord:
         try:
             yield
         finally:
-            self._is_join_declared, self._is_dirty = False, True
+            self._is_join_declared = False
+            self._is_dirty = True
 
     def _publish(self, record: Record) -> SignedRecord:
         payload = pack(record)

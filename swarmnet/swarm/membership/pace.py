@@ -35,8 +35,10 @@ class GossipPace:
     """The intervals of gossip in a swarm of the present size."""
 
     def __init__(self, settings: GossipSettings, view: View) -> None:
-        self._settings, self._view = settings, view
-        self.interval_s, self.heartbeat_s = settings.interval_s, settings.heartbeat_s
+        self._settings = settings
+        self._view = view
+        self.interval_s = settings.interval_s
+        self.heartbeat_s = settings.heartbeat_s
 
     @property
     def is_small(self) -> bool:

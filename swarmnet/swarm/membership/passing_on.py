@@ -30,8 +30,11 @@ class PassingOn:
         records: KnownRecords,
         pace: GossipPace,
     ) -> None:
-        self._own, self._transport, self._view = own, transport, view
-        self._records, self._pace = records, pace
+        self._own = own
+        self._transport = transport
+        self._view = view
+        self._records = records
+        self._pace = pace
         records.on_news(self._pass_on)
 
     def _pass_on(self, record: Record) -> None:

@@ -22,7 +22,10 @@ class Pushes:
         self, own: OwnRecord, transport: Transport, view: View, rng: random.Random, delay_s: float
     ) -> None:
         """`delay_s`: changes within this time are pushed together."""
-        self._own, self._transport, self._view, self._rng = own, transport, view, rng
+        self._own = own
+        self._transport = transport
+        self._view = view
+        self._rng = rng
         self._delay_s = delay_s
         self._timer: asyncio.TimerHandle | None = None
 

@@ -30,7 +30,9 @@ class UnreachedNotices:
     ) -> None:
         self.doubts: deque[float] = deque(maxlen=KEPT_DOUBTS)
         """The newest times, by the loop's clock, when another peer could not reach this one."""
-        self._own, self._transport, self._view = own_peer_id, transport, view
+        self._own = own_peer_id
+        self._transport = transport
+        self._view = view
         self._rng = rng
         self._told: dict[str, float] = {}
         """When a peer was told last."""

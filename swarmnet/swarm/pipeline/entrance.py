@@ -44,9 +44,12 @@ class Entrance:
         serving: Callable[[int], Replica],
     ) -> None:
         """`serving(stage_index)` is the replica of that stage here, or raises `NotReady`."""
-        self._transport, self._gossip, self._flights = transport, gossip, flights
+        self._transport = transport
+        self._gossip = gossip
+        self._flights = flights
         self.limits = limits
-        self._resource_limits, self._serving = resource_limits, serving
+        self._resource_limits = resource_limits
+        self._serving = serving
         # One caller never has all places: others get through whatever it does.
         self._places = Reservations(max(1, limits.max_waiting_forwards - 1))
         self._entering: set[StepKey] = set()

@@ -56,7 +56,8 @@ class FedRounds:
 
     def __init__(self, num_stages: int, on_round: OnRound) -> None:
         """`on_round(round, slots)` hears each committed slot once."""
-        self._num_stages, self._on_round = num_stages, on_round
+        self._num_stages = num_stages
+        self._on_round = on_round
         self._rounds: dict[int, FedRound] = {}
         self._open: list[FedRound] = []
 

@@ -335,7 +335,8 @@ class Feeder:
     def _wake(self) -> None:
         """After its rest, the feeder tries its data again."""
         if self._rests_until and asyncio.get_running_loop().time() >= self._rests_until:
-            self._refused, self._rests_until = 0, 0.0
+            self._refused = 0
+            self._rests_until = 0.0
             self.gossip.update(has_data=True, urgent=True)
 
     def _committed(self, mine: FedRound, the_id: int, reply: StepReply) -> None:

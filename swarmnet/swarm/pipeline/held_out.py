@@ -28,8 +28,10 @@ class HeldOutLoss:
     def __init__(self, gossip: Gossip, wiring: Wiring, data: Data, settings: RunSettings) -> None:
         self.measuring: FedRound | None = None
         """The round that is measured now: it is not sealed meanwhile."""
-        self._gossip, self._wiring = gossip, wiring
-        self._data, self._settings = data, settings
+        self._gossip = gossip
+        self._wiring = wiring
+        self._data = data
+        self._settings = settings
 
     def measure_if_due(self, mine: FedRound, *, is_ahead: bool) -> None:
         """The first of the feeders measures every so often, unless a peer that was first before it

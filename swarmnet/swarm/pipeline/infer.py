@@ -28,7 +28,9 @@ class InferService:
 
     def __init__(self, wiring: Wiring, limits: Limits, serving: Callable[[int], Replica]) -> None:
         """`serving(stage_index)` is the replica of that stage here, or raises `NotReady`."""
-        self._wiring, self._limits, self._serving = wiring, limits, serving
+        self._wiring = wiring
+        self._limits = limits
+        self._serving = serving
         self._num_waiting = 0
         serve(wiring.transport, INFER, self.on_infer)
         wiring.local[INFER] = self.on_infer

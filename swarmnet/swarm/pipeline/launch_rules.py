@@ -25,8 +25,10 @@ class LaunchRules:
     def __init__(
         self, gossip: Gossip, wiring: Wiring, settings: RunSettings, limits: Limits
     ) -> None:
-        self._gossip, self._wiring = gossip, wiring
-        self._settings, self._limits = settings, limits
+        self._gossip = gossip
+        self._wiring = wiring
+        self._settings = settings
+        self._limits = limits
 
     def is_feeder(self) -> bool:
         """Whether this peer is one of the feeders."""

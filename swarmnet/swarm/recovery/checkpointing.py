@@ -73,7 +73,8 @@ class Checkpointing:
         self._unwritten: dict[int, float] = {}
         """Held-out losses that are not on the disk yet, by round."""
         self._noted: dict[int, float] = {}
-        self._trouble, self._trouble_with_losses = Trouble(), Trouble()
+        self._trouble = Trouble()
+        self._trouble_with_losses = Trouble()
         self._failure = ""
         """Why the newest state that was to be saved is not on the disk."""
 

@@ -208,7 +208,8 @@ class Recovery:
         """No replica is active: loads the chosen round, and opens it when the others have it
         too."""
         if self._chosen != candidate:
-            self._chosen, self._chosen_at = candidate, now
+            self._chosen = candidate
+            self._chosen_at = now
             self.notice.put_off(now)
         key = (candidate.history, candidate.round)
         ours = self.offers(replica.index)

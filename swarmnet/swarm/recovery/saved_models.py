@@ -79,7 +79,9 @@ class SavedModels:
         self, transport: Transport, gossip: Gossip, checkpoints: Checkpoints, worker: Worker
     ) -> None:
         """`worker`: a thread of the disk."""
-        self._gossip, self._checkpoints, self._worker = gossip, checkpoints, worker
+        self._gossip = gossip
+        self._checkpoints = checkpoints
+        self._worker = worker
         self._serving = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
         self._kept: dict[int, float] = {}

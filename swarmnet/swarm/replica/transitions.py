@@ -50,8 +50,11 @@ class Transitions:
         self.phase = phase
         self.changed = Condition()
         """Microbatches are taken that were not before, or others are not any more."""
-        self._stage, self._local, self._ledger = stage, local, ledger
-        self._device, self._worker = device, worker
+        self._stage = stage
+        self._local = local
+        self._ledger = ledger
+        self._device = device
+        self._worker = worker
         self._turn = threading.Lock()
         """Events come from the loop, from the device thread and from the worker."""
         self.changes = 0

@@ -187,7 +187,8 @@ class LocalUpdates:
         comes with its exchange. Returns when the replica is synced or no peer is left to fetch
         from."""
         replica, loop = self.replica, asyncio.get_running_loop()
-        self._have, self._takes_newer = {}, True
+        self._have = {}
+        self._takes_newer = True
         self._forget_tokens()  # of a checkpoint that was loaded, and that others have gone on from
         replica.transitions.aim(max(d.round for d in sync.donors()))
         fetching = loop.create_task(self._fetch_all(sync))

@@ -47,9 +47,14 @@ class Meeting:
         makes the outer step. `is_sending()`: something large is on its way from here. `longest_s`:
         so long the partner may ask, at most."""
         self.round = round_index
-        self._gossip, self._partner, self._num_shards = gossip, partner, num_shards
-        self._ask, self._step, self._is_sending = ask, step, is_sending
-        self._longest_s, self._asked_at = longest_s, -math.inf
+        self._gossip = gossip
+        self._partner = partner
+        self._num_shards = num_shards
+        self._ask = ask
+        self._step = step
+        self._is_sending = is_sending
+        self._longest_s = longest_s
+        self._asked_at = -math.inf
         self._machine = ShardUpdate(gossip.own.peer_id, pair(gossip.own.peer_id, partner))
         self._wanted = set(range(num_shards))
         """Shards whose offer the partner has not asked for."""

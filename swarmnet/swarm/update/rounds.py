@@ -122,7 +122,8 @@ class Rounds:
     """Called when a round has begun here: publishes it."""
 
     def __post_init__(self) -> None:
-        self._opened_at, self._busy_s = asyncio.get_running_loop().time(), 0.0
+        self._opened_at = asyncio.get_running_loop().time()
+        self._busy_s = 0.0
         self.replica.measured.serving(self._opened_at)
         self._settling = asyncio.Lock()
         self._tasks = Tasks("rounds")
@@ -230,7 +231,8 @@ class Rounds:
             loop.time() - averaged_at,
         )
         replica.measured.opened(loop.time())
-        self._opened_at, self._busy_s = loop.time(), replica.device.busy_s
+        self._opened_at = loop.time()
+        self._busy_s = replica.device.busy_s
 
     # ---- orphans ----------------------------------------------------------------------------
 

@@ -42,7 +42,10 @@ class BadRecords:
 
     def begin(self, path: Path) -> None:
         """A file; what an earlier one that was not ended had is forgotten."""
-        self._path, self._seen, self._found, self._kinds = path, 0, [], Counter()
+        self._path = path
+        self._seen = 0
+        self._found = []
+        self._kinds = Counter()
 
     def count(self) -> None:
         """A record of the file, good or bad. Raises `DataError` where too many were bad."""

@@ -64,7 +64,9 @@ class ComingText:
 
     def __init__(self, spec: RunSpec, place: Place, part_bytes: int = DATA_PART_BYTES) -> None:
         """`place`: with the run's tokenizer, where that is no `bytes`."""
-        self._spec, self._place, self._part_bytes = spec, place, part_bytes
+        self._spec = spec
+        self._place = place
+        self._part_bytes = part_bytes
         self._stores: list[ComingStore] = []
         self._lock: IO[str] | None = None
 
@@ -220,7 +222,8 @@ class ComingStore:
     ) -> None:
         """Raises `OSError`."""
         self.size = size
-        self._folder, self._encoder = folder, encoder
+        self._folder = folder
+        self._encoder = encoder
         self._is_dialogues = bool(source.messages_field)
         self._sizes = file_sizes(size, encoder, source)
         self._givers: set[str] = set()
@@ -321,7 +324,8 @@ class ComingStore:
         is_right = digest.hexdigest() == self.size.fingerprint
         if not is_right or int(ends[-1]) != self.size.num_tokens or (ends[1:] <= ends[:-1]).any():
             return False
-        self._ends, self._hashes = ends, hashes
+        self._ends = ends
+        self._hashes = hashes
         return True
 
     def _check_documents(self, giver: str) -> None:

@@ -64,7 +64,8 @@ class ZstdFrames(io.RawIOBase):
 
     def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
         """`decompressor`: a `ZstdDecompressor`."""
-        self._raw, self._decompressor = raw, decompressor
+        self._raw = raw
+        self._decompressor = decompressor
         self._frame: Any = None
         self._coded = b""
         """Read, and not decompressed."""

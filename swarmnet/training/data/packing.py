@@ -54,7 +54,8 @@ class Documents:
     the other kind have length 0 here."""
 
     def __init__(self, division: Division, seed: int, *, held_out: bool) -> None:
-        self.division, self.held_out = division, held_out
+        self.division = division
+        self.held_out = held_out
         self.size = division.store.about.num_documents
         self._order = Permutation(seed, self.size) if self.size else None
 
@@ -92,7 +93,10 @@ class TextSamples:
     def __init__(self, documents: Documents, length: int, fill: int, *, masks: bool) -> None:
         """`length`: of a sample. `fill`: the token in empty places. `masks`: no target is in
         another document than its input."""
-        self._documents, self._length, self._fill, self._masks = documents, length, fill, masks
+        self._documents = documents
+        self._length = length
+        self._fill = fill
+        self._masks = masks
         marks = [np.zeros(1, np.int64)]
         total = 0
         for lengths in documents.all():
@@ -146,7 +150,9 @@ class DialogueSamples:
     """Of dialogues, none of which is longer than a sample."""
 
     def __init__(self, documents: Documents, length: int, fill: int) -> None:
-        self._documents, self._length, self._fill = documents, length, fill
+        self._documents = documents
+        self._length = length
+        self._fill = fill
         first, room, position = array("q"), 0, 0
         self.num_tokens = 0
         for lengths in documents.all():

@@ -125,7 +125,9 @@ class StoreWriter:
     ) -> None:
         """`end`: the token after each document of text."""
         self.about = About(str(dtype), is_dialogues=dialogues)
-        self._folder, self._dtype, self._end = folder, dtype, end
+        self._folder = folder
+        self._dtype = dtype
+        self._end = end
         self._stack = ExitStack()
         names = (TOKENS, LEARNED, ENDS, HASHES)
         self._files: dict[str, BinaryIO] = {

@@ -59,10 +59,12 @@ class TextData:
     ) -> None:
         """`mixture`: of those of the sources that are trained on: the first ones."""
         self.sources = tuple(sources)
-        self.sequence_length, self.samples_per_microbatch = sequence_length, samples_per_microbatch
+        self.sequence_length = sequence_length
+        self.samples_per_microbatch = samples_per_microbatch
         self.encoder = encoder
         self.num_trained = len(mixture.counts)
-        self._mixture, self._document_mask = mixture, document_mask
+        self._mixture = mixture
+        self._document_mask = document_mask
         self._trained = self.sources[: self.num_trained]
         self._seeds = [seed_of(seed, "samples", k) for k in range(self.num_trained)]
         if self.num_trained == 1:

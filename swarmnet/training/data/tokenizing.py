@@ -74,8 +74,11 @@ class Tokenizing:
         template: ChatTemplate | None = None,
         longest: int = 0,
     ) -> None:
-        self._source, self._encoder, self._writer = source, encoder, writer
-        self._template, self._longest = template, longest
+        self._source = source
+        self._encoder = encoder
+        self._writer = writer
+        self._template = template
+        self._longest = longest
         self._left_out: Counter[str] = Counter()
         self._bad = BadRecords()
         self._lengths = array("Q")

@@ -38,8 +38,10 @@ class FrozenLinear(nn.Linear):
         """`kept`: precision of the weight; None for that of the passes. `packing`: a key of
         `packing.BITS` where it is kept in few bits from `pack` on."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features = inner.in_features, inner.out_features
-        self.weight, self.bias = inner.weight, inner.bias
+        self.in_features = inner.in_features
+        self.out_features = inner.out_features
+        self.weight = inner.weight
+        self.bias = inner.bias
         self.kept = kept
         self.packing = packing
         self.packed: Packed | None = None

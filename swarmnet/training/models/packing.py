@@ -44,7 +44,8 @@ class Packed:
     def __init__(self, weight: Tensor, kind: str) -> None:
         """`weight`: [outputs, inputs], of any float type. `kind`: a key of `BITS`."""
         quantization = _torchao()
-        self._shape, self._kind = weight.shape, kind
+        self._shape = weight.shape
+        self._kind = kind
         low = weight.detach().bfloat16()
         if kind == INT8:
             rows = quantization.PerRow()

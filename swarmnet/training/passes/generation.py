@@ -45,7 +45,9 @@ class StageGeneration:
         self.copy_bytes = element * layers.num_parameters
         self.token_bytes = element * plan.numbers * cached
         self.text_bytes = element * plan.fixed_numbers * cached
-        self._layers, self._boundary, self._vectors = layers, boundary, vectors
+        self._layers = layers
+        self._boundary = boundary
+        self._vectors = vectors
         self._plan = plan
         self._copy: list[Tensor] = []
         self._texts: dict[Hashable, _Text] = {}

@@ -51,7 +51,9 @@ class Kept:
 
     def mark_added(self, scale: float, grad_outputs: Tensor | None = None) -> None:
         """A backward pass of this scale has added the microbatch's gradient."""
-        self.grad_outputs, self.scale, self.is_added = grad_outputs, scale, True
+        self.grad_outputs = grad_outputs
+        self.scale = scale
+        self.is_added = True
 
     def take_input_gradient(self) -> Tensor:
         """The gradient of the inputs in fp32 without the pass's scale; the entry no longer keeps

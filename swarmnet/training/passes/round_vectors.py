@@ -181,4 +181,5 @@ class RoundVectors:
         _, coming = self._ahead
         self._put_aside = {}
         before, self.present, self._swapped = self.present, coming, None
-        self._spare, self._ahead = before, None  # last: `use` finds the round in one of the two
+        self._spare = before
+        self._ahead = None  # last: `use` finds the round in one of the two

@@ -171,7 +171,8 @@ class FsdpLayers(RankLayers):
         owners = (owner for builder in builders for owner in builder.tied.values())
         if any(owner.rpartition(".")[0] in names for owner in owners):
             raise SpecError(TIED)
-        self._num_ranks, self._mesh = num_ranks, mesh
+        self._num_ranks = num_ranks
+        self._mesh = mesh
         self._gathers = False
         inner = plan.loss
 

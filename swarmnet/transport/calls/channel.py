@@ -226,7 +226,8 @@ class Channel(asyncio.BufferedProtocol):
         self._theirs = theirs
         self.run_id = run_id
         if not self.ready.done():
-            self.version, self.features = version, ours.features & theirs.features
+            self.version = version
+            self.features = ours.features & theirs.features
             self._timer.cancel()
             self.ready.set_result(None)
             self._owner.channel_ready(self)

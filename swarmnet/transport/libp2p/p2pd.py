@@ -304,7 +304,8 @@ class P2pdCarrier:
         now = asyncio.get_running_loop().time()
         if listening == self._listening and now - self._looked_at < LOOK_AT_HOSTS_EVERY_S:
             return
-        self._listening, self._looked_at = listening, now
+        self._listening = listening
+        self._looked_at = now
         told = [*self._announce, *to_tell(listening, own_hosts())]
         self._addresses = [full_address(a, self.peer_id) for a in dict.fromkeys(told)]
 

@@ -26,7 +26,10 @@ class Books:
     def __init__(
         self, gossip: Gossip, settings: RunSettings, replica: Replica, norms: Norms
     ) -> None:
-        self._gossip, self._settings, self._replica, self._norms = gossip, settings, replica, norms
+        self._gossip = gossip
+        self._settings = settings
+        self._replica = replica
+        self._norms = norms
         self._tokens: dict[tuple[int, int], int] = {}
         """By exchange and shard."""
         self._senders: dict[tuple[int, int], frozenset[str]] = {}

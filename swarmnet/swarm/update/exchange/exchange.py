@@ -59,8 +59,13 @@ class Exchange:
     ) -> None:
         """`on_change()`: a result is here, or on its way to be made."""
         self.number = number
-        self._gossip, self._replica, self._ownership = gossip, replica, ownership
-        self._work, self._books, self._pace, self._on_change = work, books, pace, on_change
+        self._gossip = gossip
+        self._replica = replica
+        self._ownership = ownership
+        self._work = work
+        self._books = books
+        self._pace = pace
+        self._on_change = on_change
         self._tasks = Tasks("exchange")
         self.progress = Progress(number, ownership.members, pace, self.refresh)
         self._outbox = Outbox(
@@ -117,7 +122,8 @@ class Exchange:
         """This replica has closed the round: contributions of its own to shards that are due, each
         once. `stays_in_stage`: what `put` takes can be read there (`Stage.coming_shard`)."""
         if self._put is None:
-            self._put, self._stays_in_stage = put, stays_in_stage
+            self._put = put
+            self._stays_in_stage = stays_in_stage
             self._begun_at = self._gossip.awake_s()
         self._outbox.contribute(parts)
         self.refresh()
@@ -211,7 +217,8 @@ class Exchange:
         counted = self._counted(members)
         if (members, counted) == (self._members, self._short_of):
             return
-        self._members, self._short_of = members, counted
+        self._members = members
+        self._short_of = counted
         if any(s.life == SUSPECT for s in members.values()):
             self.progress.waits()
         for j, machine in list(self._machines.items()):

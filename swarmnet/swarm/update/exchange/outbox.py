@@ -101,10 +101,18 @@ class Outbox:
         a call was not answered in the time that it has; `on_mute(peer_id)`, that a question was
         not. `follows(shard)`: the optimizer state for the step is here; `is_follower(peer_id,
         shard)`: it is there, as far as is known."""
-        self._exchange, self._gossip, self._replica, self._pace = exchange, gossip, replica, pace
-        self._tasks, self._feed, self._arrived = tasks, feed, arrived
-        self._on_progress, self._on_silent, self._on_mute = on_progress, on_silent, on_mute
-        self._follows, self._is_follower = follows, is_follower
+        self._exchange = exchange
+        self._gossip = gossip
+        self._replica = replica
+        self._pace = pace
+        self._tasks = tasks
+        self._feed = feed
+        self._arrived = arrived
+        self._on_progress = on_progress
+        self._on_silent = on_silent
+        self._on_mute = on_mute
+        self._follows = follows
+        self._is_follower = is_follower
         self._sums_ahead = SumsAhead(
             exchange, replica.index, pace, self._shared_room, self._call_in_time, tasks
         )

@@ -21,7 +21,8 @@ class Pauses:
     def __init__(self, usual_s: Callable[[], float], again: Callable[[list[int]], None]) -> None:
         """`usual_s()`: how long an exchange takes: no long pause is longer, nor a short one than
         the first long one. `again(shards)` when the pause of these is over."""
-        self._usual_s, self._again = usual_s, again
+        self._usual_s = usual_s
+        self._again = again
         self._last_s: dict[bool, float | None] = {True: None, False: None}
         self._waiting: dict[bool, list[int]] = {True: [], False: []}
         self._timers: dict[bool, asyncio.TimerHandle] = {}

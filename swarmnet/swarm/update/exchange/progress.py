@@ -24,7 +24,10 @@ class Progress:
         self, number: int, members: ExchangeMembers, pace: ExchangePace, refresh: Callable[[], None]
     ) -> None:
         """`refresh()` when there is one more that is as good as dead."""
-        self._number, self._members, self._pace, self._refresh = number, members, pace, refresh
+        self._number = number
+        self._members = members
+        self._pace = pace
+        self._refresh = refresh
         self.is_usual = True
         """Nobody had to be waited for who was suspected."""
         self.summed: set[int] = set()

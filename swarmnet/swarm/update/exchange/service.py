@@ -71,9 +71,15 @@ class ExchangeService:
     ) -> None:
         """`present()`: the exchange that this replica is in, begun by whoever asks first;
         `known()`: the same where it has begun."""
-        self._gossip, self._limits, self._replica = gossip, limits, replica
-        self._work, self._books, self._pace = work, books, pace
-        self._tied, self._present, self._tasks = tied, present, tasks
+        self._gossip = gossip
+        self._limits = limits
+        self._replica = replica
+        self._work = work
+        self._books = books
+        self._pace = pace
+        self._tied = tied
+        self._present = present
+        self._tasks = tasks
         self._known = known
         self._has_state: dict[tuple[str, int], int] = {}
         """By replica and shard: it has the state for the step of this exchange, though that may not

@@ -106,8 +106,12 @@ class ShardWork:
         books: Books,
         clip_norm: float,
     ) -> None:
-        self._gossip, self._replica, self._states = gossip, replica, states
-        self._aggregator, self._norms, self._books = aggregator, norms, books
+        self._gossip = gossip
+        self._replica = replica
+        self._states = states
+        self._aggregator = aggregator
+        self._norms = norms
+        self._books = books
         self._clip_norm = clip_norm
         self._num_exporting = 0
         self._exported = Condition()

@@ -43,9 +43,16 @@ class ExchangeSteps:
         fail: Callable[[Exception], None],
     ) -> None:
         """`fail(error)`: what the user of this machine has to see to."""
-        self._number, self._replica, self._states = exchange, replica, states
-        self._work, self._books, self._outbox, self._tasks = work, books, outbox, tasks
-        self._tied, self._feed, self._fail = tied, feed, fail
+        self._number = exchange
+        self._replica = replica
+        self._states = states
+        self._work = work
+        self._books = books
+        self._outbox = outbox
+        self._tasks = tasks
+        self._tied = tied
+        self._feed = feed
+        self._fail = fail
         self._attempts: dict[int, int] = {}
         """By shard, the newest sum that was begun here."""
         self._totals: dict[int, Total | None] = {}

@@ -89,8 +89,12 @@ class SumsAhead:
         tasks: Tasks,
     ) -> None:
         """`room()`: bytes that share a message."""
-        self._exchange, self._stage_index = exchange, stage_index
-        self._pace, self._room, self._call, self._tasks = pace, room, call, tasks
+        self._exchange = exchange
+        self._stage_index = stage_index
+        self._pace = pace
+        self._room = room
+        self._call = call
+        self._tasks = tasks
         self._open: dict[str, tuple[Group, asyncio.Task[None]]] = {}
         """By backup, what waits for other sums that are ready in a moment."""
         self._going: dict[tuple[str, int], OnItsWay] = {}
@@ -188,5 +192,6 @@ class SumsHere:
     def finish(self) -> None:
         """The exchange is over here."""
         self._num_ended += 1
-        self._sums, self._ended = {}, {}
+        self._sums = {}
+        self._ended = {}
         self._changed.notify_all()

@@ -69,8 +69,12 @@ class TiedShards:
         roots: Callable[[int], list[str]],
     ) -> None:
         """`roots(stage)`: live peers of a stage."""
-        self._gossip, self._replica, self._last_stage = gossip, replica, num_stages - 1
-        self._members, self._pace, self._roots = members, pace, roots
+        self._gossip = gossip
+        self._replica = replica
+        self._last_stage = num_stages - 1
+        self._members = members
+        self._pace = pace
+        self._roots = roots
         self._sums: dict[tuple[int, int], OtherSum] = {}
         """By exchange and shard."""
         self._heard = Condition()
