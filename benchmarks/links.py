@@ -69,9 +69,16 @@ DELAYS = ("12", "50")
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {},
     "batch-256": {"pipeline": {"global_batch": 256}},
-    "10M": {"model": {"hidden_size": 320, "num_hidden_layers": 8, "num_attention_heads": 5,
-                      "num_key_value_heads": 5, "intermediate_size": 864}},
-}  # fmt: skip
+    "10M": {
+        "model": {
+            "hidden_size": 320,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "intermediate_size": 864,
+        }
+    },
+}
 """What is other than in the run of `swarmnet local`, by table."""
 ROUNDS = 1_000_000
 WARMUP_ROUNDS = 1
@@ -82,8 +89,17 @@ LEAST_ROUNDS = 3
 """In a measurement."""
 LIMIT_S = 240.0
 """For anything that is waited for."""
-INCIDENTS = ("diverged", "samples_lost", "shard_reset", "shard_stale", "shard_unlike",
-             "shard_promoted", "moved", "retracted", "rerouted")  # fmt: skip
+INCIDENTS = (
+    "diverged",
+    "samples_lost",
+    "shard_reset",
+    "shard_stale",
+    "shard_unlike",
+    "shard_promoted",
+    "moved",
+    "retracted",
+    "rerouted",
+)
 """Of a peer's totals: what a run on sound links has none of, or hardly any."""
 METRICS_PORT = 9100
 LOOK_S = 0.02
@@ -213,11 +229,19 @@ class Swarm:
         host = self._hosts[i]
         entering = () if host is None else ("ip", "netns", "exec", host.space)
         peer = self._running.start_peer(
-            NAMES[i], "--parent-pid", str(os.getpid()), "--stage", str(STAGES[i]),
-            "--metrics-port", str(METRICS_PORT + i),
-            "--host", "127.0.0.1" if host is None else "0.0.0.0", *arguments,
-            command=(*entering, *self._pinning, *SWARMNET), environment={"PYTHONPATH": PYTHONPATH},
-        )  # fmt: skip
+            NAMES[i],
+            "--parent-pid",
+            str(os.getpid()),
+            "--stage",
+            str(STAGES[i]),
+            "--metrics-port",
+            str(METRICS_PORT + i),
+            "--host",
+            "127.0.0.1" if host is None else "0.0.0.0",
+            *arguments,
+            command=(*entering, *self._pinning, *SWARMNET),
+            environment={"PYTHONPATH": PYTHONPATH},
+        )
         self.peers.append(peer)
         return peer
 
@@ -545,8 +569,13 @@ def plot(results: Results, run: str) -> None:
                 found = [(c, row_of(results, c)) for c in cells_here]
                 points = [(float(c.rate), r.percent) for c, r in found if r and r.percent]
                 if points:
-                    axis.plot(*zip(*points), style, color=colours[codec], ms=4,
-                              label=f"{codec}, {delay} ms")  # fmt: skip
+                    axis.plot(
+                        *zip(*points),
+                        style,
+                        color=colours[codec],
+                        ms=4,
+                        label=f"{codec}, {delay} ms",
+                    )
         axis.set(title=f"`{mode}`", xscale="log", xlabel="Mbit/s of each uplink", ylim=(0, 105))
         axis.set_xticks([float(r) for r in RATES], RATES)
         axis.minorticks_off()

@@ -187,13 +187,25 @@ def read_spec(data: bytes) -> None:
 def targets() -> list[Target]:
     """Every decoder of what a stranger sends."""
     record = Record(
-        PEER.peer_id, "r" * 32, 5, 7, state=ACTIVE, stage=1, round=3,
-        addresses=("/ip4/127.0.0.1/tcp/4001/p2p/" + PEER.peer_id,), has_data=True,
-        counts=(counted(2, 9, 8, True, 100, 3.5), counted(3, 4, 2, first=70)), samples_per_s=3.0,
-        digests=bytes(range(32)), holds=b"\x0f", held_out=HeldOut(2, 2.5, 3.0),
-        totals={"sent_bytes": 1 << 40}, agent="swarmnet/0.1.0",
-        restorable=(Restorable(2, 1, 4, b"\x0f", 9),), history=1,
-    )  # fmt: skip
+        PEER.peer_id,
+        "r" * 32,
+        5,
+        7,
+        state=ACTIVE,
+        stage=1,
+        round=3,
+        addresses=("/ip4/127.0.0.1/tcp/4001/p2p/" + PEER.peer_id,),
+        has_data=True,
+        counts=(counted(2, 9, 8, True, 100, 3.5), counted(3, 4, 2, first=70)),
+        samples_per_s=3.0,
+        digests=bytes(range(32)),
+        holds=b"\x0f",
+        held_out=HeldOut(2, 2.5, 3.0),
+        totals={"sent_bytes": 1 << 40},
+        agent="swarmnet/0.1.0",
+        restorable=(Restorable(2, 1, 4, b"\x0f", 9),),
+        history=1,
+    )
     payload = pack(record)
     envelope = SignedRecord(payload, PEER.sign(payload))
     stamps = {PEER.peer_id: (5, 7), OWNER.peer_id: (1, 2)}
@@ -204,7 +216,7 @@ def targets() -> list[Target]:
         {"round": 1, "microbatch_id": 7, "stage": 0, "feeder": "p", "num_samples": 4, "hint": []},
         {"round": 1, "shard": 3, "num_samples": 8, "num_tokens": 64, "loss_sum": 0.5, "stage": 0},
         None,
-    ]  # fmt: skip
+    ]
     arrays = (Array("float32", (4, 3), bytes(48)), Array("int32", (5,), bytes(20)))
     invite = Invite.issue(OWNER, "r" * 32, 2_000_000_000)
     shown = invite.credential(PEER.peer_id)

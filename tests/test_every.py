@@ -36,8 +36,11 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     git_in(folder)("init", "-q", "-b", "main")
     subprocess.run(
         ["git", "fast-import", "--quiet"],
-        cwd=folder, input="\n".join(lines) + "\n", text=True, check=True,
-    )  # fmt: skip
+        cwd=folder,
+        input="\n".join(lines) + "\n",
+        text=True,
+        check=True,
+    )
     return folder
 
 

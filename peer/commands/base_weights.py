@@ -118,9 +118,15 @@ async def _one(
         for record in sorted(live, key=lambda r: r.stage != stage):
             with suppress(SwarmnetError):
                 return await fetch_initial(
-                    transport, record.peer_id, weights, worker, stage, shard, size,
+                    transport,
+                    record.peer_id,
+                    weights,
+                    worker,
+                    stage,
+                    shard,
+                    size,
                     Limits().fetch_timeout_s,
-                )  # fmt: skip
+                )
     raise UserError(
         f"no peer gives the base of stage {stage}; name the model's folder with --weights"
     )

@@ -141,8 +141,9 @@ class Sessions:
             raise Stale(text, round=present, is_full=True)
         raise Stale(f"round {wish.round} is over here", round=present)
 
-    def open(self, key: Key, machine: str, wish: Wish, chosen: Parameters, present: int,
-             now: float) -> Session:  # fmt: skip
+    def open(
+        self, key: Key, machine: str, wish: Wish, chosen: Parameters, present: int, now: float
+    ) -> Session:
         """Begins a session, in place of one of the same name. A copy that was to be made is
         there."""
         is_copied = chosen is not Parameters.PRESENT

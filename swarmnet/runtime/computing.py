@@ -102,8 +102,10 @@ def choose_computing(
     in_flight = expected_in_flight(spec)
     choice = choose_activations(
         known_activations(spec, stage, numbers),
-        free_bytes=left, in_flight=in_flight, policies=policies,
-    )  # fmt: skip
+        free_bytes=left,
+        in_flight=in_flight,
+        policies=policies,
+    )
     computing = Computing(
         precision=precision,
         activations=choice.activations,

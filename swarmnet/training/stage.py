@@ -119,9 +119,16 @@ class TorchStage:
         self.computing = computing
         self.max_in_flight = computing.max_in_flight
         self.layers = make_layers(
-            plan, layers, stage_index=stage_index, num_stages=num_stages, shard_size=shard_size,
-            seed=seed, computing=computing, device=device, copies=copies,
-        )  # fmt: skip
+            plan,
+            layers,
+            stage_index=stage_index,
+            num_stages=num_stages,
+            shard_size=shard_size,
+            seed=seed,
+            computing=computing,
+            device=device,
+            copies=copies,
+        )
         self.parameter_ranges = self.layers.parameter_ranges
         self.num_parameters = self.layers.num_parameters
         self.vectors = RoundVectors(self.layers, reuses_gradient=reuses_gradient)

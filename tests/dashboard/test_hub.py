@@ -21,8 +21,10 @@ def test_a_visitor_gets_everything_and_then_what_changes() -> None:
         assert [s["num_replicas"] for s in state["model"]["stages"]] == [1, 2]
         assert state["model"]["stages"][0]["risk"] == "stage 0: one failure from loss"
         assert [e["text"] for e in state["events"]] == [
-            "peer a joined (stage 0)", "peer b joined (stage 1)", "peer c joined (stage 1)",
-        ]  # fmt: skip
+            "peer a joined (stage 0)",
+            "peer b joined (stage 1)",
+            "peer c joined (stage 1)",
+        ]
 
         played.look(replica("a", 0), replica("b", 1), replica("c", 1))  # nothing new
         changed = replica("c", 1, queue_length=3, version=2)

@@ -141,9 +141,23 @@ VALUES = st.one_of(
 )
 KINDS = ("state", "round", "peer_joined", "peer_lost", "migrated", "rerouted", "held_out", "x")
 KEYS = (
-    "round", "loss", "tokens", "samples", "seconds", "tokens_per_s", "peers", "peer_id", "stage",
-    "from_stage", "to_stage", "count", "clean", "about", "model", "bits_per_byte",
-)  # fmt: skip
+    "round",
+    "loss",
+    "tokens",
+    "samples",
+    "seconds",
+    "tokens_per_s",
+    "peers",
+    "peer_id",
+    "stage",
+    "from_stage",
+    "to_stage",
+    "count",
+    "clean",
+    "about",
+    "model",
+    "bits_per_byte",
+)
 
 
 @settings(max_examples=300)

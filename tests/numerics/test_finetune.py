@@ -49,9 +49,18 @@ def test_the_example_learns_what_a_plain_loop_learns_and_answers(tmp_path: Path)
     tuned, metrics = tmp_path / "tuned", tmp_path / "losses.jsonl"
     with machine() as running:
         local = running.start(
-            "local", "local", "--spec", str(spec), "--peers", "4", "--out", str(tuned), "--plain",
-            "--metrics", str(metrics),
-        )  # fmt: skip
+            "local",
+            "local",
+            "--spec",
+            str(spec),
+            "--peers",
+            "4",
+            "--out",
+            str(tuned),
+            "--plain",
+            "--metrics",
+            str(metrics),
+        )
         assert running.wait(local, RUN_LIMIT_S) == 0, running.describe()
     said = output_of("benchmarks/finetune.py", spec, metrics)
     found = re.search(r"largest relative difference in \d+ rounds: (\S+)", said)

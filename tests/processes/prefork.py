@@ -29,9 +29,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LEFT_TO_FEW = (
-    "peer.__main__", "swarmnet.transport.libp2p.py_libp2p", "swarmnet.transport.libp2p.imports",
-    "swarmnet.training.ranks.rank", "swarmnet.training.codecs.kernels",
-)  # fmt: skip
+    "peer.__main__",
+    "swarmnet.transport.libp2p.py_libp2p",
+    "swarmnet.transport.libp2p.imports",
+    "swarmnet.training.ranks.rank",
+    "swarmnet.training.codecs.kernels",
+)
 """Not imported in advance: what only some peers do."""
 OTHERS = ("hivemind.dht.node", "hivemind.p2p", "uvloop", "torch.fx.experimental.symbolic_shapes")
 """What peers import late, beside the project's own modules."""

@@ -252,12 +252,24 @@ class Machine:
     ) -> Command:
         """Starts `swarmnet peer` on loopback with a state folder, ready file and metrics."""
         return self.start(
-            name, "peer", "--plain", "--host", "127.0.0.1", "--threads", "1",
-            "--state-dir", str(self.folder / name),
-            "--ready-file", str(self.folder / f"{name}.ready"),
-            "--metrics", str(self.folder / f"{name}.jsonl"),
-            *arguments, command=command, environment=environment, before=before,
-        )  # fmt: skip
+            name,
+            "peer",
+            "--plain",
+            "--host",
+            "127.0.0.1",
+            "--threads",
+            "1",
+            "--state-dir",
+            str(self.folder / name),
+            "--ready-file",
+            str(self.folder / f"{name}.ready"),
+            "--metrics",
+            str(self.folder / f"{name}.jsonl"),
+            *arguments,
+            command=command,
+            environment=environment,
+            before=before,
+        )
 
     def start_swarm(
         self,

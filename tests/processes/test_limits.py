@@ -13,8 +13,9 @@ pytestmark = pytest.mark.processes
 
 def limits(running: Machine, of: Command, *arguments: str) -> str:
     """Runs `swarmnet limits` for a peer; returns what it prints."""
-    command = running.start("limits", "limits", "--state-dir", str(running.folder / of.name),
-                            *arguments)  # fmt: skip
+    command = running.start(
+        "limits", "limits", "--state-dir", str(running.folder / of.name), *arguments
+    )
     assert running.wait(command, 60.0) == 0, command.describe()
     return command.output()
 
@@ -24,9 +25,20 @@ def test_a_volunteer_pauses_and_comes_back_while_the_run_goes_on() -> None:
         spec = tiny_run(running.folder, rounds=5000)
         first, _, guest = running.start_swarm(
             spec,
-            [("--stage", "1"), ("--stage", "0", "--max-upload", "50Mbit", "--max-device-share",
-                                "50%", "--max-memory", "8GB")],
-        )  # fmt: skip
+            [
+                ("--stage", "1"),
+                (
+                    "--stage",
+                    "0",
+                    "--max-upload",
+                    "50Mbit",
+                    "--max-device-share",
+                    "50%",
+                    "--max-memory",
+                    "8GB",
+                ),
+            ],
+        )
         running.until(lambda: len(first.events("round")) >= 3)
         told = "limits: upload 50Mbit; memory 8GB; device 50% of the time"
         running.until(lambda: told in guest.output())  # it listens before it prints

@@ -106,9 +106,16 @@ def test_a_run_survives_its_first_peer(running: Machine) -> None:
 def test_ctrl_c_ends_local_with_all_its_peers(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=100_000)
     local = running.start(
-        "local", "local", "--peers", "2", "--spec", str(path), "--plain",
-        "--metrics", str(running.folder / "local.jsonl"),
-    )  # fmt: skip
+        "local",
+        "local",
+        "--peers",
+        "2",
+        "--spec",
+        str(path),
+        "--plain",
+        "--metrics",
+        str(running.folder / "local.jsonl"),
+    )
     running.until(lambda: local.events("round"))
     running.interrupt(local)
     assert running.wait(local) == 1
@@ -120,9 +127,18 @@ def test_ctrl_c_ends_local_with_all_its_peers(running: Machine) -> None:
 def test_local_with_chaos_says_what_it_cost(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=100)
     local = running.start(
-        "local", "local", "--peers", "4", "--spec", str(path), "--plain",
-        "--chaos", "kill=10/min", "--metrics", str(running.folder / "local.jsonl"),
-    )  # fmt: skip
+        "local",
+        "local",
+        "--peers",
+        "4",
+        "--spec",
+        str(path),
+        "--plain",
+        "--chaos",
+        "kill=10/min",
+        "--metrics",
+        str(running.folder / "local.jsonl"),
+    )
     assert running.wait(local, RUN_LIMIT_S) == 0
     said = local.output()
     killed = said.count("is killed (SIGKILL)")

@@ -70,9 +70,12 @@ def test_sizes_are_read(text: str, num_bytes: float | None) -> None:
 
 
 @given(
-    st.floats(1e3, 1e12), st.floats(1.0, 1e15), st.floats(0.01, 1.0), st.integers(0, 1439),
+    st.floats(1e3, 1e12),
+    st.floats(1.0, 1e15),
+    st.floats(0.01, 1.0),
     st.integers(0, 1439),
-)  # fmt: skip
+    st.integers(0, 1439),
+)
 def test_what_is_written_is_read_as_the_same(
     rate: float, size: float, share: float, begin: int, end: int
 ) -> None:

@@ -314,14 +314,36 @@ def test_a_custom_model_s_own_length_is_not_overruled_in_silence(tmp_path: Path)
     ("kind", "values", "longest"),
     [
         ("llama", {"max_position_embeddings": 256}, 256),
-        ("llama", {"max_position_embeddings": 256, "rope_parameters": {"rope_type": "yarn",
-         "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}}, 1024),
-        ("llama", {"max_position_embeddings": 1024, "rope_parameters": {"rope_type": "yarn",
-         "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}}, 1024),
+        (
+            "llama",
+            {
+                "max_position_embeddings": 256,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                },
+            },
+            1024,
+        ),
+        (
+            "llama",
+            {
+                "max_position_embeddings": 1024,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                },
+            },
+            1024,
+        ),
         ("gemma3_text", {"max_position_embeddings": 512}, 512),
         ("kimi_linear", {"model_max_length": 300}, 300),
     ],
-)  # fmt: skip
+)
 def test_the_longest_context_is_what_positions_reach(
     kind: str, values: dict[str, Any], longest: int
 ) -> None:

@@ -141,9 +141,16 @@ def steep_stage(precision: PrecisionName, factor: float) -> TorchStage:
         count=lambda targets: targets.numel(),
     )
     return TorchStage(
-        plan, plan.layers[1:2], stage_index=1, num_stages=3, shard_size=8, microbatch=8, seed=5,
-        computing=Computing(precision), inputs=TensorSpec("float32", (4,)),
-    )  # fmt: skip
+        plan,
+        plan.layers[1:2],
+        stage_index=1,
+        num_stages=3,
+        shard_size=8,
+        microbatch=8,
+        seed=5,
+        computing=Computing(precision),
+        inputs=TensorSpec("float32", (4,)),
+    )
 
 
 def passed(stage: TorchStage, factor: float) -> tuple[torch.Tensor, torch.Tensor]:

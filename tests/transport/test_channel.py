@@ -395,9 +395,14 @@ def test_a_reply_that_was_on_its_way_is_read_past() -> None:
 
             b.handle("large", large_with_progress)
             task = asyncio.create_task(
-                a.call(b.peer_id, "large", Message(), timeout_s=PATIENCE_S,
-                       on_progress=lambda _: heard.set())
-            )  # fmt: skip
+                a.call(
+                    b.peer_id,
+                    "large",
+                    Message(),
+                    timeout_s=PATIENCE_S,
+                    on_progress=lambda _: heard.set(),
+                )
+            )
             await heard.wait()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -153,8 +153,10 @@ def test_messages_survive_any_cutting(sizes: list[int], cuts: list[int]) -> None
 def test_parts_of_several_messages_interleave() -> None:
     one, other = (array(PART_BYTES + 5, 1),), (array(2 * PART_BYTES, 2),)
     heads = head_frame(REQUEST, 1, {}, one) + head_frame(REPLY, 1, {}, other)
-    first, last = ([bytes(p) for p in part_frames(PARTS_OF[kind], 1, arrays)]
-                   for kind, arrays in ((REQUEST, one), (REPLY, other)))  # fmt: skip
+    first, last = (
+        [bytes(p) for p in part_frames(PARTS_OF[kind], 1, arrays)]
+        for kind, arrays in ((REQUEST, one), (REPLY, other))
+    )
     data = heads + last[0] + first[0] + message(NOTIFY, 0, 3) + last[1] + first[1]
     sink = read(data)
     assert [m[0] for m in sink.done] == [NOTIFY, REPLY, REQUEST]

@@ -39,8 +39,9 @@ def test_a_message_takes_what_the_network_says() -> None:
 
     async def main() -> None:
         a, _b = peers(MemoryHub(network=BySize()))
-        await a.call("b", "echo", Message(None, (Array("uint8", (10**6,), bytes(10**6)),)),
-                     timeout_s=10)  # fmt: skip
+        await a.call(
+            "b", "echo", Message(None, (Array("uint8", (10**6,), bytes(10**6)),)), timeout_s=10
+        )
         assert now() == pytest.approx(2.0, abs=0.001)
 
     run(main())

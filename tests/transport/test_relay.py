@@ -313,9 +313,13 @@ def test_what_is_relayed_keeps_to_the_cap_on_the_upload() -> None:
 
 def test_addresses_of_circuits() -> None:
     assert split_circuit("/ip4/5.5.5.2/tcp/1/p2p/R/p2p-circuit/p2p/N") == (
-        "/ip4/5.5.5.2/tcp/1/p2p/R", "R", "N",
-    )  # fmt: skip
+        "/ip4/5.5.5.2/tcp/1/p2p/R",
+        "R",
+        "N",
+    )
     assert split_circuit("/ip4/5.5.5.2/tcp/1/p2p/R/p2p-circuit") == (
-        "/ip4/5.5.5.2/tcp/1/p2p/R", "R", "",
-    )  # fmt: skip
+        "/ip4/5.5.5.2/tcp/1/p2p/R",
+        "R",
+        "",
+    )
     assert split_circuit("/ip4/5.5.5.2/tcp/1/p2p/R") is None

@@ -135,9 +135,12 @@ def test_between_seats_of_one_machine_there_is_no_wire() -> None:
         second.handle("step", step)
         told: list[object] = []
         reply = await first.call(
-            "a/1", "step", Message(None, (ACTIVATION,)), timeout_s=PATIENCE_S,
+            "a/1",
+            "step",
+            Message(None, (ACTIVATION,)),
+            timeout_s=PATIENCE_S,
             on_progress=lambda note: told.append(note.body),
-        )  # fmt: skip
+        )
         assert reply.body == "a"
         assert reply.arrays[0] is ACTIVATION
         assert told == ["under way"]

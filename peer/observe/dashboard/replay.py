@@ -172,11 +172,25 @@ COUNTED_NAMES = frozenset(kind.name for kind in COUNTED.values())
 
 def _row(peer_id: str, stage: int, state: str, t: float) -> Frame:
     return {
-        "peer_id": peer_id, "stage": stage, "state": state, "live": state == "active", "round": 0,
-        "samples_per_s": 0.0, "queue_length": 0, "sent_bytes": 0, "received_bytes": 0, "links": 0,
-        "direct_links": 0, "direct_sent_bytes": 0, "rerouted": 0, "agent": "",
-        "started_unix_s": t, "upload_bytes_per_s": 0.0, "busy": 0.0, "has_data": False,
-    }  # fmt: skip
+        "peer_id": peer_id,
+        "stage": stage,
+        "state": state,
+        "live": state == "active",
+        "round": 0,
+        "samples_per_s": 0.0,
+        "queue_length": 0,
+        "sent_bytes": 0,
+        "received_bytes": 0,
+        "links": 0,
+        "direct_links": 0,
+        "direct_sent_bytes": 0,
+        "rerouted": 0,
+        "agent": "",
+        "started_unix_s": t,
+        "upload_bytes_per_s": 0.0,
+        "busy": 0.0,
+        "has_data": False,
+    }
 
 
 def _joined(messages: Iterator[Frame]) -> Iterator[Frame]:

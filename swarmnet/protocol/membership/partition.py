@@ -23,9 +23,11 @@ def num_cuts(records: Iterable[Record]) -> dict[str, int]:
     out."""
     among = {r.peer_id: r for r in records}
     pairs = {
-        (min(r.peer_id, p), max(r.peer_id, p)) for r in among.values() for p in r.unreached
+        (min(r.peer_id, p), max(r.peer_id, p))
+        for r in among.values()
+        for p in r.unreached
         if p in among and p != r.peer_id
-    }  # fmt: skip
+    }
     counts: dict[str, int] = {}
     for pair in sorted(pairs):
         for peer_id in pair:

@@ -53,7 +53,7 @@ def chat_prompt(files: Mapping[str, bytes], messages: Sequence[Message]) -> str:
             messages=[dict(m) for m in messages],
             add_generation_prompt=True,
             **_special_tokens(files),
-        )  # fmt: skip
+        )
     except TemplateError as e:
         raise UserError(f"the model's chat template does not take this: {_line(e)}") from None
     except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as e:

@@ -69,9 +69,12 @@ class Sampling:
 def sampling_of(config: Mapping[str, Any]) -> Sampling:
     """What a generation_config.json says, as far as it can be used."""
     kinds = {
-        "do_sample": bool, "temperature": float, "top_k": int, "top_p": float,
+        "do_sample": bool,
+        "temperature": float,
+        "top_k": int,
+        "top_p": float,
         "repetition_penalty": float,
-    }  # fmt: skip
+    }
     found = Sampling()
     for name, kind in kinds.items():
         value = config.get(name)

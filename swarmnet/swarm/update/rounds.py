@@ -285,9 +285,11 @@ class Rounds:
         for entry in pending:
             by_feeder.setdefault(entry.feeder, []).append(entry.key[1])
         answers = await asyncio.gather(
-            *(self._ask(f, CommittedRequest(r, self.replica.index, tuple(ids), is_over))
-              for f, ids in by_feeder.items())
-        )  # fmt: skip
+            *(
+                self._ask(f, CommittedRequest(r, self.replica.index, tuple(ids), is_over))
+                for f, ids in by_feeder.items()
+            )
+        )
         counted = {i for answer in answers for i in answer.microbatch_ids}
         in_flight = set() if is_over else {i for answer in answers for i in answer.in_flight}
         for entry in pending:

@@ -92,8 +92,11 @@ def open_weights(
     if weights.unused:
         log.warning(
             "%s: %d tensors, such as %s, are left out, as transformers does: they are neither "
-            "trained nor exported", folder, len(weights.unused), weights.unused[0],
-        )  # fmt: skip
+            "trained nor exported",
+            folder,
+            len(weights.unused),
+            weights.unused[0],
+        )
     return weights
 
 

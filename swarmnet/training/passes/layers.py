@@ -135,8 +135,9 @@ class StageLayers:
         Args:
             x: tokens, shape (1, n), or a hidden state, shape (1, n, width).
         """
-        last_cached = max((i for i, m in enumerate(self.modules) if isinstance(m, TakesContext)),
-                          default=-1)  # fmt: skip
+        last_cached = max(
+            (i for i, m in enumerate(self.modules) if isinstance(m, TakesContext)), default=-1
+        )
         for i, module in enumerate(self.modules):
             if self.is_last and i == last_cached + 1:  # the rest looks at each token by itself
                 x = x[:, -1:]

@@ -56,14 +56,18 @@ class LeadStage(RankStage):
         return self._together(
             "forward",
             lambda: super(LeadStage, self).forward(key, inputs, documents),
-            {"key": list(key), "documents": documents}, (inputs,),
-        )  # fmt: skip
+            {"key": list(key), "documents": documents},
+            (inputs,),
+        )
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         return self._together(
-            "backward", lambda: super(LeadStage, self).backward(key, grad_outputs),
-            {"key": list(key)}, (grad_outputs,), adds=True,
-        )  # fmt: skip
+            "backward",
+            lambda: super(LeadStage, self).backward(key, grad_outputs),
+            {"key": list(key)},
+            (grad_outputs,),
+            adds=True,
+        )
 
     def forward_backward(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
@@ -71,8 +75,10 @@ class LeadStage(RankStage):
         return self._together(
             "forward_backward",
             lambda: super(LeadStage, self).forward_backward(key, inputs, targets, documents),
-            {"key": list(key), "documents": documents}, (inputs, targets), adds=True,
-        )  # fmt: skip
+            {"key": list(key), "documents": documents},
+            (inputs, targets),
+            adds=True,
+        )
 
     def retract(self, key: StepKey) -> None:
         self._together(
@@ -90,8 +96,9 @@ class LeadStage(RankStage):
         return self._together(
             "evaluate",
             lambda: super(LeadStage, self).evaluate(inputs, targets, documents),
-            {"documents": documents}, arrays,
-        )  # fmt: skip
+            {"documents": documents},
+            arrays,
+        )
 
     def forget(self, key: StepKey) -> None:
         """From any thread. While a call runs it waits for the end of it, so that it comes between
@@ -195,7 +202,13 @@ def following(
         return run
 
     names = (
-        "forward", "backward", "forward_backward", "retract", "evaluate",
-        "fetch_parameters", "store_gradients", "finish_round",
-    )  # fmt: skip
+        "forward",
+        "backward",
+        "forward_backward",
+        "retract",
+        "evaluate",
+        "fetch_parameters",
+        "store_gradients",
+        "finish_round",
+    )
     return {"build": build, "forget": forget} | {name: call(name) for name in names}

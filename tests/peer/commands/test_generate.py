@@ -81,8 +81,9 @@ def drawn_odds(logits: Any, seen: list[int], sampling: Sampling, num_logits: int
     choose(logits[kept], kept, seen, sampling, rng)
     found = np.zeros(len(logits))
     scores = logits[kept].astype(np.float64)
-    punished = np.where(scores < 0, scores * sampling.repetition_penalty,
-                        scores / sampling.repetition_penalty)  # fmt: skip
+    punished = np.where(
+        scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty
+    )
     scores = np.where(np.isin(kept, seen), punished, scores) / sampling.temperature
     order = np.argsort(-scores, kind="stable")[: sampling.top_k or None]
     found[kept[order]] = rng.odds
@@ -222,8 +223,16 @@ def pieces_after(
 ) -> tuple[list[str], str]:
     """The pieces of a text whose tokens are known, and why it ended."""
     remote: Any = Scripted(tokens)
-    written = Text(prompt, remote, codec, ends, Sampling(max_new_tokens=length),
-                   vocabulary=512, stops=stops, is_answer=is_answer)  # fmt: skip
+    written = Text(
+        prompt,
+        remote,
+        codec,
+        ends,
+        Sampling(max_new_tokens=length),
+        vocabulary=512,
+        stops=stops,
+        is_answer=is_answer,
+    )
 
     async def gather() -> list[str]:
         return [piece async for piece in written]
@@ -660,16 +669,26 @@ def test_programs_ask_through_the_openai_client(tmp_path: Path) -> None:
             assert answer.choices[0].message.role == "assistant"
             assert answer.usage.prompt_tokens == len("<user>abc\n<assistant>")
             stream = await chat.create(
-                model="a run", messages=said, max_completion_tokens=6, temperature=0.5, seed=1,
-                stream=True, stream_options={"include_usage": True},
-            )  # fmt: skip
+                model="a run",
+                messages=said,
+                max_completion_tokens=6,
+                temperature=0.5,
+                seed=1,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
             chunks = [chunk async for chunk in stream]
             assert chunks[-1].usage.completion_tokens <= 6
             reasons = [c.choices[0].finish_reason for c in chunks[:-1]]
             assert set(reasons[:-1]) <= {None}
             assert reasons[-1] in ("length", "stop")
-            for wrong in ({"prompt": ""}, {"prompt": "a", "top_p": 2.0}, {"prompt": "a" * 5000},
-                          {"prompt": "a", "n": 2}, {"prompt": [300]}):  # fmt: skip
+            for wrong in (
+                {"prompt": ""},
+                {"prompt": "a", "top_p": 2.0},
+                {"prompt": "a" * 5000},
+                {"prompt": "a", "n": 2},
+                {"prompt": [300]},
+            ):
                 with pytest.raises(openai.BadRequestError):
                     await client.completions.create(model="a run", **wrong)  # type: ignore[call-overload]
 

@@ -92,11 +92,27 @@ TAKEN: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("completions",), {"prompt": [97, 98, 255]}),
     (("completions",), {"prompt": [[97, 98, 255]]}),
     (("chat/completions",), {"logprobs": False, "top_logprobs": 0}),
-    (("chat/completions",), {"messages": [{"role": "user", "content": [
-        {"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}),
-    (("chat/completions",), {"messages": [
-        {"role": "assistant", "content": None}, {"role": "user", "content": "a", "name": "me"}]}),
-]  # fmt: skip
+    (
+        ("chat/completions",),
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                }
+            ]
+        },
+    ),
+    (
+        ("chat/completions",),
+        {
+            "messages": [
+                {"role": "assistant", "content": None},
+                {"role": "user", "content": "a", "name": "me"},
+            ]
+        },
+    ),
+]
 
 
 @pytest.mark.parametrize(("paths", "fields"), TAKEN, ids=str)
@@ -130,8 +146,12 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (BOTH, {"stop": 1}, "stop", "string"),
     (BOTH, {"stream": "yes"}, "stream", "boolean"),
     (BOTH, {"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
-    (BOTH, {"stream": True, "stream_options": {"include_usage": "yes"}},
-     "stream_options.include_usage", "boolean"),
+    (
+        BOTH,
+        {"stream": True, "stream_options": {"include_usage": "yes"}},
+        "stream_options.include_usage",
+        "boolean",
+    ),
     (BOTH, {"stream": True, "stream_options": 1}, "stream_options", "dictionary"),
     (BOTH, {"model": 1}, "model", "string"),
     (BOTH, {"n": 2}, "n", "not to be had"),
@@ -162,15 +182,36 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (("chat/completions",), {"messages": "hello"}, "messages", "list"),
     (("chat/completions",), {"messages": [5]}, "messages[0]", "ChatMessage"),
     (("chat/completions",), {"messages": [{}]}, "messages[0].role", "required"),
-    (("chat/completions",), {"messages": [{"role": "user", "content": 5}]},
-     "messages[0].content", "string"),
-    (("chat/completions",), {"messages": [{"role": "user", "content": [
-        {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]}]},
-     "messages[0].content[1].type", "'text'"),
-    (("chat/completions",), {"messages": [{"role": "user", "content": "a" * LONGEST}]},
-     "messages", "64 tokens; with the answer"),
+    (
+        ("chat/completions",),
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages[0].content",
+        "string",
+    ),
+    (
+        ("chat/completions",),
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "a"},
+                        {"type": "image_url", "image_url": {"url": "x"}},
+                    ],
+                }
+            ]
+        },
+        "messages[0].content[1].type",
+        "'text'",
+    ),
+    (
+        ("chat/completions",),
+        {"messages": [{"role": "user", "content": "a" * LONGEST}]},
+        "messages",
+        "64 tokens; with the answer",
+    ),
     (("chat/completions",), {"messages": [{"role": "user", "content": ""}]}, "messages", "empty"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("paths", "fields", "param", "line"), REFUSED, ids=str)
@@ -197,8 +238,9 @@ def test_a_missing_field_is_named() -> None:
         assert answer.json()["error"]["code"] == "missing_required_parameter"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"abc", b'{"prompt": "\xff"}', b'{"top_p": NaN}',
-                                  b"[" * 10_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"abc", b'{"prompt": "\xff"}', b'{"top_p": NaN}', b"[" * 10_000]
+)
 def test_a_body_that_is_no_json_says_so(body: bytes) -> None:
     for path in BOTH:
         headers = {"content-type": "application/json; charset=utf-8"}
@@ -281,8 +323,9 @@ def test_fields_mean_what_they_mean_in_the_api() -> None:
     assert post("completions", prompt=[[97, 255]])[1].prompts == [[97, 255]]
 
 
-def through_the_client(scenario: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, None]],
-                       writer: Any = None) -> None:  # fmt: skip
+def through_the_client(
+    scenario: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, None]], writer: Any = None
+) -> None:
     async def main() -> None:
         app = Api(writer or Known(), Sampling(), NAME).app()
         async with openai.AsyncOpenAI(

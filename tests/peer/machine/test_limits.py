@@ -77,8 +77,9 @@ def test_the_command_shows_changes_and_takes_away(
     assert limits("") == "no limits"
     assert not (tmp_path / LIMITS_FILE).exists()
     assert limits("--max-upload 10Mbit --hours 22:00-07:00") == ("upload 10Mbit; hours 22:00-07:00")
-    assert limits("--max-device-share 50% --pause").endswith("device 50% of the time; hours "
-                                                            "22:00-07:00; paused")  # fmt: skip
+    assert limits("--max-device-share 50% --pause").endswith(
+        "device 50% of the time; hours 22:00-07:00; paused"
+    )
     assert read_limits(tmp_path / LIMITS_FILE).paused
     assert limits("--max-upload none --hours none --resume --pause-when-busy") == (
         "device 50% of the time; pauses when the machine is in use"

@@ -55,8 +55,21 @@ class Internet:
     def _plug(self, space: str, device: str, address: str) -> None:
         """A cable from a namespace to the wire."""
         wire, port = f"{self.name}-wire", f"p{self.num_public}"
-        run("ip", "-n", wire, "link", "add", port, "type", "veth", "peer", "name", device,
-            "netns", space)  # fmt: skip
+        run(
+            "ip",
+            "-n",
+            wire,
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            device,
+            "netns",
+            space,
+        )
         run("ip", "-n", wire, "link", "set", port, "master", "br0", "up")
         run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", device)
         run("ip", "-n", space, "link", "set", device, "up")
@@ -92,8 +105,21 @@ class Internet:
         router, inside = self.space(f"{name}-nat"), self.space(name)
         self._plug(router, "wan", self.address_of(self.num_public))
         net = f"10.{self.num_behind}.0"
-        run("ip", "-n", router, "link", "add", "lan", "type", "veth", "peer", "name", "eth",
-            "netns", inside)  # fmt: skip
+        run(
+            "ip",
+            "-n",
+            router,
+            "link",
+            "add",
+            "lan",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth",
+            "netns",
+            inside,
+        )
         run("ip", "-n", router, "addr", "add", f"{net}.1/24", "dev", "lan")
         run("ip", "-n", router, "link", "set", "lan", "up")
         run("ip", "-n", inside, "addr", "add", f"{net}.2/24", "dev", "eth")
@@ -116,10 +142,23 @@ class Internet:
             ):
                 self._inside(router, "nft", rule)
             return
-        self._inside(router, "iptables", "-t", "nat", "-A", "POSTROUTING", "-o", "wan",
-                     "-j", "MASQUERADE")  # fmt: skip
-        self._inside(router, "iptables", "-A", "FORWARD", "-i", "wan", "-m", "conntrack",
-                     "--ctstate", "NEW", "-j", "DROP")  # fmt: skip
+        self._inside(
+            router, "iptables", "-t", "nat", "-A", "POSTROUTING", "-o", "wan", "-j", "MASQUERADE"
+        )
+        self._inside(
+            router,
+            "iptables",
+            "-A",
+            "FORWARD",
+            "-i",
+            "wan",
+            "-m",
+            "conntrack",
+            "--ctstate",
+            "NEW",
+            "-j",
+            "DROP",
+        )
 
     @staticmethod
     def _inside(space: str, *command: str) -> None:
@@ -129,8 +168,15 @@ class Internet:
         """No packet goes between two public machines, by number from 1, any more."""
         spaces = self._public
         for here, there in ((first, second), (second, first)):
-            run("ip", "-n", spaces[here - 1], "route", "add", "blackhole",
-                f"{self.address_of(there)}/32")  # fmt: skip
+            run(
+                "ip",
+                "-n",
+                spaces[here - 1],
+                "route",
+                "add",
+                "blackhole",
+                f"{self.address_of(there)}/32",
+            )
 
     def cut_one_way(self, source: int, target: int) -> None:
         """No packet gets from one public machine to another any more, by number from 1."""

@@ -22,13 +22,22 @@ def start(running: Machine, space: str, name: str, state: str, *arguments: str) 
     """A peer on a machine of the small internet, that says in the folder `ready` where it is.
     `state`: whose memory it has."""
     return running.start(
-        name, "peer", "--plain", "--host", "0.0.0.0", "--threads", "1",
-        "--state-dir", str(running.folder / state),
-        "--ready-file", f"{running.folder}/ready/",
-        "--metrics", str(running.folder / f"{name}.jsonl"),
+        name,
+        "peer",
+        "--plain",
+        "--host",
+        "0.0.0.0",
+        "--threads",
+        "1",
+        "--state-dir",
+        str(running.folder / state),
+        "--ready-file",
+        f"{running.folder}/ready/",
+        "--metrics",
+        str(running.folder / f"{name}.jsonl"),
         *arguments,
         command=("ip", "netns", "exec", space, *SWARMNET),
-    )  # fmt: skip
+    )
 
 
 def told(running: Machine, peer: Command) -> list[str]:

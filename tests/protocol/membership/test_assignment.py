@@ -160,9 +160,10 @@ def test_newcomers_of_one_moment_settle_where_each_is_needed(
     least = min(range(3), key=lambda k: rates[k])
     for r, place in zip(new, places, strict=True):  # nobody's stage is too rich by all of it
         later = sum(
-            s for o, p, s in zip(new, places, speeds, strict=True)
+            s
+            for o, p, s in zip(new, places, speeds, strict=True)
             if p == place and o.peer_id > r.peer_id
-        )  # fmt: skip
+        )
         assert rates[place] - later - r.samples_per_s <= rates[least] + r.samples_per_s / 2
     # Who has gone there stays, unless others went too, and nobody is sent to and fro.
     moved = [replace(r, stage=place) for r, place in zip(new, places, strict=True)]

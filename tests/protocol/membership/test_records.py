@@ -83,14 +83,23 @@ def test_the_largest_record_of_a_run_fits_its_limit(num_shards: int, num_slots: 
     holds, long = bytes((num_shards + 7) // 8), "x" * MAX_TEXT
     count = RoundCount(2**61, every, every, True, MAX_COUNT - 1, MAX_LOSS_SUM, every)
     largest = Record(
-        long, long, 2**61, 2**61, state=ACTIVE,
-        addresses=("x" * 2 * MAX_TEXT,) * MAX_ADDRESSES, counts=(count,) * KEPT_ROUNDS,
-        digests=bytes(DIGEST_BYTES * num_shards), holds=holds,
+        long,
+        long,
+        2**61,
+        2**61,
+        state=ACTIVE,
+        addresses=("x" * 2 * MAX_TEXT,) * MAX_ADDRESSES,
+        counts=(count,) * KEPT_ROUNDS,
+        digests=bytes(DIGEST_BYTES * num_shards),
+        holds=holds,
         totals={f"{i:064d}": 2**61 for i in range(64)},
-        strikes={f"{i:0{MAX_TEXT}d}": 2**61 for i in range(MAX_STRIKES)}, agent=long, paused=long,
+        strikes={f"{i:0{MAX_TEXT}d}": 2**61 for i in range(MAX_STRIKES)},
+        agent=long,
+        paused=long,
         restorable=(Restorable(2**61, 1, num_shards, holds, 2**61),) * MAX_RESTORABLE,
-        credential=bytes(MAX_CREDENTIAL_BYTES), held_out=HeldOut(2**61, 1.5, 2.5),
+        credential=bytes(MAX_CREDENTIAL_BYTES),
+        held_out=HeldOut(2**61, 1.5, 2.5),
         unreached=(long,) * MAX_UNREACHED,
         switches=tuple(Switch(2**61 + i, "delayed", 1.5, 2.5) for i in range(MAX_SWITCHES)),
-    )  # fmt: skip
+    )
     assert len(pack(largest)) <= record_bytes(num_shards, num_slots) <= MAX_RECORD_BYTES

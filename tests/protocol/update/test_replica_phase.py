@@ -234,9 +234,15 @@ class World:
             is_still = self.doing != SERVING or is_awaited
             keep(is_still, "the device may add to what is fetched")
             return replace(
-                *(self,), doing=JOINING, is_known=False, is_flushed=False, gave=False,
-                parameters=None, gradient=frozenset(), sealed=None,
-            )  # fmt: skip
+                *(self,),
+                doing=JOINING,
+                is_known=False,
+                is_flushed=False,
+                gave=False,
+                parameters=None,
+                gradient=frozenset(),
+                sealed=None,
+            )
         return self
 
     # ---- what always holds ------------------------------------------------------------------

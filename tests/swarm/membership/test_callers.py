@@ -92,8 +92,12 @@ def test_in_a_closed_run_the_record_has_to_show_an_invite(method: str) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("method", sorted(m for m in METHODS if METHODS[m].caller in (
-    Caller.STAGE, Caller.WORKING, Caller.LEAVING)))  # fmt: skip
+@pytest.mark.parametrize(
+    "method",
+    sorted(
+        m for m in METHODS if METHODS[m].caller in (Caller.STAGE, Caller.WORKING, Caller.LEAVING)
+    ),
+)
 def test_only_replicas_of_the_stage_take_part_in_what_it_does(method: str) -> None:
     states = {
         Caller.STAGE: {JOINING, ACTIVE, LEAVING},

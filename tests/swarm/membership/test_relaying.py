@@ -112,8 +112,12 @@ def test_a_hidden_peer_tells_where_its_relays_are() -> None:
             record = swarm.members["open-0"].gossip.view.get("hidden")
             assert record is not None
             assert address in record.addresses
-        assert not any("p2p-circuit" in a for m in swarm.members.values() if m is not hidden
-                       for a in m.wire.addresses())  # fmt: skip
+        assert not any(
+            "p2p-circuit" in a
+            for m in swarm.members.values()
+            if m is not hidden
+            for a in m.wire.addresses()
+        )
 
     play(scenario)
 

@@ -72,8 +72,11 @@ def test_the_feeder_launches_as_soon_as_the_next_round_is_open(
 
     async def opens(transitions: Transitions) -> None:
         await open_ahead(transitions)
-        [peer_id] = [m.peer.gossip.own.peer_id for m in simulation.monitor.members.values()
-                     if m.peer.replica and m.peer.replica.transitions is transitions]  # fmt: skip
+        [peer_id] = [
+            m.peer.gossip.own.peer_id
+            for m in simulation.monitor.members.values()
+            if m.peer.replica and m.peer.replica.transitions is transitions
+        ]
         opened[peer_id, transitions.phase.round + 1] = now()
 
     async def steps(wiring: Wiring, request: StepRequest, *rest: Any, **options: Any) -> Passed:
@@ -153,8 +156,11 @@ def test_a_held_out_loss_is_of_its_round_though_that_is_open_ahead(
             return reply
 
         def evaluates(self: TorchStage, *arguments: Any) -> Any:
-            [of] = [m.peer.replica for m in swarm.members.values()
-                    if m.peer.replica and m.peer.replica.stage is self]  # fmt: skip
+            [of] = [
+                m.peer.replica
+                for m in swarm.members.values()
+                if m.peer.replica and m.peer.replica.stage is self
+            ]
             r = arguments[-1]
             assert of.takes(r)
             found.append(r)

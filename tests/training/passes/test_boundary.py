@@ -111,9 +111,16 @@ def coded_boundary(codec: str, stage_index: int = 1, microbatch: int = MICROBATC
     )
     activation = TensorSpec("float32", (LENGTH, WIDTH))
     return Boundary(
-        plan, activation, activation, stage_index=stage_index, microbatch=microbatch,
-        dtype=torch.float32, copies=OneMemory(), refusals=None, codec=BOUNDARY_CODECS[codec],
-    )  # fmt: skip
+        plan,
+        activation,
+        activation,
+        stage_index=stage_index,
+        microbatch=microbatch,
+        dtype=torch.float32,
+        copies=OneMemory(),
+        refusals=None,
+        codec=BOUNDARY_CODECS[codec],
+    )
 
 
 @pytest.mark.parametrize("codec", BOUNDARY_CODECS)

@@ -146,18 +146,33 @@ def test_a_run_that_is_none(run_id: object) -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours", "agent", "line"),
     [
-        ((1, 1), (2, 2), "swarmnet/0.1.0", "protocol 1 (swarmnet/0.1.0); this program speaks 2: "
-         "update the peer, it is older"),
-        ((3, 5), (2, 2), "", "protocol 3 to 5; this program speaks 2: "
-         "update this program, it is older"),
-        ((2, 2), (3, 4), "x" * 99, f"protocol 2 ({'x' * 32}); this program speaks 3 to 4: "
-         "update the peer, it is older"),
-        ((1, 1), (2, 2), "two\nlines", "protocol 1; this program speaks 2: "
-         "update the peer, it is older"),
-        ((1, 1), (2, 2), ["x"], "protocol 1; this program speaks 2: "
-         "update the peer, it is older"),
+        (
+            (1, 1),
+            (2, 2),
+            "swarmnet/0.1.0",
+            "protocol 1 (swarmnet/0.1.0); this program speaks 2: update the peer, it is older",
+        ),
+        (
+            (3, 5),
+            (2, 2),
+            "",
+            "protocol 3 to 5; this program speaks 2: update this program, it is older",
+        ),
+        (
+            (2, 2),
+            (3, 4),
+            "x" * 99,
+            f"protocol 2 ({'x' * 32}); this program speaks 3 to 4: update the peer, it is older",
+        ),
+        (
+            (1, 1),
+            (2, 2),
+            "two\nlines",
+            "protocol 1; this program speaks 2: update the peer, it is older",
+        ),
+        ((1, 1), (2, 2), ["x"], "protocol 1; this program speaks 2: update the peer, it is older"),
     ],
-)  # fmt: skip
+)
 def test_one_line_names_both_sides_and_which_is_to_be_updated(
     theirs: tuple[int, int], ours: tuple[int, int], agent: object, line: str
 ) -> None:

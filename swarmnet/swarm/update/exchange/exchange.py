@@ -69,14 +69,31 @@ class Exchange:
         self._tasks = Tasks("exchange")
         self.progress = Progress(number, ownership.members, pace, self.refresh)
         self._outbox = Outbox(
-            number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._heard,
-            self.progress.silent, self.progress.mute,
-            lambda j: ownership.states.is_before(j, number), self.progress.is_follower,
-        )  # fmt: skip
+            number,
+            gossip,
+            replica,
+            pace,
+            self._tasks,
+            self.feed,
+            self._arrived,
+            self._heard,
+            self.progress.silent,
+            self.progress.mute,
+            lambda j: ownership.states.is_before(j, number),
+            self.progress.is_follower,
+        )
         self._steps = ExchangeSteps(
-            number, replica, ownership.states, work, books, tied, self._outbox, self._tasks,
-            self.feed, self.fail,
-        )  # fmt: skip
+            number,
+            replica,
+            ownership.states,
+            work,
+            books,
+            tied,
+            self._outbox,
+            self._tasks,
+            self.feed,
+            self.fail,
+        )
         self._pauses = Pauses(pace.usual_s, self._again)
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []
