@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = (
     "README.md",
+    "CONTRIBUTING.md",
     "docs/**/*.md",
     "examples/**/*.*",
     "benchmarks/**/*.py",

@@ -13,7 +13,7 @@ import typer.main
 from peer.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 CODE = ("swarmnet", "peer", "tests", "benchmarks", "examples")
 
 
