@@ -15,7 +15,7 @@ from swarmnet.errors import SpecError, UserError
 from swarmnet.files import append_whole, is_full, text_of, write_whole
 from swarmnet.identity import Identity
 from swarmnet.runtime.admission import admit
-from swarmnet.runtime.joining.find import _read
+from swarmnet.runtime.joining.find import Named
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 from swarmnet.training.data.encoding import tokenizer_files
 from swarmnet.training.models.model_folder import small_files
@@ -69,7 +69,7 @@ def test_what_people_write_is_read(tmp_path: Path, way: str) -> None:
         return path
 
     written(f"{ADDRESS}\n{ADDRESS}8\n")
-    assert _read([f"@{path}"]) == ([ADDRESS, f"{ADDRESS}8"], [])
+    assert Named([f"@{path}"]).read() == ([ADDRESS, f"{ADDRESS}8"], [])
     assert load_spec(written(SPEC)) == parse_spec(SPEC)
     limits = read_limits(written('max_upload = "10Mbit"\npaused = true\n'))
     assert limits.paused
@@ -100,7 +100,7 @@ def test_other_encodings_are_named(tmp_path: Path, encoding: str) -> None:
     for read in (
         lambda: load_spec(path),
         lambda: read_limits(path),
-        lambda: _read([f"@{path}"]),
+        lambda: Named([f"@{path}"]).read(),
         lambda: admit(spec, "peer", str(path), None),
     ):
         with pytest.raises(UserError, match=f"{path} is {name} text; save it as UTF-8"):

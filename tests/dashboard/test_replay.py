@@ -43,6 +43,8 @@ def shown(film: dict[str, Any], until: int | None = None) -> dict[str, Any]:
 class View:
     """What a reporter looks at."""
 
+    own_peer_id = ""
+
     def __init__(self, *records: Any, dead: tuple[str, ...] = ()) -> None:
         self._records, self._dead = records, dead
 

@@ -29,8 +29,7 @@ BRACKETS = re.compile(r"\[[^\]]*\]")
 def test_help_has_every_bracket_that_was_written(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.setenv("TERMINAL_WIDTH", "1000")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 1000)  # read where typer is imported
     command = COMMAND.commands[name] if name else COMMAND
     run_command([*([name] if name else []), "--help"])
     printed = " ".join(capsys.readouterr().out.split())
