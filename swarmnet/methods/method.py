@@ -43,8 +43,8 @@ class Caller(Enum):
 
 
 class Callee(Enum):
-    """What the called peer must be; whoever need not be any replica serves the method always, the
-    others with their stage only. Each value is what docs/protocol.md says."""
+    """What the called peer must be. What asks for a replica is served with the stage, and ends with
+    it. Each value is what docs/protocol.md says."""
 
     ANY = "any"
     REPLICA = "serves a stage"
