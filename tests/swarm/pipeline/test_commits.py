@@ -18,18 +18,23 @@ STAGES = 4
 
 @pytest.mark.parametrize("mode", [ZERO, DELAYED])
 def test_nobody_has_to_ask_about_what_counts(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """A question costs two ways, and all stages wait for the norm of the one that asks."""
-    asked, rounds = list[int](), set[int]()
+    """A question costs two ways, and all stages wait for the norm of the one that asks. A slot that
+    two feeders launched in the same moment may be under way when the round is over: of it one has
+    to ask."""
+    asked, rounds, twice = set[int](), set[int](), set[int]()
     answer, finish = Feeder.committed, Rounds.finish
 
     def answers(self: Feeder, question: CommittedRequest, asker: str) -> CommittedReply:
         reply = answer(self, question, asker)
-        if asker != self.gossip.own.peer_id:
-            asked.extend(reply.microbatch_ids)
+        if asker != self.gossip.own.peer_id and reply.microbatch_ids:
+            asked.add(question.round)
         return reply
 
     async def finishes(self: Rounds, r: int) -> None:
         rounds.add(r)
+        counts = [count.launched for _, count in self.gossip.view.counters.by_peer(r)]
+        if len(set().union(*counts)) < sum(map(len, counts)):
+            twice.add(r)
         await finish(self, r)
 
     make = SimulatedNetwork.__post_init__
@@ -42,5 +47,5 @@ def test_nobody_has_to_ask_about_what_counts(monkeypatch: pytest.MonkeyPatch, mo
     monkeypatch.setattr(Feeder, "committed", answers)
     monkeypatch.setattr(Rounds, "finish", finishes)
     simulate_even_links(WAY_S, peers=2 * STAGES, stages=STAGES, until_s=120.0, sync_mode=mode)
-    assert len(rounds) > 10
-    assert not asked
+    assert len(rounds - twice) > 10
+    assert asked <= twice
