@@ -264,6 +264,8 @@ def test_the_page_thins_curves_as_the_hub_does(served: Served, chrome: Any) -> N
 
 
 class _View:
+    own_peer_id = ""
+
     def __init__(self, records: list[Record]) -> None:
         self._records = records
 
