@@ -63,9 +63,10 @@ def test_the_example_learns_what_a_plain_loop_learns_and_answers(tmp_path: Path)
         )
         assert running.wait(local, RUN_LIMIT_S) == 0, running.describe()
     said = output_of("benchmarks/finetune.py", spec, metrics)
-    found = re.search(r"largest relative difference in \d+ rounds: (\S+)", said)
+    found = re.search(r"largest relative difference in (\d+) rounds: (\S+)", said)
     assert found is not None, said
-    assert float(found[1]) < 1e-4, said
+    assert int(found[1]) > 10, said
+    assert float(found[2]) < 1e-4, said
     answers = output_of(EXAMPLE / "ask.py", model, tuned, "Who are you?")
     base, adapted = re.findall(r"^  (?:base|tuned): (.*)", answers, flags=re.MULTILINE)
     assert base != adapted
