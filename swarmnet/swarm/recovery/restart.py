@@ -297,15 +297,19 @@ class Recovery:
         self._back = self._ways_back(unused, found[0]) if found else {}
         if not saved:
             return
-        for (one, shards), offer in zip(parts, (offers[i] for i, _ in wanted), strict=True):
+        newest = {
+            one.folder: (one.saved.round, shards)
+            for one, shards in sorted(parts, key=lambda part: part[0].saved.round)
+        }
+        for folder, (r, shards) in newest.items():  # a line each, and not one for every round
             log.warning(
                 "stage %d, round %d: no peer uses %s, so this one takes over what the run lacks "
                 "and is there (optimizer state of %d of %d shards)",
                 stage,
-                offer.round,
-                one.folder,
+                r,
+                folder,
                 len(shards),
-                offer.num_shards,
+                saved[-1].num_shards,
             )
         taken = {(s.history, s.round): _offer(s) for s in saved}
         kept = [o for o in self._offers if (o.history, o.round) not in taken]

@@ -426,6 +426,8 @@ def test_who_comes_back_takes_over_what_others_of_the_machine_had(
     lines = [m for m in caplog.messages if "takes over what the run lacks" in m]
     assert lines
     assert all(str(folder) in line and "optimizer state of" in line for line in lines)
+    sources = [(line.split(",")[0], line.split(" uses ")[1].split(",")[0]) for line in lines]
+    assert len(sources) == len(set(sources)), "one line for each folder"
     assert not any("lost" in m or "brings it back" in m for m in caplog.messages)
 
 
