@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MAX_NAME_CHARS, SHOWN_CHARACTERS = 60, 16
+"""Of a run's name and id, in a line."""
+
+
+def shown_run(name: str, run_id: str) -> str:
+    """A run, of which others say the name."""
+    return f"{name[:MAX_NAME_CHARS]!r} ({run_id[:SHOWN_CHARACTERS]})"
+
 
 def listed(parts: Sequence[str], between: str, max_chars: int) -> str:
     """In one line, cut between two parts and never within one; says how many are left out."""

@@ -15,6 +15,7 @@ from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.runtime.joining.racing import NoneAnswers, race
 from swarmnet.runtime.joining.ready import Ready, Written, files_in, read_ready, ready_in
+from swarmnet.runtime.text import shown_run
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport
 
@@ -28,8 +29,6 @@ MAX_TOLD = 8
 """Other runs of which a line is said."""
 ASK_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 5.0
-MAX_NAME_CHARS, SHOWN_CHARACTERS = 60, 16
-"""Of a run's name and id, in a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +118,9 @@ async def find_other_run(
 def refusal(ready: Path, other: Beside) -> str:
     """Why a run is not started where the ready files lead into another one that is alive: it would
     get a part of the peers that look for the first."""
+    shown = shown_run(other.name, other.run_id)
     return (
-        f"{ready} leads into another run, which is alive: {_shown(other)}; this one begins only "
+        f"{ready} leads into another run, which is alive: {shown}; this one begins only "
         "where that one has ended (docker compose down), or elsewhere (docker compose -p NAME up, "
         f"or another --ready-file); to join that one: swarmnet peer --join @{ready}"
     )
@@ -155,14 +155,10 @@ async def watch_rendezvous(transport: Transport, ready: Path, run_id: str) -> No
                 "%s leads into another run too, %s: no new peer joins either while both are alive; "
                 "stop one of them",
                 ready,
-                _shown(found[0]),
+                shown_run(found[0].name, found[0].run_id),
             )
         await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _read_new(ready: Path, written: Written) -> list[Ready]:
     return read_ready(written.since(files_in(ready) if ready.is_dir() else [ready]))
-
-
-def _shown(peer: Beside) -> str:
-    return f"{peer.name[:MAX_NAME_CHARS]!r} ({peer.run_id[:SHOWN_CHARACTERS]})"

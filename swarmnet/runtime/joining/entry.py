@@ -81,7 +81,8 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         found, spec = await find_run(
             net.transport, options.join, known, _say, patience_s=options.patience_s
         )
-        neighbours = asyncio.ensure_future(_only(found))
+        neighbours = asyncio.get_running_loop().create_future()
+        neighbours.set_result([found])
     else:  # it may be there already: this peer started it once, and starts again
         spec = started.spec
         net.transport.set_run(spec.run_id)  # those that are asked hear which one is started
@@ -116,10 +117,6 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         of_own.adapter,
         of_own.continues,
     )
-
-
-async def _only(peer_id: str) -> list[str]:
-    return [peer_id]
 
 
 async def _end(looking: asyncio.Future[list[str]]) -> None:

@@ -21,7 +21,7 @@ from swarmnet.protocol.membership.addresses import by_peer, in_turns, peer_of
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.racing import LOOK_S, NoneAnswers, nothing_new, race
 from swarmnet.runtime.joining.ready import Written, files_in, parse_ready
-from swarmnet.runtime.text import listed
+from swarmnet.runtime.text import listed, shown_run
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport
@@ -37,8 +37,6 @@ OTHERS_S = 2.0
 """For so long a joiner looks whether other addresses lead to another run."""
 REJOIN_S = 8.0
 """A peer that starts a run looks for so long whether that run is alive already."""
-MAX_NAME_CHARS, SHOWN_CHARACTERS = 60, 16
-"""Of a run's name and id, in a line."""
 READ_FILES_EVERY_S = 5.0
 FILE_MARK = "@"
 """`--join @FILE`: the addresses are in a file, one a line, or in the ready files of a folder."""
@@ -282,9 +280,7 @@ def _the_one(
     """The run to join, of those found. Raises `SeveralRuns`."""
     if len(found) == 1:
         return found[0]
-    runs = [
-        f"{spec.name[:MAX_NAME_CHARS]!r} ({spec.run_id[:SHOWN_CHARACTERS]})" for _, spec in found
-    ]
+    runs = [shown_run(spec.name, spec.run_id) for _, spec in found]
     what = f"the addresses given lead to {len(found)} runs, {' and '.join(runs)}"
     for one, text in zip(found, runs, strict=True):
         if one[1].run_id == known.run_id:

@@ -211,10 +211,6 @@ class Gossip:
         """As `Liveness.look_into`."""
         await self.liveness.look_into(peer_ids)
 
-    def has_stalled(self, peer_id: str) -> bool:
-        """As `Liveness.is_suspect`."""
-        return self.liveness.is_suspect(peer_id)
-
     def awake_s(self) -> float:
         """As `Liveness.awake_s`."""
         return self.liveness.awake_s()

@@ -20,8 +20,6 @@ from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 
-PIECES = 2
-"""Of work for a microbatch, which wait for the device one by one: its forward and its backward."""
 IN_HAND_PART = 0.03
 """How much the work for the microbatches that are inside a replica weighs against that which waits
 before its device. It protects slow replicas from work that fast ones would have done sooner
