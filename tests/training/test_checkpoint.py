@@ -378,3 +378,19 @@ def test_what_lies_unused_beside_a_peer_completes_what_it_has(
     ours.save(snapshot(30))
     assert [s.round for s in ours.available()] == [10, 30], "what it has now is its own"
     assert len(list(third.glob("checkpoints/*/round-*"))) == 1, "nothing is lost of the others'"
+
+
+def test_what_was_taken_over_of_others_makes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, beside = tmp_path / "own", tmp_path / "beside"
+    store(own).save(snapshot(10))
+    store(beside).save(snapshot(5))
+    ours = CheckpointStore(own, SPEC, unused=lambda: [beside])
+    [found] = ours.unused()
+    assert [s.round for s in ours.take_over([(found, [0])])] == [5]
+    full_after(1, monkeypatch, own)
+    with pytest.raises(CheckpointError, match="No space left"):
+        ours.save(snapshot(30))
+    assert [s.round for s in store(beside).available()] == [5]
+    assert [s.round for s in store(own).available()] == [10]
