@@ -65,7 +65,7 @@ def test_the_example_learns_what_a_plain_loop_learns_and_answers(tmp_path: Path)
     said = output_of("benchmarks/finetune.py", spec, metrics)
     found = re.search(r"largest relative difference in (\d+) rounds: (\S+)", said)
     assert found is not None, said
-    assert int(found[1]) > 10, said
+    assert int(found[1]) >= 5, said
     assert float(found[2]) < 1e-4, said
     answers = output_of(EXAMPLE / "ask.py", model, tuned, "Who are you?")
     base, adapted = re.findall(r"^  (?:base|tuned): (.*)", answers, flags=re.MULTILINE)
