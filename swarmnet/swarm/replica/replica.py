@@ -24,9 +24,9 @@ from swarmnet.ports import Check, Device, LocalSteps, Optimizer, Stage, StepKey,
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import Ledger
+from swarmnet.protocol.pipeline.measurements import Measurements
 from swarmnet.protocol.sync_modes import Switch, SyncPlan
 from swarmnet.protocol.update.replica_phase import Heard, Phase
-from swarmnet.swarm.replica.measurements import Measurements
 from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.wire import Array
 

@@ -122,9 +122,8 @@ class Rounds:
     """Called when a round has begun here: publishes it."""
 
     def __post_init__(self) -> None:
-        self._opened_at = asyncio.get_running_loop().time()
         self._busy_s = 0.0
-        self.replica.measured.serving(self._opened_at)
+        self.replica.measured.serving(asyncio.get_running_loop().time())
         self._settling = asyncio.Lock()
         self._tasks = Tasks("rounds")
         self._is_closed = False
@@ -204,34 +203,33 @@ class Rounds:
         """Settle, average, open the next round."""
         replica = self.replica
         loop = asyncio.get_running_loop()
-        closed_at = loop.time()
-        replica.measured.closed(closed_at)
+        replica.measured.closed(loop.time())
         await replica.transitions.close_round()
         self.steps.drop_round(r)
         if replica.synced:
             await self._settle_at_last(r)
         num_tokens = replica.ledger.num_tokens(r) if replica.synced else 0
-        settled_at = loop.time()
+        replica.measured.settled(loop.time())
         synced = await self.updates.make(r, num_tokens)
-        averaged_at = loop.time()
-        state = progress.round_progress(self.gossip.view, r, averaged_at, self.settings.num_slots)
+        now = loop.time()
+        replica.measured.averaged(now)
+        state = progress.round_progress(self.gossip.view, r, now, self.settings.num_slots)
         replica.counted(state.committed * self.settings.samples_per_microbatch)
         await replica.transitions.open_round(r + 1, is_whole=synced)
         self.updates.finish_round(r)
         if synced:
             await self.on_open()
+        times = replica.measured.opened(loop.time())
         log.debug(
             "round %d: open for %.3f s, device at work for %.3f s; settled in %.3f s, averaged in "
             "%.3f s, the next one open after %.3f s",
             r,
-            closed_at - self._opened_at,
+            times.open_s,
             replica.device.busy_s - self._busy_s,
-            settled_at - closed_at,
-            averaged_at - settled_at,
-            loop.time() - averaged_at,
+            times.settling_s,
+            times.averaging_s,
+            times.opening_s,
         )
-        replica.measured.opened(loop.time())
-        self._opened_at = loop.time()
         self._busy_s = replica.device.busy_s
 
     # ---- orphans ----------------------------------------------------------------------------

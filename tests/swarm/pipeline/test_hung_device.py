@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from swarmnet.protocol.pipeline.routing import DEADLINE_FACTOR
-from swarmnet.protocol.timing import PATIENCE_S
-from swarmnet.swarm.replica.measurements import Measurements
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 FOUND_OUT_S, SPAN_S = 90.0, 30.0
@@ -44,34 +41,3 @@ def rounds(swarm: Swarm, hung: str) -> list[int]:
     """Of the others."""
     others = [m.peer.replica for name, m in swarm.members.items() if name != hung]
     return [replica.round for replica in others if replica is not None]
-
-
-def measured(work_s: float) -> Measurements:
-    """It knows how long a microbatch takes."""
-    found = Measurements()
-    for _ in range(5):
-        found.worked(work_s, 1.0)
-    return found
-
-
-@pytest.mark.parametrize("work_s", [0.1, 10.0])
-def test_a_device_hangs_that_ends_no_pass_for_long(work_s: float) -> None:
-    longest_s = max(PATIENCE_S, DEADLINE_FACTOR * work_s)
-    known = measured(work_s)
-    assert not known.hangs(1000.0), "nothing waits"
-    known.pass_waits(1000.0)
-    known.pass_waits(1001.0)
-    assert not known.hangs(1000.0 + longest_s)
-    assert known.hangs(1000.1 + longest_s)
-    known.pass_ended(1002.0, is_done=False)
-    assert known.hangs(1000.1 + longest_s), "that nobody waits for one is no work"
-    known.pass_waits(1003.0)
-    known.pass_ended(1005.0, is_done=True)
-    assert not known.hangs(1005.0 + longest_s)
-    assert known.hangs(1005.1 + longest_s)
-
-
-def test_a_device_of_unknown_speed_is_waited_for() -> None:
-    unknown = Measurements()
-    unknown.pass_waits(0.0)
-    assert not unknown.hangs(1e6)

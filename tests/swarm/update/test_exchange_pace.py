@@ -11,9 +11,9 @@ import pytest
 from swarmnet.protocol.codecs import NONE, UPDATE_CODECS
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.pipeline.measurements import Measurements
 from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.replica.measurements import Measurements
 from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.averaging import Averaging

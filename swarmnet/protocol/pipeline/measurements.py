@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.pipeline.routing import DEADLINE_FACTOR
 from swarmnet.protocol.pipeline.service_time import ServiceTime
 from swarmnet.protocol.timing import PATIENCE_S
+
+PIECES = 2
+"""Of the device's work on a microbatch: a forward and a backward
+(tests/protocol/pipeline/test_measurements.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Seconds of the parts of one round at one replica."""
+
+    open_s: float
+    settling_s: float
+    averaging_s: float
+    opening_s: float
+    """From the end of the averaging until the next round is known to the others."""
 
 
 class Measurements:
@@ -25,6 +42,7 @@ class Measurements:
         self.open_s = 0.0
         """How long the last round was open here; 0 before the first one has ended."""
         self._opened_at = 0.0
+        self._closed_at = self._settled_at = self._averaged_at = 0.0
         self._num_passes = 0
         self._last_pass_at = 0.0
         """When the device ended a pass last, or was given the first of those that wait."""
@@ -33,7 +51,7 @@ class Measurements:
     def piece_s(self) -> float:
         """Device seconds of a piece of work, a forward or a backward: half a microbatch. 0 while
         unknown."""
-        return self.service.seconds / 2
+        return self.service.seconds / PIECES
 
     def pass_waits(self, now: float) -> None:
         """The device is given a pass."""
@@ -69,11 +87,27 @@ class Measurements:
     def closed(self, now: float) -> None:
         """The present round has."""
         self.open_s = now - self._opened_at
+        self._closed_at = now
 
-    def opened(self, now: float) -> None:
-        """The round is known to the others too."""
+    def settled(self, now: float) -> None:
+        """Of every microbatch of it is known whether it counts."""
+        self._settled_at = now
+
+    def averaged(self, now: float) -> None:
+        """Its exchange is over here, or runs beside the next round."""
+        self._averaged_at = now
+
+    def opened(self, now: float) -> RoundTimes:
+        """The next round has begun, and is known to the others too."""
+        times = RoundTimes(
+            self.open_s,
+            self._settled_at - self._closed_at,
+            self._averaged_at - self._settled_at,
+            now - self._averaged_at,
+        )
         self.rounds.add(now - self._opened_at)
         self._opened_at = now
+        return times
 
     def exchanged(self, took_s: float) -> None:
         """An exchange is done."""
