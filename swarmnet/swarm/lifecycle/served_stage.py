@@ -90,7 +90,6 @@ class ServedStage:
             steps,
             self.updates,
             feeder,
-            lambda: openings.opened(replica, self.averaging),
         )
         gossip.serves(replica)
         self.departure = Departure(
@@ -118,7 +117,8 @@ class ServedStage:
             while True:
                 try:
                     await self._join()
-                    await self.rounds.run()
+                    while await self.rounds.until_next():
+                        await self._announce()
                     await self._gossip.changed.wait()  # the run has done its rounds: serve on
                 except (Behind, Diverged) as e:
                     await self._give_up(e)
@@ -191,7 +191,12 @@ class ServedStage:
         if self._weights is not None:
             self._weights.forget_moments()  # others have begun the stage
         if replica.phase.is_declaring:
-            await self._openings.opened(replica, averaging)
+            await self._announce()
+
+    async def _announce(self) -> None:
+        """A round has begun here."""
+        await self._openings.opened(self.replica, self.averaging)
+        self.rounds.announced()
 
     def _patience_with_empty_stage(self) -> float:
         """In a run that goes on already, a replica of the stage may yet be heard of, and one that

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,11 +117,12 @@ class Rounds:
     steps: StepService
     updates: Updates
     feeder: Feeder | None
-    on_open: Callable[[], Awaitable[None]]
-    """Called when a round has begun here: publishes it."""
 
     def __post_init__(self) -> None:
         self._busy_s = 0.0
+        self._finished: int | None = None
+        """A round that is over here, while the others do not know yet that the next one has begun
+        here."""
         self.replica.measured.serving(asyncio.get_running_loop().time())
         self._settling = asyncio.Lock()
         self._tasks = Tasks("rounds")
@@ -130,9 +130,10 @@ class Rounds:
         self._gone: set[str] = set()
         """Feeders of orphans that did not live at the last look in the middle of a round."""
 
-    async def run(self) -> None:
-        """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
-        touch with its stage, `Diverged` when it has parameters that do not hold."""
+    async def until_next(self) -> bool:
+        """Returns when the next round has begun here, for the caller to announce it (`announced`);
+        False where the run has done its rounds. Raises `Behind` when this replica lost touch with
+        its stage, `Diverged` when it has parameters that do not hold."""
         while self.replica.round < self.settings.rounds:
             r = self.replica.round
             self.updates.attend()
@@ -142,7 +143,9 @@ class Rounds:
                     await self._open_ahead()
                 await self.gossip.changed.wait(LOOK_AGAIN_S)
                 continue
-            await self.finish(r)
+            if await self.finish(r):
+                return True
+        return False
 
     async def _open_ahead(self) -> None:
         """Behind all that the worker has to do, which may take long."""
@@ -199,8 +202,9 @@ class Rounds:
                 f"{winner.peer_id[-8:]} began round {r} with other parameters, and those hold"
             )
 
-    async def finish(self, r: int) -> None:
-        """Settle, average, open the next round."""
+    async def finish(self, r: int) -> bool:
+        """Settles, averages, opens the next round. False where this replica lacks a part of its
+        parameters: then there is nothing to announce."""
         replica = self.replica
         loop = asyncio.get_running_loop()
         replica.measured.closed(loop.time())
@@ -217,20 +221,29 @@ class Rounds:
         replica.counted(state.committed * self.settings.samples_per_microbatch)
         await replica.transitions.open_round(r + 1, is_whole=synced)
         self.updates.finish_round(r)
-        if synced:
-            await self.on_open()
-        times = replica.measured.opened(loop.time())
+        self._finished = r
+        if not synced:
+            self.announced()
+        return synced
+
+    def announced(self) -> None:
+        """The others know of the round that has begun here, where one has after another."""
+        if self._finished is None:
+            return
+        device = self.replica.device
+        times = self.replica.measured.opened(asyncio.get_running_loop().time())
         log.debug(
             "round %d: open for %.3f s, device at work for %.3f s; settled in %.3f s, averaged in "
             "%.3f s, the next one open after %.3f s",
-            r,
+            self._finished,
             times.open_s,
-            replica.device.busy_s - self._busy_s,
+            device.busy_s - self._busy_s,
             times.settling_s,
             times.averaging_s,
             times.opening_s,
         )
-        self._busy_s = replica.device.busy_s
+        self._busy_s = device.busy_s
+        self._finished = None
 
     # ---- orphans ----------------------------------------------------------------------------
 

@@ -30,12 +30,12 @@ def test_nobody_has_to_ask_about_what_counts(monkeypatch: pytest.MonkeyPatch, mo
             asked.add(question.round)
         return reply
 
-    async def finishes(self: Rounds, r: int) -> None:
+    async def finishes(self: Rounds, r: int) -> bool:
         rounds.add(r)
         counts = [count.launched for _, count in self.gossip.view.counters.by_peer(r)]
         if len(set().union(*counts)) < sum(map(len, counts)):
             twice.add(r)
-        await finish(self, r)
+        return await finish(self, r)
 
     make = SimulatedNetwork.__post_init__
 

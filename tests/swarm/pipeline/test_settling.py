@@ -29,7 +29,6 @@ def rounds_of(pair: OneReplica) -> Rounds:
         pair.steps,
         ZeroUpdates(pair.replica, None, None),  # type: ignore[arg-type]
         None,
-        lambda: asyncio.sleep(0),
     )
 
 
