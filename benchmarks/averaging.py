@@ -334,7 +334,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
             digests=replica.digests,
             urgent=True,
         )
-        await averaging.ownership.follow_owners()
+        await averaging.follow_owners()
 
     await opened()
     spare_old_objects()  # as a peer does

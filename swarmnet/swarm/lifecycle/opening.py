@@ -126,7 +126,7 @@ class Openings:
     async def _own_shards(self, replica: Replica, averaging: Averaging) -> None:
         """Sees to the shards that this replica owns; of those of the first round it says so."""
         r = replica.round
-        await averaging.ownership.follow_owners()
+        await averaging.follow_owners()
         holds = averaging.states.holds()
         if r == 0 and replica.is_open(r) and self._gossip.own.holds != holds:
             self._gossip.update(holds=averaging.states.holds())

@@ -16,7 +16,7 @@ from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.methods.state import FetchRequest
 from swarmnet.methods.update import FOLLOWS
 from swarmnet.protocol.membership.records import JOINING
-from swarmnet.protocol.sync_modes import SyncPlan
+from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.swarm.calls import notify
 from swarmnet.swarm.condition import Condition
@@ -75,20 +75,10 @@ class Averaging:
         """A result is here, or an exchange is over."""
         self.lost = LostSamples(gossip, replica, settings, self.on_loss)
         self._tasks = Tasks("averaging")
-        self.states = OptimizerStates(
-            transport, gossip, settings, self.limits, replica, self._note_state
-        )
+        self.states = OptimizerStates(transport, gossip, settings, self.limits, replica)
         self.members = ExchangeMembers(gossip, replica)
         self.ownership = Ownership(
-            transport,
-            gossip,
-            settings,
-            self.limits,
-            replica,
-            self.states,
-            self.members,
-            self._tasks,
-            self._is_stepping,
+            gossip, settings, replica, self.states, self.members, self._tasks
         )
         turns = Turns(lambda: transport.traffic.queued_bytes())
         self.pace = ExchangePace(gossip, settings, self.limits, replica, turns)
@@ -130,6 +120,7 @@ class Averaging:
             lambda: self._exchange,
             self._tasks,
         )
+        self._tasks.start(self._tell_primaries())
 
     def _aggregate_by(self) -> Aggregator:
         replica, rule = self.replica, self.settings.aggregation
@@ -181,6 +172,13 @@ class Averaging:
     def _note_change(self) -> None:
         self.changed.notify_all()
         self.gossip.changed.notify_all()
+
+    async def _tell_primaries(self) -> None:
+        """Of the state of shards that comes from other replicas."""
+        while True:
+            for j in self.states.take_loaded():
+                self._note_state(j)
+            await self.states.loaded.wait()
 
     def _note_state(self, j: int) -> None:
         """The optimizer state of a shard is here. Its primary may have heard that it is not, when
@@ -310,6 +308,23 @@ class Averaging:
             timeout_s=self.pace.call_s(),
             usual_s=self.pace.usual_s(),
         )
+
+    # ---- owners come and go -----------------------------------------------------------------
+
+    async def follow_owners(self) -> None:
+        """Fetches the state of shards that this replica has come to own, drops that of shards which
+        others own now: early in a round, for its exchange."""
+        if self.plan.mode == GOSSIP:  # nothing is shared out: each replica has its own state
+            return
+        r = self.current
+        await self.ownership.fetch_owned(r)
+        await self.drop_spare(r)
+
+    async def drop_spare(self, r: int) -> None:
+        """Drops the state of shards that others own in exchange `r`; not where a step is made here,
+        or may be."""
+        spare = await self.ownership.spare(r)
+        await self.ownership.drop([j for j in spare if not self._is_stepping(j)])
 
     # ---- what others ask --------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class DelayedUpdates:
         coming = self.averaging.current + 1
         if now.following is None or now.following.done():
             now.following = ownership.tasks.start(ownership.fetch_owned(coming))
-        await ownership.drop_spare(coming)
+        await self.averaging.drop_spare(coming)
 
     async def _run(self, gradient: Gradient) -> None:
         current = self.averaging.current

@@ -17,6 +17,7 @@ from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import bitmap
 from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.calls import serve
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
@@ -50,8 +51,6 @@ class OptimizerStates:
     settings: RunSettings
     limits: Limits
     replica: Replica
-    on_loaded: Callable[[int], None] = lambda shard_index: None
-    """The state of a shard has come from another replica."""
 
     def __post_init__(self) -> None:
         self.failure: UserError | None = None
@@ -66,6 +65,9 @@ class OptimizerStates:
         """Shards whose state is on its way, which may take several rounds."""
         self._fetched: set[int] = set()
         """Shards whose state has come, and has not seen a step since."""
+        self.loaded = Condition()
+        """The state of a shard has come from another replica, see `take_loaded`."""
+        self._loaded: dict[int, None] = {}
         self._num_forgotten = 0
         """How often all state was dropped: what was asked for before does not hold."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
@@ -311,7 +313,13 @@ class OptimizerStates:
                 self._fetched.add(j)
 
         await self.replica.worker.run(work)
-        self.on_loaded(j)
+        self._loaded[j] = None
+        self.loaded.notify_all()
+
+    def take_loaded(self) -> list[int]:
+        """Shards whose state has come from another replica since this was asked last."""
+        loaded, self._loaded = self._loaded, {}
+        return list(loaded)
 
     async def _on_fetch_optimizer(self, request: Request[FetchRequest]) -> Message[FetchReply]:
         fetch = request.message.body

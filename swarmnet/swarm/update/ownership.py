@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
+from swarmnet.protocol.moments import Since
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update.placement import (
@@ -34,11 +34,10 @@ from swarmnet.protocol.update.placement import (
 from swarmnet.protocol.update.roster import Roster, first_ballot
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
-from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.ownership")
 
@@ -59,22 +58,18 @@ class Ownership:
     """The shards of one replica's stage. What is called round here is the number of an exchange,
     as `Replica.current_exchange` gives it, unless it is said otherwise."""
 
-    transport: Transport
     gossip: Gossip
     settings: RunSettings
-    limits: Limits
     replica: Replica
     states: OptimizerStates
     members: ExchangeMembers
     tasks: Tasks
     """Where what runs beside its caller is started: whoever has these tasks ends them."""
-    is_stepping: Callable[[int], bool]
-    """A step on a shard is being made here, or may be soon, in the present exchange."""
 
     def __post_init__(self) -> None:
         self._has_all = False
         """The state of every shard that this replica owned at its last look was here."""
-        self._repair_at = -math.inf
+        self._looked_for_loss = Since()
 
     @property
     def plan(self) -> SyncPlan:
@@ -206,15 +201,6 @@ class Ownership:
 
     # ---- owners come and go -----------------------------------------------------------------
 
-    async def follow_owners(self, exchange: int | None = None) -> None:
-        """Fetches the state of shards that this replica has come to own, drops that of shards which
-        others own now. Early in a round, for its exchange; or for the `exchange` to come."""
-        if self.plan.mode == GOSSIP:  # nothing is shared out: each replica has its own state
-            return
-        r = self.current if exchange is None else exchange
-        await self.fetch_owned(r)
-        await self.drop_spare(r)
-
     async def fetch_owned(self, r: int) -> None:
         """The state of shards that this replica has come to own, for exchange `r`."""
         own = self.gossip.own.peer_id
@@ -226,32 +212,34 @@ class Ownership:
         await self.states.fetch_all(r, mine, self.holders, is_mine)
         self._tell_whether_all_are_here(r, mine)
 
-    async def drop_spare(self, r: int) -> None:
-        """That of shards which others own now. Not while an exchange begins somewhere: replicas
-        that have seen other records would go by other primaries."""
+    async def spare(self, r: int) -> list[int]:
+        """Shards whose state is here, and at all of those that own them now. Not while an exchange
+        begins somewhere: replicas that have seen other records would go by other primaries."""
         own = self.gossip.own.peer_id
-        placement = self.placement(max(r, self.current))  # that may have taken several rounds
+        placement = self.placement(max(r, self.current))  # fetching may have taken several rounds
         kept = set(placement.owned_by(own))
         spare = {j: placement.owners(j) for j in self.states.here() if j not in kept}
         if not spare:
-            return
+            return []
         others = {p: None for owners in spare.values() for p in owners}
         await self.gossip.changed.until(lambda: self._have_begun(others), REPAIR_EVERY_S)
-        dropped = [j for j, owners in spare.items() if self._is_spare(j, owners)]
-        if dropped:  # said at once: who would be pushed to because of it could only send them away
+        return [j for j, owners in spare.items() if self._is_spare(j, owners)]
+
+    async def drop(self, shards: Sequence[int]) -> None:
+        """Forgets the state of shards that others own."""
+        if shards:  # said at once: who would be pushed to because of it could only send them away
             left = [j for j in range(self.replica.num_shards) if self.gossip.own.holds_shard(j)]
-            left = [j for j in left if j not in dropped]
+            left = [j for j in left if j not in shards]
             self.gossip.update(holds=bitmap(left, self.replica.num_shards))
-        await self.states.drop(dropped)
+        await self.states.drop(shards)
 
     def repair(self, exchange: int, among: Container[int] | None = None) -> None:
         """While a round is open, called often: where a shard has lost an owner, the one that comes
         after it takes its place. `exchange`: the one to come. While another is under way, only
         `among` the shards whose step in that one has been made."""
         now = asyncio.get_running_loop().time()
-        if now < self._repair_at or self.plan.mode == GOSSIP:
+        if self.plan.mode == GOSSIP or not self._looked_for_loss.is_due(now, REPAIR_EVERY_S):
             return
-        self._repair_at = now + REPAIR_EVERY_S
         short = self.members.remembered("short", exchange, lambda: self._short(exchange))
         if among is not None:
             short = [j for j in short if j in among]
@@ -281,13 +269,13 @@ class Ownership:
             )
 
     def _is_spare(self, j: int, owners: Sequence[str]) -> bool:
-        """The shard's owners all have what this replica has of it, and no step is made here."""
+        """The shard's owners all have what this replica has of it, and another one makes its
+        step."""
         holding = [self.gossip.view.get(p) for p in owners]
         return (
             bool(owners)
             and self._have_begun(owners)
             and all(o is not None and o.holds_shard(j) for o in holding)
-            and not self.is_stepping(j)
             and self.roster(self.current, j).ballot.primary != self.gossip.own.peer_id
         )
 
@@ -295,8 +283,8 @@ class Ownership:
         """What these hold is known of the present exchange's beginning, and not of the one before:
         who held a shard then need not have made the step since."""
         records = [self.gossip.view.get(p) for p in peer_ids]
-        now = self.current
-        return all(o is not None and self.plan.parameter_version(o.round) >= now for o in records)
+        current, version = self.current, self.plan.parameter_version
+        return all(o is not None and version(o.round) >= current for o in records)
 
     @property
     def owns_from_now(self) -> bool:

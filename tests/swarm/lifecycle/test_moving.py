@@ -23,7 +23,6 @@ from swarmnet.swarm.lifecycle.served_stage import ServedStage
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.averaging import Averaging
-from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.rounds import ZeroUpdates
 from swarmnet.wire import Array, Message
 from tests.oracles.reference_modes import DelayedReference
@@ -93,15 +92,15 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
     serves another stage: it would say that it holds shards of the wrong one."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
     limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
-    follow_owners = Ownership.follow_owners
+    follow_owners = Averaging.follow_owners
     looking: dict[str, list[int]] = {}
     """The stages whose shards a peer looks after now."""
 
-    async def slowly(self: Ownership, exchange: int | None = None) -> None:
+    async def slowly(self: Averaging) -> None:
         mine = looking.setdefault(self.gossip.own.peer_id, [])
         mine.append(self.replica.index)
         try:
-            await follow_owners(self, exchange)
+            await follow_owners(self)
             await asyncio.sleep(SLOW_S)
         finally:
             mine.remove(self.replica.index)
@@ -110,7 +109,7 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
         for i in range(4):
             swarm.start(f"peer-{i}", stage=1 if i < 3 else 0)
         await swarm.until_round(2)
-        monkeypatch.setattr(Ownership, "follow_owners", slowly)
+        monkeypatch.setattr(Averaging, "follow_owners", slowly)
         for member in swarm.members.values():
             member.peer.wanted_stage = None
         await swarm.until(lambda: swarm.total("moved") == 1)

@@ -331,9 +331,13 @@ def test_the_end_of_an_exchange_is_news_to_who_may_open_the_next_round() -> None
         replica.plan = SyncPlan(DELAYED, rounds=100)
         nobody = SimpleNamespace(live=lambda now: [], members=lambda stage, now: [])
         gossip: Any = SimpleNamespace(changed=Condition(), view=nobody)
-        ownership = SimpleNamespace(fetch_owned=nothing, drop_spare=nothing, tasks=Tasks("test"))
+        ownership = SimpleNamespace(fetch_owned=nothing, tasks=Tasks("test"))
         averaging: Any = SimpleNamespace(
-            current=4, update=update, ownership=ownership, repair_beside=lambda: None
+            current=4,
+            update=update,
+            ownership=ownership,
+            drop_spare=nothing,
+            repair_beside=lambda: None,
         )
         handover: Any = None
         updates = DelayedUpdates(gossip, replica, averaging, handover)
