@@ -32,10 +32,10 @@ from typing import Any
 from swarmnet.ports import StepKey
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, SyncPlan
+from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.simulation.islands import Islands, parts
 from swarmnet.simulation.stage import Gradient, check_sum
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.update.lost_samples import Loss
 
 KEPT_ROUNDS = 3
 """Rounds after which nothing can be committed or averaged any more, and the books are closed."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from swarmnet.admission import OPEN, Admission
@@ -31,6 +32,7 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import AUTO, DELAYED
 from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.generation.service import GenerateService
@@ -39,7 +41,7 @@ from swarmnet.swarm.initial.files import FileService
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.meeting import meet
 from swarmnet.swarm.lifecycle.moving import Mover
-from swarmnet.swarm.lifecycle.opening import Openings
+from swarmnet.swarm.lifecycle.opening import Openings, Renamed
 from swarmnet.swarm.lifecycle.served_stage import ServedStage
 from swarmnet.swarm.lifecycle.speed import Speed
 from swarmnet.swarm.lifecycle.stage_choice import StageChoice
@@ -64,7 +66,6 @@ from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.handover import Handover
-from swarmnet.swarm.update.lost_samples import OnLoss
 from swarmnet.swarm.update.rounds import Rounds, Updates
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
@@ -114,9 +115,9 @@ class Peer:
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     on_history: Callable[[int, int], None] = lambda old, new: None
     """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
-    on_loss: OnLoss = lambda loss: None
+    on_loss: Callable[[Loss], None] = lambda loss: None
     """Hears of the books that this peer closes for its stage (see
-    `swarm.update.lost_samples`)."""
+    `protocol.update.lost_samples`)."""
 
     def __post_init__(self) -> None:
         self._tasks = Tasks("peer")
@@ -271,7 +272,6 @@ class Peer:
             self.checkpointing,
             self._speed,
             self._tasks,
-            lambda old, new: self.on_history(old, new),
         )
 
     # ---- the served stage -------------------------------------------------------------------
@@ -405,7 +405,6 @@ class Peer:
             openings=self._openings,
             weights=self._weights,
             rng=self.rng,
-            on_loss=self.on_loss,
         )
 
     async def _until_moved(self, served: ServedStage) -> int | None:
@@ -413,7 +412,7 @@ class Peer:
         serving = Tasks("serve")
         balancing = serving.start(self.mover.balance(served))
         pausing = serving.start(self._stand_by.until_paused())
-        running = serving.start(served.run())
+        running = serving.start(self._run(served))
         feeding = [serving.start(self.feeder.run(served.replica))] if self.feeder else []
         try:
             await asyncio.wait(
@@ -429,6 +428,15 @@ class Peer:
             return None
         finally:
             await serving.close()
+
+    async def _run(self, served: ServedStage) -> None:
+        async with aclosing(served.run()) as events:
+            async for event in events:
+                match event:
+                    case Loss():
+                        self.on_loss(event)
+                    case Renamed(before, after):
+                        self.on_history(before, after)
 
     def _go_to(self, target: int, replica: Replica) -> None:
         """Tells that this peer goes to another stage."""

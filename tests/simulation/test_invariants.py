@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
+from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.simulation.invariants import InvariantBroken, Member, Monitor
 from swarmnet.simulation.stage import Gradient, contribution
-from swarmnet.swarm.update.lost_samples import Loss
 
 COMMITTED = range(4)
 

@@ -14,6 +14,7 @@ import pytest
 
 from swarmnet.protocol.codecs import INT4, INT8, TOPK
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
+from swarmnet.protocol.update.lost_samples import LostSamples
 from swarmnet.simulation import population
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.clock import run
@@ -25,7 +26,6 @@ from swarmnet.simulation.swarm import Simulation, simulate
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.gossip_averaging import GossipAveraging
-from swarmnet.swarm.update.lost_samples import LostSamples
 
 NUM_SEEDS = 300
 CHUNK = 25
@@ -308,7 +308,7 @@ def test_books_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch, error: 
 def test_a_loss_that_is_told_twice_or_not_at_all_is_found(
     monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    monkeypatch.setattr(LostSamples, "_tells", lambda books, window, now: told)
+    monkeypatch.setattr(LostSamples, "_tells", lambda books, *facts: told)
     found = (simulate(replace(small_swarm(seed), keep_log=False)).broken for seed in range(12))
     words = "told lost" if told else "no replica closed the books"
     assert any(broken is not None and words in broken for broken in found)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from dataclasses import dataclass
 
-from swarmnet.protocol.membership.records import ACTIVE, JOINING
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
+from swarmnet.protocol.moments import Since
+from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.swarm.lifecycle.speed import Speed
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
@@ -14,13 +16,27 @@ from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import RETRY_S
 from swarmnet.swarm.update.averaging import Averaging
 
 log = logging.getLogger("swarmnet.peer")
+lost_log = logging.getLogger("swarmnet.lost_samples")
 
 MAX_FORETOLD = 64
 """A newcomer tells so many replicas of its stage before it begins, and waits as for a ping, twice,
 for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """The run's history turned out to be named otherwise (see `Record.history`)."""
+
+    before: int
+    after: int
+
+
+Happened = Loss | Renamed
+"""What a peer is to know of the stage that it serves."""
 
 
 class Openings:
@@ -34,21 +50,19 @@ class Openings:
         checkpointing: Checkpointing | None,
         speed: Speed,
         tasks: Tasks,
-        on_history: Callable[[int, int], None],
     ) -> None:
-        """`on_history(old, new)` hears when the run's history turns out to be named otherwise.
-        `tasks` run what goes on beside the round."""
+        """`tasks` run what goes on beside the round."""
         self._gossip = gossip
         self._recovery = recovery
         self._checkpointing = checkpointing
         self._speed = speed
         self._tasks = tasks
-        self._on_history = on_history
         self._counted_history = 0
         """The history of the rounds that this peer has counted samples of."""
 
-    async def opened(self, replica: Replica, averaging: Averaging) -> None:
-        """A round has begun here: says so, with digests, and sees to the shards it owns."""
+    async def opened(self, replica: Replica, averaging: Averaging) -> list[Happened]:
+        """A round has begun here: says so, with digests, and sees to the shards it owns. Returns
+        what the peer is to know of."""
         await replica.measure_digests()
         own = self._gossip.own
         joined = own.state == JOINING
@@ -56,8 +70,9 @@ class Openings:
         if joined:
             await self._recovery.settle_errors(replica, averaging, history)
         changes = self._changes(replica, averaging, history)
+        happened: list[Happened] = []
         if not joined and history != own.history:
-            self._on_history(own.history, history)
+            happened.append(Renamed(own.history, history))
         if joined and history != self._counted_history:
             # Rounds of another history: they have nothing in common with these but their number.
             changes["counts"] = tuple(c for c in own.counts if c.round < replica.round)
@@ -69,7 +84,7 @@ class Openings:
         self._gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
         if replica.phase.is_declaring:
             replica.transitions.declared()
-        averaging.lost.opened(replica.round)
+        happened += self._close_books(replica, averaging)
         if joined:
             self._recovery.opened(replica.round, history)
         self._recovery.forget_loaded()
@@ -79,6 +94,26 @@ class Openings:
             self._tasks.start(self._checkpointing.opened(replica, averaging))
         if joined:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
+        return happened
+
+    def _close_books(self, replica: Replica, averaging: Averaging) -> list[Loss]:
+        """Reports the samples that are in no update."""
+        own, now = self._gossip.own, asyncio.get_running_loop().time()
+        state_since = Since(self._gossip.own_record.state_since)
+        has_just_left = own.state == LEAVING and not state_since.is_older(now, RETRY_S)
+        losses = averaging.lost.opened(
+            replica.round, replica.plan, own, now, has_just_left=has_just_left
+        )
+        for loss in losses:
+            if loss.lost_samples:
+                self._gossip.add_total("samples_lost", loss.lost_samples)
+                lost_log.warning(
+                    "round %d: %d samples of stage %d are in no update",
+                    loss.round,
+                    loss.lost_samples,
+                    loss.stage,
+                )
+        return losses
 
     def announce_rate(self, replica: Replica) -> None:
         """Newcomers, and peers that move, go by what is announced; a round may be long."""

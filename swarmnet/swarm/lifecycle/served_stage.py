@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from swarmnet.errors import NotReady
@@ -18,7 +19,7 @@ from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.departure import Departure
-from swarmnet.swarm.lifecycle.opening import Openings
+from swarmnet.swarm.lifecycle.opening import Happened, Openings
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.step import StepService
@@ -32,7 +33,6 @@ from swarmnet.swarm.update.delayed_updates import DelayedUpdates
 from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.local_updates import LocalUpdates
-from swarmnet.swarm.update.lost_samples import OnLoss
 from swarmnet.swarm.update.rounds import Rounds, Updates, ZeroUpdates
 from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request, Transport
@@ -66,7 +66,6 @@ class ServedStage:
         openings: Openings,
         weights: WeightService | None,
         rng: random.Random,
-        on_loss: OnLoss,
     ) -> None:
         self.replica = replica
         self._transport = transport
@@ -77,7 +76,7 @@ class ServedStage:
         self._checkpointing = checkpointing
         self._openings = openings
         self._weights = weights
-        self.averaging = Averaging(transport, gossip, settings, limits, replica, on_loss)
+        self.averaging = Averaging(transport, gossip, settings, limits, replica)
         self._sync = StateSync(transport, gossip, limits, replica, rng)
         self.handover = Handover(transport, gossip, settings, replica, self.averaging, rng)
         self.updates = self._updates(transport, limits)
@@ -107,8 +106,9 @@ class ServedStage:
             return LocalUpdates(transport, gossip, limits, replica, averaging)
         return ZeroUpdates(replica, averaging, self.handover)
 
-    async def run(self) -> None:
-        """Fetches the stage, then serves it; begins again where it fell behind. Ends never."""
+    async def run(self) -> AsyncGenerator[Happened]:
+        """Fetches the stage, then serves it; begins again where it fell behind. Ends never. Yields
+        what the peer is to know of."""
         replica, averaging = self.replica, self.averaging
         await replica.measure_digests()
         try:
@@ -116,9 +116,11 @@ class ServedStage:
                 pass  # it has waited, and said for what
             while True:
                 try:
-                    await self._join()
+                    for event in await self._join():
+                        yield event
                     while await self.rounds.until_next():
-                        await self._announce()
+                        for event in await self._announce():
+                            yield event
                     await self._gossip.changed.wait()  # the run has done its rounds: serve on
                 except (Behind, Diverged) as e:
                     await self._give_up(e)
@@ -157,11 +159,11 @@ class ServedStage:
             if method.callee is not Callee.ANY:
                 serve(self._transport, method, _on_none)
 
-    async def _join(self) -> None:
+    async def _join(self) -> list[Happened]:
         """Returns when the replica has the parameters of a round that is going on."""
         replica, averaging, updates = self.replica, self.averaging, self.updates
         if replica.synced:
-            return
+            return []
         loop = asyncio.get_running_loop()
         alone_since = loop.time()
         while not replica.synced:
@@ -190,13 +192,13 @@ class ServedStage:
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
         if self._weights is not None:
             self._weights.forget_moments()  # others have begun the stage
-        if replica.phase.is_declaring:
-            await self._announce()
+        return await self._announce() if replica.phase.is_declaring else []
 
-    async def _announce(self) -> None:
+    async def _announce(self) -> list[Happened]:
         """A round has begun here."""
-        await self._openings.opened(self.replica, self.averaging)
+        happened = await self._openings.opened(self.replica, self.averaging)
         self.rounds.announced()
+        return happened
 
     def _patience_with_empty_stage(self) -> float:
         """In a run that goes on already, a replica of the stage may yet be heard of, and one that

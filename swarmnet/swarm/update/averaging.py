@@ -17,6 +17,7 @@ from swarmnet.methods.state import FetchRequest
 from swarmnet.methods.update import FOLLOWS
 from swarmnet.protocol.membership.records import JOINING
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
+from swarmnet.protocol.update.lost_samples import LostSamples
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.swarm.calls import notify
 from swarmnet.swarm.condition import Condition
@@ -36,7 +37,6 @@ from swarmnet.swarm.update.exchange.service import ExchangeService
 from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.exchange.turns import Turns
-from swarmnet.swarm.update.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.ownership import Ownership
@@ -66,14 +66,15 @@ class Averaging:
     settings: RunSettings
     limits: Limits
     replica: Replica
-    on_loss: OnLoss = lambda loss: None
 
     def __post_init__(self) -> None:
         transport, gossip = self.transport, self.gossip
         settings, replica = self.settings, self.replica
         self.changed = Condition()
         """A result is here, or an exchange is over."""
-        self.lost = LostSamples(gossip, replica, settings, self.on_loss)
+        self.lost = LostSamples(
+            gossip.view, replica.index, settings.num_slots, settings.samples_per_microbatch
+        )
         self._tasks = Tasks("averaging")
         self.states = OptimizerStates(transport, gossip, settings, self.limits, replica)
         self.members = ExchangeMembers(gossip, replica)

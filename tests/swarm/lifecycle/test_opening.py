@@ -9,7 +9,7 @@ from typing import Any
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.lifecycle.opening import Openings
+from swarmnet.swarm.lifecycle.opening import Openings, Renamed
 from swarmnet.swarm.lifecycle.speed import Speed
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.recovery.restart import Recovery
@@ -24,27 +24,25 @@ class Opened:
 
     def __init__(self, holds: bytes) -> None:
         self.pair = OneReplica()
-        self.histories: list[tuple[int, int]] = []
+        self.happened: list[object] = []
         self.tasks = Tasks("test")
         self.averaging: Any = SimpleNamespace(
             current=-1,
             ownership=SimpleNamespace(owns_from_now=False),
             states=SimpleNamespace(holds=lambda: holds),
-            lost=SimpleNamespace(opened=lambda r: None),
+            lost=SimpleNamespace(opened=lambda *books, **facts: []),
             pace=SimpleNamespace(last_s=0.0),
         )
         gossip = self.gossip = self.pair.gossip
         recovery = Recovery(gossip, 1, None, False, Reconnecting(gossip, random.Random(0)))
         speed = Speed(machine_of(self.pair), gossip.transport, 1)
-        self.openings = Openings(
-            gossip, recovery, None, speed, self.tasks, lambda *change: self.histories.append(change)
-        )
+        self.openings = Openings(gossip, recovery, None, speed, self.tasks)
 
     async def open(self, round_index: int) -> None:
         is_joining = self.gossip.own.state == JOINING
         state = State.DECLARING if is_joining else State.OPEN
         self.pair.replica.transitions.phase = Phase(state, round_index)
-        await self.openings.opened(self.pair.replica, self.averaging)
+        self.happened += await self.openings.opened(self.pair.replica, self.averaging)
 
     async def close(self) -> None:
         await self.tasks.close()
@@ -88,7 +86,7 @@ def test_a_history_that_is_named_otherwise_is_told() -> None:
         other.gossip.update(history=7)
         opened.gossip.records.take(other.gossip.own_record.seal())
         await opened.open(4)
-        assert opened.histories == [(0, 7)]
+        assert opened.happened == [Renamed(0, 7)]
         assert opened.gossip.own.history == 7
         await opened.close()
 

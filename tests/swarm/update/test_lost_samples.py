@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet.protocol.membership.records import ACTIVE
-from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.progress import RoundProgress
-from swarmnet.protocol.sync_modes import GOSSIP, ZERO, SyncPlan
-from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.simulation.network import FAST_LINK
-from swarmnet.swarm.settings import RunSettings
-from swarmnet.swarm.update.lost_samples import Loss, LostSamples
 from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
-from tests.swarm.one_replica import OneReplica
 
 ROUNDS = 20
 
@@ -48,57 +40,6 @@ def test_what_died_with_a_replica_is_told(
         assert (told > 0) == is_killed
 
     in_virtual_time(scenario, spec, is_synthetic=True)
-
-
-@pytest.mark.parametrize(("their_round", "tells"), [(11, True), (15, False), (17, False)])
-def test_who_has_lost_touch_does_not_speak_for_the_stage(their_round: int, tells: bool) -> None:
-    """It will fetch the stage again, and close no books of what it missed; else the one with the
-    lowest id speaks."""
-
-    async def main() -> None:
-        pair = OneReplica()
-        now = asyncio.get_running_loop().time()
-        there = {"stage": 0, "state": ACTIVE}
-        pair.gossip.update(**there, round=17, active_from=0)
-        other = pair.join("a lower id", FAST_LINK, **there, round=their_round, active_from=11)
-        pair.gossip.view.merge(other.own, now)
-        books: list[Loss] = []
-        settings = RunSettings("run", 1, 16, 1, 100)
-        lost = LostSamples(pair.gossip, pair.replica, settings, books.append)
-        lost.averaged(15, 0)
-        lost.opened(15)
-        lost.opened(17)
-        assert [loss.round for loss in books] == ([15] if tells else [])
-        await pair.close()
-
-    run_virtual(main())
-
-
-@pytest.mark.parametrize(("mode", "rounds"), [(ZERO, [10, 11]), (GOSSIP, [])])
-def test_no_books_are_begun_that_nothing_closes(
-    monkeypatch: pytest.MonkeyPatch, mode: str, rounds: list[int]
-) -> None:
-    """Where replicas average in pairs there is no exchange of the stage; what each round counted
-    would be kept for ever."""
-    looked: list[int] = []
-    real = progress.round_progress
-
-    def look(view: View, round_index: int, now: float, num_slots: int) -> RoundProgress:
-        looked.append(round_index)
-        return real(view, round_index, now, num_slots)
-
-    monkeypatch.setattr(progress, "round_progress", look)
-
-    async def main() -> None:
-        pair = OneReplica()
-        pair.replica.plan = SyncPlan(mode, 100)
-        lost = LostSamples(pair.gossip, pair.replica, RunSettings("run", 1, 16, 1, 100))
-        for r in range(10, 14):
-            lost.opened(r)
-        assert looked == rounds
-        await pair.close()
-
-    run_virtual(main())
 
 
 def test_a_primary_that_lacks_the_word_of_a_feeder_believes_what_others_contribute(

@@ -1,0 +1,103 @@
+"""Who closes the books of an exchange, and what they say."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.pipeline.progress import RoundProgress
+from swarmnet.protocol.sync_modes import GOSSIP, ZERO, SyncPlan
+from swarmnet.protocol.update.lost_samples import Loss, LostSamples
+
+NOW = 100.0
+PLAN = SyncPlan(ZERO, 100)
+NUM_SLOTS, PER_MICROBATCH = 4, 2
+
+
+def replica(name: str, state: str = ACTIVE, **said: int) -> Record:
+    return Record(name, "run", 1, 1, state=state, stage=0, **said)  # type: ignore[arg-type]
+
+
+def books_of(own: Record, *others: Record) -> LostSamples:
+    view = View(own.peer_id)
+    for record in (own, *others):
+        view.merge(record, NOW)
+    return LostSamples(view, 0, NUM_SLOTS, PER_MICROBATCH)
+
+
+def closed(books: LostSamples, own: Record, *, has_just_left: bool = False) -> list[Loss]:
+    """The books of round 15, of whose exchange the tokens are known here."""
+    books.averaged(15, 60)
+    found = []
+    for r in (15, 17):
+        found += books.opened(r, PLAN, own, NOW, has_just_left=has_just_left)
+    return found
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each round has four microbatches of 25 tokens; the rounds that were asked about."""
+    looked: list[int] = []
+
+    def look(view: View, round_index: int, now: float, num_slots: int) -> RoundProgress:
+        looked.append(round_index)
+        return RoundProgress(round_index, 4, 4, 4, 0, 100, 0.0, 1, drained=True)
+
+    monkeypatch.setattr(progress, "round_progress", look)
+    return looked
+
+
+def test_what_was_counted_and_not_averaged_is_lost(counted: list[int]) -> None:
+    own = replica("own", round=17)
+    assert closed(books_of(own), own) == [Loss(15, 0, 100, 60, round(8 * 0.4))]
+    assert counted == [15]
+
+
+def test_an_exchange_that_was_not_seen_here_is_not_told_of(counted: list[int]) -> None:
+    own = replica("own", round=17)
+    books = books_of(own)
+    assert books.opened(15, PLAN, own, NOW, has_just_left=False) == []
+    assert books.opened(17, PLAN, own, NOW, has_just_left=False) == []
+
+
+@pytest.mark.parametrize(("their_round", "tells"), [(11, True), (15, False), (17, False)])
+def test_who_has_lost_touch_does_not_speak_for_the_stage(
+    counted: list[int], their_round: int, tells: bool
+) -> None:
+    """It will fetch the stage again, and close no books of what it missed; else the one with the
+    lowest id speaks."""
+    own = replica("own", round=17)
+    books = books_of(own, replica("a lower id", round=their_round, active_from=11))
+    assert [loss.round for loss in closed(books, own)] == ([15] if tells else [])
+
+
+@pytest.mark.parametrize("has_just_left", [True, False])
+def test_one_that_leaves_speaks_as_long_as_the_others_count_on_it(
+    counted: list[int], has_just_left: bool
+) -> None:
+    own = replica("own", LEAVING, round=17)
+    books = books_of(own, replica("the next id", round=17))
+    assert len(closed(books, own, has_just_left=has_just_left)) == has_just_left
+
+
+@pytest.mark.parametrize(("mode", "rounds"), [(ZERO, [10, 11]), (GOSSIP, [])])
+def test_no_books_are_begun_that_nothing_closes(
+    counted: list[int], mode: str, rounds: list[int]
+) -> None:
+    """Where replicas average in pairs there is no exchange of the stage; what each round counted
+    would be kept for ever."""
+    own = replica("own", round=10)
+    books = books_of(own)
+    for r in range(10, 14):
+        books.opened(r, SyncPlan(mode, 100), own, NOW, has_just_left=False)
+    assert counted == rounds
+
+
+def test_when_the_run_is_over_all_books_are_closed(counted: list[int]) -> None:
+    own = replica("own", round=100)
+    books = books_of(own)
+    books.opened(97, PLAN, own, NOW, has_just_left=False)
+    books.opened(100, PLAN, own, NOW, has_just_left=False)
+    assert counted == [97, 98, 99]
