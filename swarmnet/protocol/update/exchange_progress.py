@@ -1,0 +1,146 @@
+"""Who gets something done in an exchange, and who lives and does not. Pure.
+
+A primary tells who waits long for a result when it has the sum: from then on other stages may be
+what it waits for. One that has none in time hangs, and so does who does not answer a call in the
+time that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update.shard_facts import CLIPPING, COPYING, FOLLOWING, STEPPING, Facts
+
+
+class ExchangeProgress:
+    """What one replica knows of one exchange. Times are seconds awake."""
+
+    def __init__(self) -> None:
+        self.is_usual = True
+        """Nobody had to be waited for who was suspected."""
+        self.summed: set[int] = set()
+        """Shards whose sum is made here."""
+        self.taken: set[int] = set()
+        """Shards whose owners have made the step, as this replica heard when about to leave."""
+        self.missed: set[str] = set()
+        """Who lives, was waited for, and has sent nothing."""
+        self._hung: set[str] = set()
+        self._has_state: dict[tuple[str, int], bool] = {}
+        """By peer and shard, whether it has the optimizer state, by its own word."""
+        self._waits = SumWaits()
+        self._behind_at: dict[str, float] = {}
+        """When a primary was last seen in the exchange before this one."""
+
+    def begins(self, shard: int, command: do.Command) -> None:
+        """Notes work on a shard that is begun here."""
+        if isinstance(command, do.Sum):
+            self.summed.discard(shard)
+            self.missed.update(command.absent)
+        elif isinstance(command, do.FindNorm | do.Step):
+            self.summed.add(shard)
+
+    def waits(self) -> None:
+        """Notes that a suspected member is waited for."""
+        self.is_usual = False
+
+    def came(self, sender: str) -> None:
+        """Notes a contribution, in time or not."""
+        self.missed.discard(sender)
+
+    def told_of_state(self, peer_id: str, shard: int, *, is_here: bool) -> None:
+        """Notes that a peer has the optimizer state that the step on a shard begins with, or has
+        not. What it has it has for the exchange: the word that it had not may come later, since it
+        was said with a gradient."""
+        self._has_state[peer_id, shard] = is_here or self._has_state.get((peer_id, shard), False)
+
+    def is_follower(self, peer_id: str, shard: int) -> bool:
+        """Whether a sum is of use to a peer, as far as is known."""
+        return self._has_state.get((peer_id, shard), True)
+
+    def has_sum(self, shard: int, primary: str) -> None:
+        """Notes that a primary has a sum, as it says."""
+        self._waits.summed(shard, primary)
+
+    def hanging(
+        self,
+        shards: Mapping[int, Facts],
+        began: float | None,
+        now: float,
+        behind: Iterable[str],
+        has_begun: Container[str],
+        begin_s: float,
+        sum_s: float,
+    ) -> list[str]:
+        """Primaries that hang, ascending. `began`: when this replica began the exchange; None where
+        it has not. Who is still at work itself may be the one that hangs.
+
+        `behind`: primaries that are in the exchange before. Their time begins when they have left
+        it, within `begin_s`: beside rounds one may end at one replica long before it does at
+        another. `has_begun`: who has closed the round; it has `sum_s` for its sum, and who has not
+        has `begin_s`, for its sum waits for nobody."""
+        for peer_id in behind:
+            self._behind_at[peer_id] = now
+        is_at_work = any(
+            facts.state in (STEPPING, COPYING) or (facts.state is CLIPPING and j not in self.summed)
+            for j, facts in shards.items()
+        )
+        if began is None or is_at_work or now < began + begin_s:
+            return []
+
+        def limit_s(peer_id: str) -> float:
+            return sum_s if peer_id in has_begun else begin_s
+
+        def since(peer_id: str) -> float:
+            return max(began, min(self._behind_at.get(peer_id, began), began + begin_s))
+
+        return sorted(self._waits.hung(shards, since, now, limit_s))
+
+    def hangs(self, peer_id: str) -> bool:
+        """Notes that nobody waits for the work of a peer here any more. False where that was
+        so."""
+        if peer_id in self._hung:
+            return False
+        self._hung.add(peer_id)
+        self.missed.add(peer_id)
+        return True
+
+    def leads(self, peer_id: str) -> bool:
+        """Notes that a peer takes over, and gets as long as the one before it. True where it was
+        found to hang."""
+        is_back = peer_id in self._hung
+        self._hung.discard(peer_id)
+        return is_back
+
+
+class SumWaits:
+    """Whose sums are waited for. Times are seconds awake."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, str], float] = {}
+        """By shard and primary, since when its sum is waited for."""
+        self._summed: set[tuple[int, str]] = set()
+
+    def summed(self, shard: int, primary: str) -> None:
+        """Notes that a primary has the sum of a shard."""
+        self._summed.add((shard, primary))
+
+    def hung(
+        self,
+        shards: Mapping[int, Facts],
+        began: Callable[[str], float],
+        now: float,
+        limit_s: Callable[[str], float],
+    ) -> set[str]:
+        """Living primaries without a sum after the limit of each, of an exchange that this replica
+        has begun, which began for a primary at `began`."""
+        found = set()
+        for j, facts in shards.items():
+            primary = facts.ballot.primary
+            is_waiting = facts.state is FOLLOWING and facts.begun is not None
+            if not is_waiting or facts.target() != primary or facts.is_dead(primary):
+                continue
+            wait = (j, primary)
+            since = self._since.setdefault(wait, began(primary) if facts.ballot.is_first else now)
+            if wait not in self._summed and now >= since + limit_s(primary):
+                found.add(primary)
+        return found

@@ -1,0 +1,144 @@
+"""Who hangs in an exchange, and who is only slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update.exchange_progress import ExchangeProgress, SumWaits
+from swarmnet.protocol.update.roster import ALIVE, Ballot, Roster, Standing
+from swarmnet.protocol.update.shard_facts import Facts, State
+
+LIMIT_S = 10.0
+PRIMARY, ME, NEXT = "primary", "me", "next"
+
+
+def waiting(ballot: Ballot, **standing: Any) -> Facts:
+    roster = Roster(ballot, (PRIMARY, NEXT), (PRIMARY, NEXT))
+    facts = Facts(ME, roster, ballot)
+    facts.begun = (4, "gradient")
+    facts.members = {PRIMARY: Standing(ALIVE, **standing), NEXT: Standing(ALIVE)}
+    return facts
+
+
+def began(_: str) -> float:
+    return 100.0
+
+
+def test_a_primary_without_a_sum_hangs_after_the_limit() -> None:
+    waits, facts = SumWaits(), {0: waiting(Ballot(1, PRIMARY))}
+    assert waits.hung(facts, began, 109.9, lambda _: LIMIT_S) == set()
+    assert waits.hung(facts, began, 110.0, lambda _: LIMIT_S) == {PRIMARY}
+
+
+def test_each_primary_has_its_own_limit() -> None:
+    waits = SumWaits()
+    facts = {0: waiting(Ballot(1, PRIMARY)), 1: waiting(Ballot(2, NEXT))}
+    limits = {PRIMARY: 4.0, NEXT: 10.0}.__getitem__
+    assert waits.hung(facts, began, 103.9, limits) == set()
+    assert waits.hung(facts, began, 104.0, limits) == {PRIMARY}
+    assert waits.hung(facts, began, 150.0, limits) == {PRIMARY, NEXT}
+
+
+def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
+    waits, facts = SumWaits(), {j: waiting(Ballot(1, PRIMARY)) for j in range(2)}
+    waits.summed(0, PRIMARY)
+    assert waits.hung({0: facts[0]}, began, 150.0, lambda _: LIMIT_S) == set()
+    assert waits.hung(facts, began, 150.0, lambda _: LIMIT_S) == {PRIMARY}
+
+
+def test_who_takes_over_gets_as_long() -> None:
+    waits, facts = SumWaits(), {0: waiting(Ballot(3, NEXT))}
+    assert waits.hung(facts, began, 120.0, lambda _: LIMIT_S) == set()
+    assert waits.hung(facts, began, 129.9, lambda _: LIMIT_S) == set()
+    assert waits.hung(facts, began, 130.0, lambda _: LIMIT_S) == {NEXT}
+
+
+@pytest.mark.parametrize(
+    ("left_at", "begun_at", "looked_at", "found_at"),
+    [
+        (0.0, 1000.0, 100.0, 110.0),  # it was in no exchange before, and does not begin this one
+        (109.0, 1000.0, 100.0, 118.75),  # as it may; last seen there at 108.75
+        (109.0, 112.0, 100.0, 138.75),  # it begins, and makes no sum
+        (1000.0, 1000.0, 100.0, 120.0),  # the one before does not end
+        (1000.0, 1000.0, 125.0, 125.0),  # and this process stood still meanwhile
+        (0.0, 101.0, 100.0, 130.0),
+    ],
+)
+def test_a_primary_has_its_time_from_when_it_has_left_the_exchange_before(
+    left_at: float, begun_at: float, looked_at: float, found_at: float
+) -> None:
+    """This replica has begun at 100, and contributions are waited for 10 s."""
+    progress, shards = ExchangeProgress(), {0: waiting(Ballot(1, PRIMARY))}
+    found = []
+    for i in range(1000):
+        now = looked_at + i * 0.25
+        behind = [PRIMARY] if now < left_at else []
+        begun = {PRIMARY} if now >= begun_at else set()
+        hung = progress.hanging(shards, 100.0, now, behind, begun, 10.0, 30.0)
+        found += [now for peer_id in hung if progress.hangs(peer_id)]
+    assert found == [found_at]
+
+
+def test_who_is_at_work_itself_finds_nobody() -> None:
+    """It may be the one that hangs; and who has not begun waits for nobody."""
+    shards = {0: waiting(Ballot(1, PRIMARY)), 1: waiting(Ballot(1, ME))}
+
+    def hung(state: State, began: float | None = 100.0, *, has_sum: bool = False) -> list[str]:
+        progress = ExchangeProgress()
+        shards[1].state = state
+        if has_sum:
+            progress.begins(1, do.FindNorm(1, None, (), Ballot(1, ME)))
+        return progress.hanging(shards, began, 150.0, [], set(), LIMIT_S, LIMIT_S)
+
+    assert hung(State.GATHERING) == [PRIMARY]
+    assert hung(State.GATHERING, None) == []
+    for state in (State.STEPPING, State.COPYING, State.CLIPPING):
+        assert hung(state) == []
+    assert hung(State.CLIPPING, has_sum=True) == [PRIMARY], "it waits for other stages"
+
+
+def test_a_peer_hangs_once_and_works_again_where_it_leads() -> None:
+    progress = ExchangeProgress()
+    assert not progress.leads(NEXT)
+    assert progress.hangs(NEXT)
+    assert not progress.hangs(NEXT)
+    assert progress.missed == {NEXT}
+    assert progress.leads(NEXT)
+    assert not progress.leads(NEXT)
+    assert progress.hangs(NEXT)
+
+
+def test_who_is_gone_without_is_missed_until_its_contribution_comes() -> None:
+    progress = ExchangeProgress()
+    ballot = Ballot(1, ME)
+    progress.begins(0, do.Sum((), frozenset(), (NEXT, PRIMARY), 1))
+    assert (progress.missed, progress.summed) == ({NEXT, PRIMARY}, set())
+    progress.came(NEXT)
+    progress.begins(0, do.Step(None, ballot, 1))
+    assert (progress.missed, progress.summed) == ({PRIMARY}, {0})
+    progress.begins(0, do.Sum((), frozenset(), (), 2))
+    assert progress.summed == set(), "it is summed again"
+
+
+def test_the_word_that_state_has_come_may_be_there_before_the_one_that_it_had_not() -> None:
+    """The latter travels with a gradient."""
+    progress = ExchangeProgress()
+    assert progress.is_follower("peer", 0), "who says nothing is sent sums"
+    progress.told_of_state("peer", 0, is_here=True)
+    progress.told_of_state("peer", 0, is_here=False)
+    progress.told_of_state("peer", 1, is_here=False)
+    assert progress.is_follower("peer", 0)
+    assert not progress.is_follower("peer", 1)
+    progress.told_of_state("peer", 1, is_here=True)
+    assert progress.is_follower("peer", 1)
+
+
+def test_nobody_hangs_who_is_not_waited_for() -> None:
+    waits, facts = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
+    facts.members = {PRIMARY: Standing(ALIVE), NEXT: Standing(ALIVE, is_past=True)}
+    assert waits.hung({0: facts}, began, 150.0, lambda _: LIMIT_S) == set()
+    facts.begun = None
+    assert waits.hung({0: facts}, began, 150.0, lambda _: LIMIT_S) == set()
