@@ -18,10 +18,10 @@ from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.sync_modes import AUTO, Switch
 from swarmnet.protocol.update import divergence
 from swarmnet.protocol.update.auto_mode import AHEAD_ROUNDS, Adviser, Chooser, merge, pace
+from swarmnet.protocol.update.exchange_waits import EXCHANGE_SMOOTHING
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.update.averaging import Averaging, Behind
-from swarmnet.swarm.update.exchange.pace import EXCHANGE_SMOOTHING
 
 log = logging.getLogger("swarmnet.auto_sync")
 

@@ -1,5 +1,5 @@
-"""The update: every shard's gradient goes to its primary, one step is made there, all get the
-result (ZeRO, Rajbhandari et al. 2020, with owners that may vanish).
+"""The updates of one replica's stage: every shard's gradient goes to its primary, one step is made
+there, all get the result (ZeRO, Rajbhandari et al. 2020, with owners that may vanish).
 
 What a replica does for one shard, and why there is one result, is the table in
 `protocol.update.shard_update`. Here is what lies around it: one exchange after the other, each with
@@ -9,34 +9,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.methods.state import FetchRequest
 from swarmnet.methods.update import FOLLOWS
-from swarmnet.protocol.membership.records import JOINING
+from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
+from swarmnet.protocol.update.exchange_waits import brings_state
 from swarmnet.protocol.update.lost_samples import LostSamples
-from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.swarm.calls import notify
-from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.exchange.aggregation import Aggregator, ContributionNorms
 from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.calls import Contribution
 from swarmnet.swarm.update.exchange.coded import coded_bytes
-from swarmnet.swarm.update.exchange.exchange import Behind, Exchange
-from swarmnet.swarm.update.exchange.norms import Norms
-from swarmnet.swarm.update.exchange.outbox import Part
+from swarmnet.swarm.update.exchange.exchange import Behind, Exchange, PresentExchange
+from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.service import ExchangeService
-from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
+from swarmnet.swarm.update.exchange.shard_work import Aggregator, Put, ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
-from swarmnet.swarm.update.exchange.turns import Turns
 from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.ownership import Ownership
@@ -50,96 +46,83 @@ RESTORE_WAIT_S = 10.0
 nobody else has."""
 CODED_AT_ONCE_BYTES = 1 << 20
 """Of contributions that are coded before any of them is sent: so many shards share a call."""
-Pushed = Part
+Pushed = Contribution
 
 
 class Diverged(SwarmnetError):
     """Others of the stage have another result of the same round, and theirs holds."""
 
 
-@dataclass
 class Averaging:
-    """The updates of one replica's stage."""
+    """Makes the updates of one replica's stage."""
 
-    transport: Transport
-    gossip: Gossip
-    settings: RunSettings
-    limits: Limits
-    replica: Replica
-
-    def __post_init__(self) -> None:
-        transport, gossip = self.transport, self.gossip
-        settings, replica = self.settings, self.replica
-        self.changed = Condition()
-        """A result is here, or an exchange is over."""
+    def __init__(
+        self,
+        transport: Transport,
+        gossip: Gossip,
+        settings: RunSettings,
+        limits: Limits,
+        replica: Replica,
+    ) -> None:
+        self.transport = transport
+        self.gossip = gossip
+        self.replica = replica
+        self._tasks = Tasks("averaging")
         self.lost = LostSamples(
             gossip.view, replica.index, settings.num_slots, settings.samples_per_microbatch
         )
-        self._tasks = Tasks("averaging")
-        self.states = OptimizerStates(transport, gossip, settings, self.limits, replica)
+        self.states = OptimizerStates(transport, gossip, settings, limits, replica)
         self.members = ExchangeMembers(gossip, replica)
         self.ownership = Ownership(
             gossip, settings, replica, self.states, self.members, self._tasks
         )
-        turns = Turns(lambda: transport.traffic.queued_bytes())
-        self.pace = ExchangePace(gossip, settings, self.limits, replica, turns)
+        self.pace = ExchangePace(transport.traffic, gossip, settings, limits, replica)
         self.norms = Norms(
-            transport,
-            gossip,
-            replica.index,
-            settings.num_stages,
-            self.members.num_shards,
-            self.ownership.roots,
-            self.pace.norm_s,
-            lambda: self.current,
+            transport, gossip, replica, settings.num_stages, self.ownership, self.pace
         )
         self.books = Books(gossip, settings, replica, self.norms)
-        self._aggregator = self._aggregate_by()
+        self._contribution_norms = ContributionNorms(transport, gossip, replica, self.ownership)
+        aggregator = Aggregator(settings.aggregation, gossip, replica, self._contribution_norms)
         self.work = ShardWork(
             gossip,
             replica,
             self.states,
-            self._aggregator,
+            aggregator,
             self.norms,
             self.books,
             settings.grad_clip_norm,
         )
-        self.tied = TiedShards(
-            gossip, replica, settings.num_stages, self.members, self.pace, self.ownership.roots
+        self.tied = TiedShards(gossip, replica, settings.num_stages, self.ownership, self.pace)
+        self._exchange = PresentExchange(
+            gossip,
+            replica,
+            self.ownership,
+            self.work,
+            self.books,
+            self.pace,
+            self.tied,
+            self._tasks,
         )
-        self._exchange: Exchange | None = None
         self._service = ExchangeService(
             transport,
             gossip,
-            self.limits,
+            limits,
             replica,
             self.work,
             self.books,
             self.pace,
             self.tied,
-            self._present,
-            lambda: self._exchange,
+            self._exchange,
             self._tasks,
         )
         self._tasks.start(self._tell_primaries())
 
-    def _aggregate_by(self) -> Aggregator:
-        replica, rule = self.replica, self.settings.aggregation
-        contributions = ContributionNorms(
-            self.transport, self.gossip, replica.index, replica.num_shards, self.ownership.roots
-        )
-        # Clipping by the median looks at a whole stage at a time: not where shards take turns.
-        takes_turns = self.plan.is_local and self.plan.fragments > 1
-        rule = MEAN if takes_turns and rule == MEDIAN_CLIP else rule
-        return Aggregator(rule, replica.worker, replica.optimizer, self.gossip, contributions)
-
     async def close(self) -> None:
-        if self._exchange is not None:
-            await self._exchange.close()
+        await self._exchange.close()
         await self._tasks.close()
         self.pace.close()
         await self.norms.close()
-        await self._aggregator.norms.close()
+        await self._contribution_norms.close()
 
     @property
     def plan(self) -> SyncPlan:
@@ -151,29 +134,6 @@ class Averaging:
         """The exchange whose input the present common parameters are."""
         return self.replica.current_exchange
 
-    def _present(self) -> Exchange:
-        """The exchange that this replica is in, begun by whoever comes first."""
-        current, known = self.current, self._exchange
-        if known is not None and known.number == current:
-            return known
-        self._end_exchange()
-        self._exchange = Exchange(
-            current,
-            self.gossip,
-            self.replica,
-            self.ownership,
-            self.work,
-            self.books,
-            self.pace,
-            self.tied,
-            self._note_change,
-        )
-        return self._exchange
-
-    def _note_change(self) -> None:
-        self.changed.notify_all()
-        self.gossip.changed.notify_all()
-
     async def _tell_primaries(self) -> None:
         """Of the state of shards that comes from other replicas."""
         while True:
@@ -184,7 +144,7 @@ class Averaging:
     def _note_state(self, j: int) -> None:
         """The optimizer state of a shard is here. Its primary may have heard that it is not, when
         this replica pushed."""
-        exchange = self._exchange
+        exchange = self._exchange.known()
         if exchange is None or not self.states.is_before(j, exchange.number):
             return
         primary = exchange.ballot(j).primary
@@ -192,18 +152,11 @@ class Averaging:
             here = FetchRequest(exchange.number, self.replica.index, j)
             notify(self.transport, primary, FOLLOWS, Message(here))
 
-    def _end_exchange(self) -> None:
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            self._service.finish(exchange.number)
-            self._tasks.start(exchange.close())
-        self.changed.notify_all()
-
     # ---- an update --------------------------------------------------------------------------
 
     async def update(
         self,
-        part: Callable[[int], Awaitable[Part]],
+        part: Callable[[int], Awaitable[Contribution]],
         store: Put | None = None,
         due: Sequence[int] | None = None,
     ) -> None:
@@ -216,8 +169,9 @@ class Averaging:
         """
         r = self.current
         await self._until_restored(r)
-        started, has_others = self.gossip.awake_s(), len(self.members.contributors(r)) > 1
-        exchange = self._present()
+        started = Since(self.gossip.awake_s())
+        has_others = len(self.members.contributors(r)) > 1
+        exchange = self._exchange.now()
         shards = list(range(self.replica.num_shards) if due is None else due)
         put = store or self.replica.stage.stage_parameters
         declared = await self._contribute(exchange, shards, part, put, stays_in_stage=store is None)
@@ -232,20 +186,20 @@ class Averaging:
         averaged = self.books.least_tokens(r, [0] if self.plan.is_local else shards)
         if averaged is not None:
             self.lost.averaged(r, averaged)
-        took = self.gossip.awake_s() - started
+        took_s = started.s(self.gossip.awake_s())
         known = exchange.progress
         is_usual = has_others and declared > 0 and known.is_usual
-        self.pace.took(took, is_usual=is_usual, missed=known.missed)
-        self.replica.measured.exchanged(took)
+        self.pace.took(took_s, is_usual=is_usual, missed=known.missed)
+        self.replica.measured.exchanged(took_s)
 
     async def _until_over(
-        self, exchange: Exchange, shards: list[int], started: float
+        self, exchange: Exchange, shards: list[int], started: Since
     ) -> Exception | None:
-        """Returns why it cannot end well, if so. `started`: seconds awake."""
+        """Returns why it cannot end well, if so. `started`: by seconds awake."""
         while not exchange.is_over(shards):
             if self.states.failure is not None:
                 return self.states.failure
-            is_late = self.gossip.awake_s() - started > self.pace.call_s()
+            is_late = started.s(self.gossip.awake_s()) > self.pace.waits().call_s
             if is_late and not exchange.is_at_work:
                 return Behind(f"shards of round {exchange.number} were given by no owner")
             await exchange.changed.wait(LOOK_AGAIN_S)
@@ -255,14 +209,14 @@ class Averaging:
         self,
         exchange: Exchange,
         shards: list[int],
-        part: Callable[[int], Awaitable[Part]],
+        part: Callable[[int], Awaitable[Contribution]],
         put: Put,
         *,
         stays_in_stage: bool,
     ) -> int:
         """Codes and gives the contributions, a few at a time: the first are on their way while the
         others are coded. Returns the tokens behind them."""
-        declared, parts, num_bytes = -1, dict[int, Part](), 0
+        declared, parts, num_bytes = -1, dict[int, Contribution](), 0
 
         async def give() -> None:
             nonlocal declared
@@ -290,11 +244,10 @@ class Averaging:
     async def _until_restored(self, r: int) -> None:
         """When a whole swarm goes on from checkpoints, its peers become active one after the other;
         the state that the last one brings is not to be taken for lost."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + RESTORE_WAIT_S
-        while loop.time() < end and any(
-            m.state == JOINING and m.restorable and m.round == r and m.digests
-            for m in self.gossip.view.members(self.replica.index, loop.time())
+        loop, view = asyncio.get_running_loop(), self.gossip.view
+        end = Deadline.after(loop.time(), RESTORE_WAIT_S)
+        while not end.is_over(loop.time()) and any(
+            brings_state(record, r) for record in view.members(self.replica.index, loop.time())
         ):
             await self.gossip.changed.wait(LOOK_AGAIN_S)
 
@@ -302,12 +255,9 @@ class Averaging:
         self, peer_id: str, method: Method[RequestT, ReplyT], message: Message[RequestT]
     ) -> Message[ReplyT]:
         """A long call that ends with its callee. Raises as `Transport.call`."""
+        waits = self.pace.waits()
         return await self.gossip.liveness.call_while_live(
-            peer_id,
-            method,
-            message,
-            timeout_s=self.pace.call_s(),
-            usual_s=self.pace.usual_s(),
+            peer_id, method, message, timeout_s=waits.call_s, usual_s=waits.usual_s
         )
 
     # ---- owners come and go -----------------------------------------------------------------
@@ -331,12 +281,12 @@ class Averaging:
 
     def _is_stepping(self, j: int) -> bool:
         """A step on a shard is being made here in the present exchange, or may be."""
-        exchange = self._exchange
+        exchange = self._exchange.known()
         return exchange is not None and exchange.number == self.current and exchange.may_step(j)
 
     def results_of(self, r: int) -> set[int]:
         """Shards whose step in an exchange is known here."""
-        exchange = self._exchange
+        exchange = self._exchange.known()
         return exchange.has_step() if exchange is not None and exchange.number == r else set()
 
     def repair_beside(self) -> None:
@@ -348,22 +298,22 @@ class Averaging:
     def needs_nothing_of(self, r: int) -> bool:
         """The owners of every shard have made the step of an exchange, and none is being made here:
         a replica that leaves need not wait for the results."""
-        exchange = self._exchange
+        exchange = self._exchange.known()
         if exchange is None or exchange.number != r or exchange.leads_any():
             return False
-        return len({*exchange.done, *exchange.taken}) == self.replica.num_shards
+        return len({*exchange.done, *exchange.progress.taken}) == self.replica.num_shards
 
     # ---- what does not hold any more --------------------------------------------------------
 
     def finish_round(self, r: int) -> None:
         """Round `r` is over here: forgets its exchange."""
-        if self._exchange is not None and self._exchange.number <= r:
-            self._end_exchange()
+        known = self._exchange.known()
+        if known is not None and known.number <= r:
+            self._exchange.end()
         self.books.finish_round(r)
         self.tied.finish_round(r)
         self.norms.finish_round(r)
-        self._aggregator.norms.finish_round(r)
-        self.changed.notify_all()
+        self._contribution_norms.finish_round(r)
 
     async def forget_state(self) -> None:
         """What this replica has of the optimizer belongs to parameters that do not hold: drops it,
@@ -374,7 +324,7 @@ class Averaging:
 
     def forget_results(self) -> None:
         """What was put aside for the coming round does not hold."""
-        self._end_exchange()
+        self._exchange.end()
 
 
 def _rotated(items: list[int], name: str) -> list[int]:

@@ -133,7 +133,7 @@ class GossipAveraging:
             lambda other: self._offers_of(other, r),
             lambda offers: self._make_step(offers, r),
             lambda: self.transport.traffic.queued_bytes() > 0,
-            self.averaging.pace.call_s(),
+            self.averaging.pace.waits().call_s,
         )
         self._meeting = meeting
         self._changed.notify_all()

@@ -26,7 +26,7 @@ from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging, Behind, Pushed
-from swarmnet.swarm.update.exchange.aggregation import strike
+from swarmnet.swarm.update.exchange.shard_work import strike
 from swarmnet.swarm.update.rounds import Rounds
 from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request, Transport

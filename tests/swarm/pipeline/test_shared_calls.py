@@ -11,8 +11,8 @@ import pytest
 from swarmnet.errors import ProtocolViolation, Refused
 from swarmnet.methods.update import ReduceRequest
 from swarmnet.protocol.update.roster import Ballot, Roster
-from swarmnet.swarm.update.exchange import outbox
-from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, shared_call_bytes
+from swarmnet.swarm.update.exchange import calls as exchange_calls
+from swarmnet.swarm.update.exchange.calls import MAX_SHARED_CALL_BYTES, shared_call_bytes
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message, convert
 from tests.swarm.handlers import handler_of
@@ -46,7 +46,7 @@ def test_shards_share_a_call_as_far_as_they_fit(
     shard_bytes = 4 * spec.sync.shard_parameters
     if room != "all":
         size = {"two": 2 * shard_bytes, "one": 0}[room]
-        monkeypatch.setattr(outbox, "shared_call_bytes", lambda _: size)
+        monkeypatch.setattr(exchange_calls, "shared_call_bytes", lambda _: size)
 
     async def scenario(swarm: Swarm) -> None:
         calls: Calls = Counter()
@@ -154,7 +154,7 @@ def test_a_call_for_a_whole_stage_is_refused(
     spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
     room = 4 * spec.sync.shard_parameters
     monkeypatch.setattr("swarmnet.swarm.update.exchange.service.MAX_SHARED_CALL_BYTES", room)
-    monkeypatch.setattr(outbox, "shared_call_bytes", lambda _: room)
+    monkeypatch.setattr(exchange_calls, "shared_call_bytes", lambda _: room)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(2):

@@ -7,11 +7,11 @@ import asyncio
 import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.protocol.update.exchange_progress import ExchangeProgress
 from swarmnet.simulation.churn import JOIN, ChurnEvent
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.invariants import Bounds
@@ -20,7 +20,6 @@ from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
 from swarmnet.simulation.swarm import Simulation
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.update.exchange.progress import Progress
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import handler_of
@@ -67,13 +66,13 @@ def test_a_new_owner_gets_sums_only_of_shards_whose_state_it_has(
     sync = {"shard_parameters": 512}
     spec = tiny_spec(tmp_path, num_stages=2, rounds=40, global_batch=8, sync=sync)
     told: Counter[bool] = Counter()
-    tell = Progress.told_of_state
+    tell = ExchangeProgress.told_of_state
 
-    def tells(self: Progress, peer_id: str, shard: int, *, is_here: bool) -> None:
+    def tells(self: ExchangeProgress, peer_id: str, shard: int, *, is_here: bool) -> None:
         told[is_here] += 1
         tell(self, peer_id, shard, is_here=is_here)
 
-    monkeypatch.setattr(Progress, "told_of_state", tells)
+    monkeypatch.setattr(ExchangeProgress, "told_of_state", tells)
 
     async def scenario(swarm: Swarm) -> None:
         start(swarm, speed=0.05)
@@ -103,20 +102,6 @@ def test_a_new_owner_gets_sums_only_of_shards_whose_state_it_has(
         assert refused == 0
 
     in_virtual_time(scenario, spec)
-
-
-def test_the_word_that_state_has_come_may_be_there_before_the_one_that_it_had_not() -> None:
-    """The latter travels with a gradient."""
-    nothing: Any = None
-    progress = Progress(3, nothing, nothing, lambda: None)
-    assert progress.is_follower("peer", 0), "who says nothing is sent sums"
-    progress.told_of_state("peer", 0, is_here=True)
-    progress.told_of_state("peer", 0, is_here=False)
-    progress.told_of_state("peer", 1, is_here=False)
-    assert progress.is_follower("peer", 0)
-    assert not progress.is_follower("peer", 1)
-    progress.told_of_state("peer", 1, is_here=True)
-    assert progress.is_follower("peer", 1)
 
 
 def test_rounds_go_on_while_state_is_on_its_way_over_slow_uplinks() -> None:

@@ -18,7 +18,7 @@ from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
-from swarmnet.swarm.update.exchange.turns import Turns
+from swarmnet.transport.base import Traffic
 from tests.swarm.even_links import simulate_even_links
 
 ROUND_S, EXCHANGE_S = 1000.0, 200.0
@@ -49,7 +49,7 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         spread_s=2.0,
     )
     settings = RunSettings("run", 1, 64, 1, 100, 0.0, sync_mode=mode)
-    parts: Any = (gossip, settings, Limits(), replica, Turns(lambda: 0))
+    parts: Any = (Traffic(), gossip, settings, Limits(), replica)
     return ExchangePace(*parts), replica
 
 
@@ -59,7 +59,8 @@ def waits(mode: str, members: list[Record], open_s: float = 0.0) -> tuple[float,
     async def asked() -> tuple[float, float, float]:
         pace, replica = pace_of(mode, members)
         replica.measured.open_s = open_s
-        found = pace.contributions_s()[1], pace.norm_s(), pace.call_s()
+        known = pace.waits()
+        found = known.contributions_s, known.norm_s, known.call_s
         pace.close()
         return found
 
@@ -116,9 +117,9 @@ def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
         pace, _ = pace_of(ZERO, [])
         pace.took(0.001, is_usual=False)
         assert pace.last_s == 0.001
-        assert pace.contributions_s()[1] == Limits().reduce_wait_s
+        assert pace.waits().contributions_s == Limits().reduce_wait_s
         pace.took(0.001)
-        assert pace.contributions_s()[1] < 10.0
+        assert pace.waits().contributions_s < 10.0
         pace.close()
 
     run(asked())
@@ -130,18 +131,18 @@ def test_a_wait_for_who_does_not_come_is_no_measure() -> None:
     async def asked() -> None:
         pace, _ = pace_of(ZERO, [])
         pace.took(1.0)
-        usual_s, wait_s = pace.usual_s(), pace.contributions_s()[1]
+        usual_s, wait_s = pace.waits().usual_s, pace.waits().contributions_s
         for _ in range(9):
-            pace.took(pace.contributions_s()[1], missed={"hangs"})
-        assert (pace.usual_s(), pace.contributions_s()[1]) == (usual_s, wait_s)
+            pace.took(pace.waits().contributions_s, missed={"hangs"})
+        assert (pace.waits().usual_s, pace.waits().contributions_s) == (usual_s, wait_s)
         assert pace.last_s == 1.0
         pace.straggled("another")
-        assert pace.usual_s() == usual_s
+        assert pace.waits().usual_s == usual_s
         pace.straggled("hangs")  # it was late, no more: the next deadline has room for it
-        assert pace.contributions_s()[1] > wait_s
-        slower_s = pace.usual_s()
+        assert pace.waits().contributions_s > wait_s
+        slower_s = pace.waits().usual_s
         pace.straggled("hangs")
-        assert pace.usual_s() == slower_s
+        assert pace.waits().usual_s == slower_s
         pace.close()
 
     run(asked())

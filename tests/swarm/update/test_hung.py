@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swarmnet.protocol.update.roster import ALIVE, Ballot, Roster, Standing
-from swarmnet.protocol.update.shard_facts import Facts
-from swarmnet.swarm.update.exchange.progress import Progress, SumWaits
 from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
@@ -208,7 +205,7 @@ async def made(swarm: Swarm, hung: str) -> int:
 def usual_s(swarm: Swarm, name: str) -> float:
     served = swarm.members[name].peer._served  # noqa: SLF001  it is told nowhere
     assert served is not None
-    return served.averaging.pace.usual_s()
+    return served.averaging.pace.waits().usual_s
 
 
 def same_parameters(swarm: Swarm) -> None:
@@ -221,112 +218,6 @@ def same_parameters(swarm: Swarm) -> None:
 
 
 # ---- whose sum is waited for -----------------------------------------------------------------
-
-LIMIT_S = 10.0
-PRIMARY, ME, NEXT = "primary", "me", "next"
-
-
-def waiting(ballot: Ballot, **standing: Any) -> Facts:
-    roster = Roster(ballot, (PRIMARY, NEXT), (PRIMARY, NEXT))
-    facts = Facts(ME, roster, ballot)
-    facts.begun = (4, "gradient")
-    facts.members = {PRIMARY: Standing(ALIVE, **standing), NEXT: Standing(ALIVE)}
-    return facts
-
-
-def began(_: str) -> float:
-    return 100.0
-
-
-def test_a_primary_without_a_sum_hangs_after_the_limit() -> None:
-    waits, facts = SumWaits(), {0: waiting(Ballot(1, PRIMARY))}
-    assert waits.hung(facts, began, 109.9, lambda _: LIMIT_S) == set()
-    assert waits.hung(facts, began, 110.0, lambda _: LIMIT_S) == {PRIMARY}
-
-
-def test_each_primary_has_its_own_limit() -> None:
-    waits = SumWaits()
-    facts = {0: waiting(Ballot(1, PRIMARY)), 1: waiting(Ballot(2, NEXT))}
-    limits = {PRIMARY: 4.0, NEXT: 10.0}.__getitem__
-    assert waits.hung(facts, began, 103.9, limits) == set()
-    assert waits.hung(facts, began, 104.0, limits) == {PRIMARY}
-    assert waits.hung(facts, began, 150.0, limits) == {PRIMARY, NEXT}
-
-
-def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
-    waits, facts = SumWaits(), {j: waiting(Ballot(1, PRIMARY)) for j in range(2)}
-    waits.summed(0, PRIMARY)
-    assert waits.hung({0: facts[0]}, began, 150.0, lambda _: LIMIT_S) == set()
-    assert waits.hung(facts, began, 150.0, lambda _: LIMIT_S) == {PRIMARY}
-
-
-def test_who_takes_over_gets_as_long() -> None:
-    waits, facts = SumWaits(), {0: waiting(Ballot(3, NEXT))}
-    assert waits.hung(facts, began, 120.0, lambda _: LIMIT_S) == set()
-    assert waits.hung(facts, began, 129.9, lambda _: LIMIT_S) == set()
-    assert waits.hung(facts, began, 130.0, lambda _: LIMIT_S) == {NEXT}
-
-
-class Behind:
-    """Of `ExchangeMembers`: the primary is in the exchange before until `left_at`."""
-
-    def __init__(self, left_at: float, begun_at: float) -> None:
-        self.left_at, self.begun_at, self.now, self.hung = left_at, begun_at, 0.0, list[float]()
-
-    def behind(self, peer_ids: Iterable[str], _: int) -> list[str]:
-        return [p for p in peer_ids if p == PRIMARY and self.now < self.left_at]
-
-    def has_begun(self, *_: object) -> bool:
-        return self.now >= self.begun_at
-
-    def found_hung(self, peer_id: str, _: int) -> None:
-        assert peer_id == PRIMARY
-        self.hung.append(self.now)
-
-
-class Known:
-    """Of `ExchangePace`."""
-
-    knows_exchanges = True
-
-    def contributions_s(self) -> tuple[float, float]:
-        return 10.0, 10.0
-
-    def sum_s(self) -> float:
-        return 30.0
-
-
-@pytest.mark.parametrize(
-    ("left_at", "begun_at", "looked_at", "found_at"),
-    [
-        (0.0, 1000.0, 100.0, 110.0),  # it was in no exchange before, and does not begin this one
-        (109.0, 1000.0, 100.0, 118.75),  # as it may; last seen there at 108.75
-        (109.0, 112.0, 100.0, 138.75),  # it begins, and makes no sum
-        (1000.0, 1000.0, 100.0, 120.0),  # the one before does not end
-        (1000.0, 1000.0, 125.0, 125.0),  # and this process stood still meanwhile
-        (0.0, 101.0, 100.0, 130.0),
-    ],
-)
-def test_a_primary_has_its_time_from_when_it_has_left_the_exchange_before(
-    left_at: float, begun_at: float, looked_at: float, found_at: float
-) -> None:
-    """This replica has begun at 100, and contributions are waited for 10 s."""
-    members: Any = Behind(left_at, begun_at)
-    pace: Any = Known()
-    progress = Progress(4, members, pace, lambda: None)
-    shards = {0: waiting(Ballot(1, PRIMARY))}
-    for i in range(1000):
-        members.now = looked_at + i * 0.25
-        progress.look(shards, 100.0, members.now)
-    assert members.hung == [found_at]
-
-
-def test_nobody_hangs_who_is_not_waited_for() -> None:
-    waits, facts = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
-    facts.members = {PRIMARY: Standing(ALIVE), NEXT: Standing(ALIVE, is_past=True)}
-    assert waits.hung({0: facts}, began, 150.0, lambda _: LIMIT_S) == set()
-    facts.begun = None
-    assert waits.hung({0: facts}, began, 150.0, lambda _: LIMIT_S) == set()
 
 
 @pytest.mark.parametrize("work_s", [1.0, 4.0, 9.0])

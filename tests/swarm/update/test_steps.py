@@ -12,7 +12,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update.roster import first_ballot
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.update.exchange.steps import ExchangeSteps
+from swarmnet.swarm.update.exchange.exchange import Steps
 from swarmnet.swarm.update.optimizer_states import CREATED
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
@@ -24,9 +24,14 @@ def test_work_that_is_given_up_before_it_begins_leaves_nothing_behind() -> None:
 
     async def scenario() -> None:
         tasks, unused = Tasks("test"), None
-        parts: Any = (unused,) * 6
-        steps = ExchangeSteps(0, *parts, tasks, lambda j, event: None, lambda error: None)
-        steps.carry_out(0, do.FindNorm(1, None, (), BALLOT))
+        parts: Any = (unused,) * 4
+        steps = Steps(0, *parts, tasks)
+        work = steps.work_for(0, do.FindNorm(1, None, (), BALLOT))
+
+        async def do_it() -> None:
+            await work()
+
+        tasks.start(do_it())
         await tasks.close()
         assert len(tasks) == 0
 
@@ -59,20 +64,29 @@ def test_a_norm_that_comes_late_is_not_that_of_the_sum_made_since() -> None:
             return "result"
 
     async def scenario() -> None:
-        tasks, told = Tasks("test"), []
-        steps = ExchangeSteps(0, *parts, tasks, lambda j, event: told.append(event), lambda _: None)
+        tasks = Tasks("test")
+        steps = Steps(0, *parts, tasks)
+
+        def begin(command: Any) -> None:
+            work = steps.work_for(0, command)
+
+            async def do_it() -> None:
+                await work()
+
+            tasks.start(do_it())
+
         for attempt in (1, 2):
             sums.append(attempt)
-            steps.carry_out(0, do.Sum((), frozenset(), (), attempt))
+            begin(do.Sum((), frozenset(), (), attempt))
             await asyncio.sleep(0.0)
             await asyncio.sleep(0.0)
-            steps.carry_out(0, do.FindNorm(attempt, None, (), BALLOT))
+            begin(do.FindNorm(attempt, None, (), BALLOT))
             await asyncio.sleep(0.0)
         work.norms[2].set()
         await asyncio.sleep(0.01)
         work.norms[1].set()
         await asyncio.sleep(0.01)
-        steps.carry_out(0, do.Step(2, BALLOT, 2))
+        begin(do.Step(2, BALLOT, 2))
         await asyncio.sleep(0.01)
         assert work.stepped == [0.5]
         await tasks.close()
@@ -82,7 +96,7 @@ def test_a_norm_that_comes_late_is_not_that_of_the_sum_made_since() -> None:
     replica: Any = SimpleNamespace(index=0, stage=SimpleNamespace(tied_shards=0))
     books: Any = SimpleNamespace(summed=lambda *_: None)
     unused: Any = None
-    parts = (replica, unused, work, books, unused, unused)
+    parts = (replica, work, books, unused)
     run(scenario())
 
 

@@ -2,48 +2,128 @@
 (`protocol.update.shard_update`), and the commands of that are carried out.
 
 Nothing is decided here. No ballots or rounds are compared: messages, time and the view go in, calls
-and work on tensors come out."""
+(`calls`) and work on tensors (`shard_work`) come out."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 
-from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
-from swarmnet.methods.update import ReduceProgress, ShardReply
-from swarmnet.protocol.membership.failure_detector import SUSPECT_S
+from swarmnet.errors import (
+    DeadlineExceeded,
+    NotReady,
+    ProtocolViolation,
+    Stale,
+    SwarmnetError,
+    TransportError,
+    UserError,
+)
+from swarmnet.methods.update import MirrorRequest, ShardReply
+from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import DEAD, SUSPECT, Ballot, Standing, still_known
+from swarmnet.protocol.update.exchange_progress import ExchangeProgress
+from swarmnet.protocol.update.exchange_waits import Pauses, may_miss_members
+from swarmnet.protocol.update.roster import SUSPECT, Ballot, Standing, still_known
 from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.replica.replica import Replica
+from swarmnet.swarm.replica.replica import Replica, decides_tied, follows_tied
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S, RETRY_S
 from swarmnet.swarm.update.exchange.books import Books
-from swarmnet.swarm.update.exchange.outbox import Outbox, Part
+from swarmnet.swarm.update.exchange.calls import (
+    Contribution,
+    ExchangeCalls,
+    PushCall,
+    Question,
+    SumsHere,
+    ballot_in,
+    has_moved_on,
+    has_not_begun,
+    shard_in,
+)
 from swarmnet.swarm.update.exchange.pace import ExchangePace
-from swarmnet.swarm.update.exchange.pauses import Pauses
-from swarmnet.swarm.update.exchange.progress import Progress
-from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
-from swarmnet.swarm.update.exchange.steps import ExchangeSteps
+from swarmnet.swarm.update.exchange.shard_work import Before, Put, Result, ShardWork, Total
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")
 
+Work = Callable[[], Awaitable[list[on.Event]]]
+"""What is done for a shard, in a task of its own. Returns what comes of it."""
+
 
 class Behind(SwarmnetError):
     """The stage has moved on by more than one round: fetch its parameters instead."""
 
 
+class PresentExchange:
+    """The exchange that a replica is in, begun by whoever comes first: this replica, or a call of
+    another one."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        replica: Replica,
+        ownership: Ownership,
+        work: ShardWork,
+        books: Books,
+        pace: ExchangePace,
+        tied: TiedShards,
+        tasks: Tasks,
+    ) -> None:
+        self._gossip = gossip
+        self._replica = replica
+        self._ownership = ownership
+        self._work = work
+        self._books = books
+        self._pace = pace
+        self._tied = tied
+        self._tasks = tasks
+        self._known: Exchange | None = None
+
+    def known(self) -> Exchange | None:
+        """The newest one that has begun here; None where it has been given up, or forgotten."""
+        return self._known
+
+    def now(self) -> Exchange:
+        """The one whose input the present common parameters are."""
+        current, known = self._replica.current_exchange, self._known
+        if known is not None and known.number == current:
+            return known
+        self.end()
+        self._known = Exchange(
+            current,
+            self._gossip,
+            self._replica,
+            self._ownership,
+            self._work,
+            self._books,
+            self._pace,
+            self._tied,
+        )
+        return self._known
+
+    def end(self) -> None:
+        """It is over here, or does not hold."""
+        exchange, self._known = self._known, None
+        if exchange is not None:
+            exchange.sums.close()
+            self._tasks.start(exchange.close())
+
+    async def close(self) -> None:
+        if self._known is not None:
+            await self._known.close()
+
+
 class Exchange:
-    """Of all shards of one stage."""
+    """Carries out one exchange, of all shards of one stage."""
 
     def __init__(
         self,
@@ -55,68 +135,50 @@ class Exchange:
         books: Books,
         pace: ExchangePace,
         tied: TiedShards,
-        on_change: Callable[[], None],
     ) -> None:
-        """`on_change()`: a result is here, or on its way to be made."""
         self.number = number
         self._gossip = gossip
-        self._replica = replica
         self._ownership = ownership
+        self._states = ownership.states
         self._work = work
         self._books = books
         self._pace = pace
-        self._on_change = on_change
         self._tasks = Tasks("exchange")
-        self.progress = Progress(number, ownership.members, pace, self.refresh)
-        self._outbox = Outbox(
-            number,
-            gossip,
-            replica,
-            pace,
-            self._tasks,
-            self.feed,
-            self._arrived,
-            self._heard,
-            self.progress.silent,
-            self.progress.mute,
-            lambda j: ownership.states.is_before(j, number),
-            self.progress.is_follower,
+        self.progress = ExchangeProgress()
+        self.sums = SumsHere()
+        """For the steps that others' primaries have this replica make."""
+        self._calls = ExchangeCalls(
+            number, gossip, replica, ownership.states, pace, self.progress, self._tasks
         )
-        self._steps = ExchangeSteps(
-            number,
-            replica,
-            ownership.states,
-            work,
-            books,
-            tied,
-            self._outbox,
-            self._tasks,
-            self.feed,
-            self.fail,
-        )
-        self._pauses = Pauses(pace.usual_s, self._again)
+        self._steps = Steps(number, replica, work, books, tied, self._tasks)
+        self._pauses = Pauses(RETRY_S, LOOK_LESS_S)
+        self._timers: dict[bool, asyncio.TimerHandle] = {}
+        """Of the pauses that are going on, by whether they are long."""
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []
-        self._is_feeding = self._stays_in_stage = False
+        self._is_feeding = False
+        self._is_flush_due = False
+        self._stays_in_stage = False
         self._stalled_s = gossip.liveness.stalled_s()
         self._members: dict[str, Standing] = {}
-        self._short_of = self._num_calls = 0
+        self._short_of = 0
         self._begun_at: float | None = None
+        """When this replica closed its round, in seconds awake."""
         self._distrusted: set[str] = set()
         """Who gave parameters that no stage takes."""
         self._put: Put | None = None
         """Where results go; None before this replica has closed its round."""
-        self._calls: dict[on.Call, asyncio.Future[do.Command]] = {}
-        """Of other replicas, which wait for an answer."""
-        self._deadlines: dict[int, float] = {}
-        self._kept_since: dict[int, float] = {}
+        self._callers: dict[on.Call, asyncio.Future[do.Command]] = {}
+        """Calls of other replicas, which wait for an answer."""
+        self._num_callers = 0
+        self._deadlines: dict[int, Deadline] = {}
+        """By shard, in seconds awake, until when contributions are waited for."""
+        self._kept_since: dict[int, Since] = {}
         """By shard, since when, in seconds awake, the step waits for who has its state."""
         self.results: dict[int, Result] = {}
         """By shard, what is here."""
         self.done: dict[int, bool] = {}
         """Shards whose result has been put where it goes; whether the own contribution counts."""
-        self.taken: set[int] = set()
-        """Shards whose owners have made the step, as this replica heard when about to leave."""
         self.changed = Condition()
         self.failure: Exception | None = None
         """Why it cannot end here."""
@@ -125,26 +187,30 @@ class Exchange:
 
     async def close(self) -> None:
         """Ends what is under way. Calls that wait here end with `NotReady`."""
-        self._pauses.close()
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            if not call.done():
-                call.set_exception(NotReady("the update was given up here"))
-                call.exception()  # whoever waits for it may be gone
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        callers, self._callers = self._callers, {}
+        for caller in callers.values():
+            if not caller.done():
+                caller.set_exception(NotReady("the update was given up here"))
+                caller.exception()  # whoever waits for it may be gone
         await self._tasks.close()
 
     # ---- the own part -----------------------------------------------------------------------
 
-    def contribute(self, parts: Mapping[int, Part], put: Put, *, stays_in_stage: bool) -> None:
+    def contribute(
+        self, contributions: Mapping[int, Contribution], put: Put, *, stays_in_stage: bool
+    ) -> None:
         """This replica has closed the round: contributions of its own to shards that are due, each
         once. `stays_in_stage`: what `put` takes can be read there (`Stage.coming_shard`)."""
         if self._put is None:
             self._put = put
             self._stays_in_stage = stays_in_stage
             self._begun_at = self._gossip.awake_s()
-        self._outbox.contribute(parts)
+        self._calls.contribute(contributions)
         self.refresh()
-        for j, (num_tokens, gradient) in parts.items():
+        for j, (num_tokens, gradient) in contributions.items():
             self.feed(j, on.Begun(num_tokens, gradient))
             if j in self.results:
                 self._tasks.start(self._finish(j))
@@ -166,6 +232,15 @@ class Exchange:
         """The optimizer state of a shard is in use."""
         machine = self._machines.get(shard)
         return machine is not None and machine.may_step
+
+    def ballot(self, shard: int) -> Ballot:
+        """By which this replica goes."""
+        return self._machine(shard).facts.ballot
+
+    @property
+    def is_at_work(self) -> bool:
+        """A call for a result is under way, or a step."""
+        return self._calls.is_pushing or self.leads_any()
 
     # ---- events -----------------------------------------------------------------------------
 
@@ -198,31 +273,23 @@ class Exchange:
                 self._carry_out(shard, command)
         return machine
 
-    def ballot(self, shard: int) -> Ballot:
-        """By which this replica goes."""
-        return self._machine(shard).facts.ballot
-
-    @property
-    def is_at_work(self) -> bool:
-        """A call for a result is under way, or a step."""
-        return self._outbox.is_pushing or self.leads_any()
-
     async def answer(self, shard: int, make: Callable[[on.Call], on.Event]) -> do.Command:
         """What a call of another replica is answered with. `make(call)`: the event that it is.
         Raises `NotReady` where the exchange ends here first."""
-        self._num_calls += 1
-        call = self._num_calls
-        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        self._num_callers += 1
+        call = self._num_callers
+        future = self._callers[call] = asyncio.get_running_loop().create_future()
         try:
             event = make(call)
             if isinstance(event, on.Pushed):
                 self.progress.came(event.sender)
+                self._pace.straggled(event.sender)  # in the exchange before, it was slow, no more
             elif isinstance(event, on.Asked) and event.is_final:
-                self.progress.leads(event.sender)
+                self._leads(event.sender)
             self.feed(shard, event)
             return await future
         finally:
-            self._calls.pop(call, None)
+            self._callers.pop(call, None)
 
     def refresh(self) -> None:
         """Looks at who lives, and what they have declared."""
@@ -241,58 +308,98 @@ class Exchange:
         for j, machine in list(self._machines.items()):
             self.feed(j, on.Seen(members, counted, machine.facts.is_kept))
 
-    def _look_for_state(self, j: int) -> None:
-        """Of a shard that this replica is about to step: whether the state that it lacks is with
-        another one that lives."""
-        now = self._gossip.awake_s()
-        waited_s = now - self._kept_since.get(j, now)
-        is_kept = self._ownership.is_kept_elsewhere(self.number, j, waited_s)
-        if is_kept:
-            if j not in self._kept_since:
-                log.info(
-                    "round %d shard %d: who has its optimizer state is waited for", self.number, j
-                )
-            self._kept_since.setdefault(j, now)
-        if is_kept != self._machines[j].facts.is_kept:
-            self.feed(j, on.Seen(self._members, self._short_of, is_kept))
-
     def _counted(self, members: Mapping[str, Standing]) -> int:
         """Tokens that members have to contribute together, because somebody who holds some may not
-        be known here yet: in the first round, when all join at once, or where nobody known has any.
-        Not where a replica has died: they may have died with it. A peer that lives is heard of
-        within the time that one which has fallen silent is waited for."""
-        if self._begun_at is None or self._gossip.awake_s() > self._begun_at + SUSPECT_S:
-            return 0
-        has_some = any(self._outbox.tokens.values()) or any(
-            s.declared for s in members.values() if s.life != DEAD
+        be known here yet; 0 where nobody is missed. So it is where a replica has died: they may
+        have died with it."""
+        has_own = any(self._calls.tokens.values())
+        now = self._gossip.awake_s()
+        may_miss = may_miss_members(
+            self.number, self._begun_at, now, members.values(), has_own=has_own
         )
-        is_usual = self.number > 0 and has_some
-        if is_usual or self._ownership.members.has_lost_one(self.number):
+        if not may_miss or self._ownership.members.has_lost_one(self.number):
             return 0
         return self._books.counted_tokens(self.number)
 
     async def _watch(self) -> None:
         while True:
             await self._gossip.changed.wait(LOOK_AGAIN_S)
-            facts = {j: machine.facts for j, machine in self._machines.items()}
-            self.progress.look(facts, self._begun_at, self._gossip.awake_s())
+            self._look_for_hung()
             self.refresh()
             for j, machine in list(self._machines.items()):
                 if machine.facts.state is State.CLIPPING:
                     self._look_for_state(j)
+
+    def _look_for_state(self, j: int) -> None:
+        """Of a shard that this replica is about to step: whether the state that it lacks is with
+        another one that lives."""
+        now, since = self._gossip.awake_s(), self._kept_since.get(j)
+        waited_s = 0.0 if since is None else since.s(now)
+        is_kept = self._ownership.is_kept_elsewhere(self.number, j, waited_s)
+        if is_kept and since is None:
+            log.info("round %d shard %d: who has its optimizer state is waited for", self.number, j)
+            self._kept_since[j] = Since(now)
+        if is_kept != self._machines[j].facts.is_kept:
+            self.feed(j, on.Seen(self._members, self._short_of, is_kept))
+
+    # ---- who gets nothing done --------------------------------------------------------------
+
+    def _look_for_hung(self) -> None:
+        shards = {j: machine.facts for j, machine in self._machines.items()}
+        members, waits = self._ownership.members, self._pace.waits()
+        primaries = {facts.ballot.primary for facts in shards.values()}
+        found = self.progress.hanging(
+            shards,
+            self._begun_at,
+            self._gossip.awake_s(),
+            members.behind(primaries, self.number),
+            {p for p in primaries if members.has_begun(p, self.number)},
+            waits.contributions_s,
+            waits.sum_s,
+        )
+        for peer_id in found:
+            self._hangs(peer_id)
+
+    def _hangs(self, peer_id: str) -> None:
+        """Nobody waits for the work of a peer here any more."""
+        if self.progress.hangs(peer_id):
+            log.info("round %d: %s lives and gets nothing done", self.number, peer_id[-8:])
+            self._ownership.members.found_hung(peer_id, self.number)
+            self.refresh()
+
+    def _silent(self, peer_id: str) -> None:
+        """It has not answered in the time that an exchange takes, if that is known."""
+        is_behind = self._ownership.members.behind([peer_id], self.number)
+        if self._pace.waits().is_known and not is_behind:
+            self._hangs(peer_id)
+
+    def _mute(self, peer_id: str) -> None:
+        """It has not answered a question in that time, which takes no work."""
+        if self._pace.waits().is_known:
+            self._hangs(peer_id)
+            self._ownership.members.found_mute(peer_id)
+            self.refresh()
+
+    def _leads(self, peer_id: str) -> None:
+        """It takes over: it gets as long as the one before it."""
+        if self.progress.leads(peer_id):
+            self._ownership.members.works(peer_id)
+            self.refresh()
 
     # ---- commands ---------------------------------------------------------------------------
 
     def _carry_out(self, j: int, command: do.Command) -> None:
         match command:
             case do.Push():
-                self._outbox.push(j, command)
+                self._calls.add_push(j, command)
+                self._flush_soon()
             case do.GiveUpPush():
-                self._outbox.give_up_push(j)
+                self._calls.give_up_push(j)
             case do.Ask():
-                self._outbox.ask(j, command)
+                self._calls.add_question(j, command)
+                self._flush_soon()
             case do.Pause():
-                self._pauses.add(j, is_long=self._machines[j].facts.state is not FOLLOWING)
+                self._pause(j)
             case do.SetDeadline():
                 self._set_deadline(j)
             case do.LookInto(peer_id):
@@ -300,49 +407,78 @@ class Exchange:
             case do.Adopt(result, _):
                 self._adopt(j, result)
             case do.Spoiled():
-                self._ownership.states.spoil(j, self.number)
+                self._states.spoil(j, self.number)
                 log.info("round %d shard %d: another primary's step holds", self.number, j)
             case do.Abandon():
                 self.fail(Behind(f"the stage is further on than round {self.number}"))
-            case do.Sum() | do.FindNorm() | do.Step() | do.Mirror() | do.Repeat():
-                self.progress.begins(j, command)
-                self._steps.carry_out(j, command)
-                if isinstance(command, do.Sum):
-                    self._look_for_state(j)
+            case do.Sum() | do.FindNorm() | do.Step() | do.Repeat():
+                self._begin_work(j, command)
+            case do.Mirror():
+                before = self._steps.before(j)
+                for backup in command.backups:
+                    self._tasks.start(self._mirror(j, backup, command, before))
             case do.Pull():
                 raise NotImplementedError("pairs meet in gossip_averaging")
             case _:
-                future = self._calls.pop(command.call, None)
+                future = self._callers.pop(command.call, None)
                 if future is not None and not future.done():
                     future.set_result(command)
 
-    def _adopt(self, j: int, result: Result | None) -> None:
-        if result is not None:
-            self.results[j] = result
-        self._steps.forget(j)
-        self._outbox.forget(j)
-        self._work.adopted(self.number, j)
-        if self._put is not None:
-            self._tasks.start(self._finish(j))
-        self._on_change()
+    def _flush_soon(self) -> None:
+        """What is to be sent in this turn of the loop is sent together."""
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
-    async def _finish(self, j: int) -> None:
-        """Puts a result where it goes."""
-        put, result = self._put, self.results[j]
-        if put is None or j in self.done or j not in self._outbox.tokens:
-            return  # where the own contribution is still to come, it goes on then
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        for call in self._calls.due_pushes():
+            call.begin(self._tasks.start(self._push(call)))
+        for question in self._calls.due_questions():
+            self._tasks.start(self._ask(question))
+
+    # ---- pushes and results -----------------------------------------------------------------
+
+    async def _push(self, call: PushCall) -> None:
         try:
-            await self._work.put(j, result, put, is_in_stage=self._stays_in_stage)
-        except Exception as e:
-            if not isinstance(e, SwarmnetError):
-                log.exception("round %d shard %d: a result was not put", self.number, j)
-            self.fail(Behind(str(e) or type(e).__name__))
+            found = await self._calls.push(call)
+        except SwarmnetError as e:
+            log.debug("round %d at %s: %s", self.number, call.target[-8:], e)
+            blamed = shard_in(e)
+            for j in call.ballots:
+                if blamed in call.ballots and j != blamed and self._calls.ends(call, j):
+                    again = do.Push(call.target, call.ballots[j], call.with_gradient)
+                    self._carry_out(j, again)  # it only shared the call
+                else:
+                    self._push_failed(call, j, e)
             return
-        facts, counted = self._machines[j].facts, result.counted
-        if counted is None:
-            counted = facts.me in facts.senders
-        self.done.setdefault(j, counted or not self._outbox.tokens[j])
-        self.changed.notify_all()
+        for j, (told, values) in found.items():
+            if j not in call.wanted:
+                continue
+            try:
+                result = await self._arrived(j, call.target, told, values)
+            except Exception as e:
+                if not isinstance(e, SwarmnetError):
+                    log.exception("round %d shard %d: a result was not read", self.number, j)
+                self._push_failed(call, j, e)
+                continue
+            if self._calls.ends(call, j):
+                self.feed(j, on.ResultCame(call.target, result, call.ballots[j]))
+
+    def _push_failed(self, call: PushCall, shard: int, error: Exception) -> None:
+        if not self._calls.ends(call, shard):
+            return
+        if isinstance(error, DeadlineExceeded):
+            self._silent(call.target)
+        if isinstance(error, TransportError):
+            self._gossip.probe(call.target)
+        denied = ballot_in(error, shard)
+        if has_moved_on(self.number, error):
+            self.feed(shard, on.MovedOn())
+        elif denied is not None:
+            self.feed(shard, on.Denied(call.target, denied))
+        else:
+            self.feed(shard, on.PushFailed(call.target))
 
     async def _arrived(self, j: int, sender: str, told: ShardReply, values: Array | None) -> Result:
         """Parameters from another replica, or the copy here. They are put where they go once they
@@ -367,30 +503,152 @@ class Exchange:
         self._books.heard(self.number, j, told)
         return result
 
-    def _heard(self, primary: str, told: ReduceProgress) -> None:
-        if told.has_step:
-            self.taken.add(told.shard)
-            self._on_change()
-        else:
-            self.progress.has_sum(told.shard, primary)
+    def _adopt(self, j: int, result: Result | None) -> None:
+        if result is not None:
+            self.results[j] = result
+        self._steps.forget(j)
+        self._calls.forget(j)
+        self._work.adopted(self.number, j)
+        if self._put is not None:
+            self._tasks.start(self._finish(j))
+        self._gossip.changed.notify_all()
+
+    async def _finish(self, j: int) -> None:
+        """Puts a result where it goes."""
+        put, result = self._put, self.results[j]
+        if put is None or j in self.done or j not in self._calls.tokens:
+            return  # where the own contribution is still to come, it goes on then
+        try:
+            await self._work.put(j, result, put, is_in_stage=self._stays_in_stage)
+        except Exception as e:
+            if not isinstance(e, SwarmnetError):
+                log.exception("round %d shard %d: a result was not put", self.number, j)
+            self.fail(Behind(str(e) or type(e).__name__))
+            return
+        facts, counted = self._machines[j].facts, result.counted
+        if counted is None:
+            counted = facts.me in facts.senders
+        self.done.setdefault(j, counted or not self._calls.tokens[j])
+        self.changed.notify_all()
 
     def fail(self, error: Exception) -> None:
         """It cannot end here."""
         self.failure = self.failure or error
         self.changed.notify_all()
 
+    # ---- ballots ----------------------------------------------------------------------------
+
+    async def _ask(self, question: Question) -> None:
+        member, is_final = question.member, question.is_final
+        try:
+            answers = await self._calls.ask(question)
+        except SwarmnetError as e:  # it is asked again, as long as it lives
+            log.debug("round %d: no answer of %s: %s", self.number, member[-8:], e)
+            if isinstance(e, DeadlineExceeded):
+                self._mute(member)
+            if isinstance(e, TransportError):
+                self._gossip.probe(member)
+            for j, asked in question.asked.items():
+                if has_moved_on(self.number, e):
+                    self.feed(j, on.MovedOn())
+                elif is_final and has_not_begun(self.number, e):
+                    # It follows nobody, and finds the result.
+                    self.feed(j, on.Agreed(member, asked.ballot, is_final, asked.count))
+            return
+        for answer in answers:
+            j, asked = answer.shard, answer.asked
+            if answer.result is not None:
+                await self._result_of(j, member, asked.ballot, *answer.result)
+            elif answer.ballot == asked.ballot:
+                self.feed(j, on.Agreed(member, asked.ballot, is_final, asked.count))
+            else:
+                self.feed(j, on.Denied(member, answer.ballot))
+
+    async def _result_of(
+        self, shard: int, member: str, ballot: Ballot, told: ShardReply, values: Array | None
+    ) -> None:
+        """`ballot`: that of the call which it answers."""
+        try:
+            result = await self._arrived(shard, member, told, values)
+        except SwarmnetError as e:
+            log.warning("round %d: of no use from %s: %s", self.number, member[-8:], e)
+        else:
+            self.feed(shard, on.ResultCame(member, result, ballot))
+
+    # ---- sums and steps ---------------------------------------------------------------------
+
+    def _begin_work(self, j: int, command: do.Sum | do.FindNorm | do.Step | do.Repeat) -> None:
+        self.progress.begins(j, command)
+        if isinstance(command, do.FindNorm) and command.total is not None:
+            self._calls.sum_ahead(j, command.total.gradient, command.ballot, command.backups)
+        work = self._steps.work_for(j, command)
+        self._tasks.start(self._guarded(j, command.attempt, work))
+        if isinstance(command, do.Sum):
+            self._look_for_state(j)
+
+    async def _guarded(self, j: int, attempt: int, work: Work) -> None:
+        """An error of the machine ends the attempt, not the exchange; one that its user has to see
+        to ends the peer."""
+        try:
+            for event in await work():
+                self.feed(j, event)
+        except UserError as e:
+            self._states.fail(e)
+            self.fail(e)
+        except Exception as e:
+            log.warning("round %d shard %d: no step here: %s", self.number, j, e)
+            self.feed(j, on.StepFailed(attempt))
+
+    async def _mirror(
+        self, j: int, backup: str, command: do.Mirror, before: asyncio.Future[Before]
+    ) -> None:
+        """Has a backup make the step too."""
+        total: Total | None = command.total
+        assert total is not None  # there is nothing to mirror otherwise
+        request = self._steps.mirror_request(j, total, command.ballot, await before)
+        event: on.Event = on.Refused(backup, command.attempt)
+        if self.progress.is_follower(backup, j):
+            try:
+                digest = await self._calls.mirror(backup, request, total.gradient)
+            except SwarmnetError as e:
+                event = self._not_mirrored(j, backup, command.attempt, e)
+            else:
+                event = on.Confirmed(backup, command.attempt)
+                if self._steps.is_newest(j, command.attempt):
+                    self._books.copied(self.number, j, backup, digest)
+        self.feed(j, event)
+
+    def _not_mirrored(
+        self, shard: int, backup: str, attempt: int, error: SwarmnetError
+    ) -> on.Event:
+        log.debug("shard %d was not mirrored at %s: %s", shard, backup[-8:], error)
+        if isinstance(error, DeadlineExceeded):  # its link is too slow: it fetches the state later
+            self._silent(backup)
+        elif isinstance(error, TransportError):
+            self._gossip.probe(backup)
+            return on.MirrorFailed(backup, attempt)
+        denied = ballot_in(error)
+        return on.Refused(backup, attempt) if denied is None else on.Denied(backup, denied)
+
     # ---- time -------------------------------------------------------------------------------
 
-    def _again(self, shards: list[int]) -> None:
-        for j in shards:
+    def _pause(self, j: int) -> None:
+        is_long = self._machines[j].facts.state is not FOLLOWING
+        if not self._pauses.add(j, is_long=is_long):
+            pause_s = self._pauses.begin_s(self._pace.waits().usual_s, is_long=is_long)
+            loop = asyncio.get_running_loop()
+            self._timers[is_long] = loop.call_later(pause_s, self._again, is_long)
+
+    def _again(self, is_long: bool) -> None:
+        del self._timers[is_long]
+        for j in self._pauses.end(is_long=is_long):
             self.feed(j, on.Again())
 
     def _set_deadline(self, j: int) -> None:
         if self._put is None:
             return  # it runs from when this replica has closed its round
-        _, wait_s = self._pace.contributions_s()
-        end = self._gossip.awake_s() + wait_s
-        is_new, self._deadlines[j] = j not in self._deadlines, end
+        is_new, now = j not in self._deadlines, self._gossip.awake_s()
+        self._deadlines[j] = Deadline.after(now, self._pace.waits().contributions_s)
         if is_new:
             self._tasks.start(self._expire(j))
 
@@ -399,11 +657,11 @@ class Exchange:
         yet what came. Then for the leases of those that may be back. It runs from when those that
         are waited for have left the exchange before, if that is before it."""
         members, end = self._ownership.members, self._deadlines[j]
-        if await members.until_begun(lambda: self._awaited(j), self.number, end):
+        if await members.until_begun(lambda: self._awaited(j), self.number, end.at):
             self._set_deadline(j)
-        while (left := self._deadlines[j] - self._gossip.awake_s()) > 0:
-            await asyncio.sleep(left)
-            if self._gossip.awake_s() < self._deadlines[j]:
+        while left_s := self._deadlines[j].left_s(self._gossip.awake_s()):
+            await asyncio.sleep(left_s)
+            if not self._deadlines[j].is_over(self._gossip.awake_s()):
                 continue  # it was set anew meanwhile, or this process stood still
             await self._gossip.look_into(self._awaited(j))
             self.refresh()
@@ -416,3 +674,141 @@ class Exchange:
     def _awaited(self, j: int) -> list[str]:
         facts = self._machines[j].facts
         return facts.waits_for() if facts.state is State.GATHERING else []
+
+
+class Steps:
+    """Makes the sums and steps of one exchange: the commands of the table that work on tensors."""
+
+    def __init__(
+        self,
+        exchange: int,
+        replica: Replica,
+        work: ShardWork,
+        books: Books,
+        tied: TiedShards,
+        tasks: Tasks,
+    ) -> None:
+        self._number = exchange
+        self._replica = replica
+        self._work = work
+        self._books = books
+        self._tied = tied
+        self._tasks = tasks
+        self._attempts: dict[int, int] = {}
+        """By shard, the newest sum that was begun here."""
+        self._totals: dict[int, Total | None] = {}
+        self._of_stage: dict[int, Total | None] = {}
+        """Of tied shards that another stage makes the step on: what goes there."""
+        self._scales: dict[int, float] = {}
+        self._before: dict[int, asyncio.Future[Before]] = {}
+        """By shard that is stepped here: the state before the step."""
+
+    def forget(self, shard: int) -> None:
+        """The shard has its result."""
+        for known in (self._totals, self._of_stage, self._scales, self._before):
+            known.pop(shard, None)
+
+    def work_for(self, j: int, command: do.Sum | do.FindNorm | do.Step | do.Repeat) -> Work:
+        """What a command has to be done, at once."""
+        match command:
+            case do.Sum():
+                return functools.partial(self._sum, j, command)
+            case do.FindNorm():
+                return functools.partial(self._find_norm, j, command.attempt)
+            case do.Step():
+                before = self._before[j] = asyncio.get_running_loop().create_future()
+                return functools.partial(self._step, j, command, before)
+            case do.Repeat():
+                return functools.partial(self._repeat, command.attempt, *command.step)
+
+    def before(self, shard: int) -> asyncio.Future[Before]:
+        """The state of a shard before the newest step on it, when it is there."""
+        return self._before[shard]
+
+    def is_newest(self, shard: int, attempt: int) -> bool:
+        """No other sum has been begun since."""
+        return self._attempts[shard] == attempt
+
+    def mirror_request(
+        self, shard: int, total: Total, ballot: Ballot, before: Before
+    ) -> MirrorRequest:
+        """What a backup needs beside the sum, for its step to be the same."""
+        return MirrorRequest(
+            self._number,
+            self._replica.index,
+            shard,
+            before.scale,
+            before.steps,
+            total.num_tokens,
+            self._books.norm(self._number),
+            before.lineage,
+            ballot.term,
+        )
+
+    async def _sum(self, j: int, command: do.Sum) -> list[on.Event]:
+        self._books.summed(self._number, j, command.senders)
+        if command.absent:
+            names = ", ".join(p[-8:] for p in command.absent)
+            log.info("round %d shard %d: went on without %s", self._number, j, names)
+        self._attempts[j] = command.attempt
+        is_whole = not decides_tied(self._replica, j)
+        total = await self._work.total(self._number, j, command.parts, is_whole=is_whole)
+        if not is_whole:
+            total = await self._tied.add(self._number, j, total)
+            total = None if total is None else await self._work.coded(self._number, j, total)
+        if not self.is_newest(j, command.attempt):
+            return []
+        if follows_tied(self._replica, j):
+            self._of_stage[j], total = total, None
+        self._totals[j] = total
+        self._scales.pop(j, None)
+        return [on.Summed(total, command.attempt)]
+
+    async def _find_norm(self, j: int, attempt: int) -> list[on.Event]:
+        scale = await self._work.scale(self._number, j, self._totals[j])
+        if self.is_newest(j, attempt):  # else another one has a sum of its own
+            self._scales[j] = scale
+        return [on.ClipKnown(attempt)]
+
+    async def _step(
+        self, j: int, command: do.Step, before: asyncio.Future[Before]
+    ) -> list[on.Event]:
+        total: Total | None = command.total
+        if follows_tied(self._replica, j):
+            followed = await self._follow(j, command)
+            if followed is None:
+                return [on.StepFailed(command.attempt), on.MovedOn()]
+            result = followed
+        elif total is None:
+            result = await self._work.leave_as_it_is(self._number, j)
+        else:
+            scale = self._scales.get(j)
+            if scale is None:
+                scale = await self._work.scale(self._number, j, total)
+            state = await self._work.before(self._number, j, scale)
+            if not before.done():
+                before.set_result(state)
+            result = await self._work.step(self._number, j, total, state)
+        return [on.Stepped(result, command.attempt)]
+
+    async def _follow(self, j: int, command: do.Step) -> Result | None:
+        """The step that another stage makes; None where that stage is too far on."""
+        total = self._of_stage.get(j)
+        # This stage's norm is complete without the shard, and the other's step waits for that.
+        norm = self._tasks.start(self._work.scale(self._number, j, None))
+        try:
+            told, values = await self._tied.result(self._number, j, command.ballot.term, total)
+        except Stale:
+            return None
+        finally:
+            norm.cancel()
+        await self._work.checked(j, values)
+        self._books.heard(self._number, j, told)
+        self._books.stepped(self._number, j, 0 if total is None else total.num_tokens)
+        return Result(values)
+
+    async def _repeat(
+        self, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str
+    ) -> list[on.Event]:
+        result = await self._work.repeat(mirror, gradient, maker)
+        return [on.Stepped(result, attempt)]

@@ -1,37 +1,59 @@
-"""The gradient norm over all stages, for clipping as one machine would.
+"""Sums of squares that primaries tell each other: of the gradient over all stages, and of each
+contribution over all shards of a stage.
 
-Each primary sends the sums of squares of its shards to two *collectors*, whatever their stage: the
-roots of the first stages (the first owners of their shards 0). A collector that has heard of all
-shards of all stages answers with the total, summed in an order that is the same at each. The first
-answer counts. That makes one way there and one back, and two small messages a primary and batch of
-its shards. One collector that all can call is enough. (Where a primary dies and its shard is summed
-again, they may have heard other sums of it: shards are clipped by norms that differ a little then,
-and each shard by the same at all replicas.)
+The gradient is clipped by its norm over all stages, as one machine would (`Norms`). Each primary
+sends the sums of squares of its shards to two *collectors*, whatever their stage: the roots of the
+first stages (the first owners of their shards 0). A collector that has heard of all shards of all
+stages answers with the total, summed in an order that is the same at each. The first answer counts.
+That makes one way there and one back, and two small messages a primary and batch of its shards. One
+collector that all can call is enough. (Where a primary dies and its shard is summed again, they may
+have heard other sums of it: shards are clipped by norms that differ a little then, and each shard
+by the same at all replicas.)
 
 Collectors that fail are replaced by the next in order. These may never hear the sums of primaries
 that have the total already: so each peer that has it tells all that ask, of whatever stage. The
 total goes with every result, and to every backup, so that it outlives the peers that summed it up;
 that word is taken only when no collector has answered. Nothing blocks on a norm for ever: at the
-deadline the last round's norm stands in, and that is counted."""
+deadline the last round's norm stands in, and that is counted.
+
+`median_clip` clips by the norm of a contribution over *all* shards of its stage, which no single
+primary sees: a shard of rare words is all zero at most contributors, and one that knows such a word
+would be taken for an attacker there. So the primaries tell the root of the stage the sums of
+squares of their shards, contributor by contributor, and get the sums over all shards
+(`ContributionNorms`)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
-from swarmnet.methods.update import NORM, NormReply, NormRequest
+from swarmnet.methods.update import (
+    CONTRIBUTIONS,
+    NORM,
+    ContributionsReply,
+    ContributionsRequest,
+    NormReply,
+    NormRequest,
+)
+from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.update import robust
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import RETRY_S, TOGETHER_S
+from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.norms")
+aggregation_log = logging.getLogger("swarmnet.aggregation")
 
 ATTEMPT_S = 5.0
 MAX_ASKED = 8
@@ -41,6 +63,12 @@ ROOTS_ASKED = 2
 COLLECTORS = 2
 """Peers that sum up at a time."""
 KEPT_ROUNDS = 3
+CONTRIBUTIONS_WAIT_S = 6.0
+"""Longest wait for the norms of contributions over all shards; then those of the own shards are
+judged by."""
+
+
+# ---- of the gradient -------------------------------------------------------------------------
 
 
 @dataclass
@@ -77,24 +105,24 @@ class Batch:
     total: asyncio.Task[float]
 
 
-@dataclass
 class Norms:
-    """Sums of squares of the mean gradient, for the stage of one replica."""
+    """Finds the sums of squares of the mean gradient, for the stage of one replica."""
 
-    transport: Transport
-    gossip: Gossip
-    stage_index: int
-    num_stages: int
-    shards_of: Callable[[int], int]
-    """How many shards a stage has; 0 where that is not known yet."""
-    roots: Callable[[int], list[str]]
-    """Live peers of a stage in the order in which they would be its root."""
-    wait_s: Callable[[], float]
-    """Longest wait for the sums of all stages, now."""
-    current: Callable[[], int]
-    """The round of this replica's next update: no replica is far ahead of it."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        gossip: Gossip,
+        replica: Replica,
+        num_stages: int,
+        ownership: Ownership,
+        pace: ExchangePace,
+    ) -> None:
+        self._transport = transport
+        self._gossip = gossip
+        self._replica = replica
+        self._num_stages = num_stages
+        self._ownership = ownership
+        self._pace = pace
         self._rounds: dict[int, RoundSums] = {}
         self._totals: dict[int, float] = {}
         """By round, the sum of squares that was taken here."""
@@ -106,7 +134,7 @@ class Norms:
         self._tasks = Tasks("norms")
         self.last_total = 0.0
         """The newest sum of squares that was taken here; 0 before the first."""
-        serve(self.transport, NORM, self._on_norm)
+        serve(transport, NORM, self._on_norm)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -130,15 +158,15 @@ class Norms:
         """The sum of squares over all shards of all stages, given those of the own shards."""
         shards = tuple(sorted(sums))
         values = tuple(sums[j] for j in shards)
-        request = NormRequest(round_index, self.stage_index, shards, values)
-        awake_s = self.gossip.awake_s
-        end, turn = awake_s() + self.wait_s(), 0
-        while awake_s() < end:
+        request = NormRequest(round_index, self._replica.index, shards, values)
+        awake_s, turn = self._gossip.awake_s, 0
+        end = Deadline.after(awake_s(), self._pace.waits().norm_s)
+        while not end.is_over(awake_s()):
             order = self._collectors()
             for asked in (order[:COLLECTORS], order):
                 if round_index in self._totals:
                     return self._totals[round_index]
-                left_s = max(0.0, end - awake_s())
+                left_s = end.left_s(awake_s())
                 total = await self._first_of(asked, request, min(left_s, ATTEMPT_S))
                 if total is not None:
                     return self._take(round_index, total)
@@ -148,15 +176,15 @@ class Norms:
             if told is not None:
                 return told
             turn += 1
-            await self.gossip.changed.wait(RETRY_S)
-        self.gossip.add_total("norm_missed")
+            await self._gossip.changed.wait(RETRY_S)
+        self._gossip.add_total("norm_missed")
         log.warning("round %d: the gradient norm of all stages did not arrive", round_index)
         return max(self.last_total, sum(sums.values()))
 
     def _collectors(self) -> list[str]:
         """Those that sum up, then those that would in their place."""
         most = 2 * COLLECTORS
-        roots = [self.roots(stage) for stage in range(min(most, self.num_stages))]
+        roots = [self._ownership.roots(stage) for stage in range(min(most, self._num_stages))]
         return [root[i] for i in range(most) for root in roots if i < len(root)][:most]
 
     async def _first_of(
@@ -165,7 +193,7 @@ class Norms:
         """The first answer of these; None where none of them gives one."""
 
         async def ask(peer_id: str) -> float:
-            if peer_id == self.gossip.own.peer_id:  # others may see other roots
+            if peer_id == self._gossip.own.peer_id:  # others may see other roots
                 return await self._collect(request, timeout_s)
             return await self._ask(peer_id, request, timeout_s)
 
@@ -183,7 +211,7 @@ class Norms:
 
     async def _ask(self, peer_id: str, request: NormRequest, timeout_s: float) -> float:
         message = Message(request)
-        reply = await call(self.transport, peer_id, NORM, message, timeout_s=timeout_s)
+        reply = await call(self._transport, peer_id, NORM, message, timeout_s=timeout_s)
         return reply.body.sum
 
     def _take(self, round_index: int, total: float) -> float:
@@ -197,21 +225,21 @@ class Norms:
 
     def heard(self, round_index: int, total: float) -> None:
         """A peer told the sum of squares of a round with a result. The first word counts."""
-        if self._oldest <= round_index <= self.current() + KEPT_ROUNDS:
+        if self._oldest <= round_index <= self._replica.current_exchange + KEPT_ROUNDS:
             self._told.setdefault(round_index, total)
 
     async def ask_others(self, round_index: int, turn: int) -> float | None:
         """The total from peers that took it from a collector which is gone: of this stage, and the
         roots of the others. Some are asked in each `turn`. None where none of these knows it."""
-        own = self.gossip.own.peer_id
+        own = self._gossip.own.peer_id
         others = []
-        for stage in range(self.num_stages):
-            if stage != self.stage_index:
-                others += self.roots(stage)[:ROOTS_ASKED]
-        others += [p for p in self.roots(self.stage_index) if p != own]
+        for stage in range(self._num_stages):
+            if stage != self._replica.index:
+                others += self._ownership.roots(stage)[:ROOTS_ASKED]
+        others += [p for p in self._ownership.roots(self._replica.index) if p != own]
         first = turn * MAX_ASKED % max(1, len(others))
         asked = (*others[first:], *others[:first])[:MAX_ASKED]
-        request = NormRequest(round_index, self.stage_index, (), ())
+        request = NormRequest(round_index, self._replica.index, (), ())
         found = await asyncio.gather(
             *(self._ask(peer_id, request, ATTEMPT_S) for peer_id in asked),
             return_exceptions=True,
@@ -230,24 +258,24 @@ class Norms:
             return Message(NormReply(known))
         if not norm.shards:
             raise NotReady("the total is not known here")
-        if norm.stage >= self.num_stages:
+        if norm.stage >= self._num_stages:
             raise ProtocolViolation("no such stage")
         return Message(NormReply(await self._collect(norm, ATTEMPT_S)))
 
     def _of(self, round_index: int) -> RoundSums:
         if round_index < self._oldest:
             raise Stale("the norm of that round is gone")
-        is_far = round_index > self.current() + KEPT_ROUNDS
+        is_far = round_index > self._replica.current_exchange + KEPT_ROUNDS
         if is_far or (round_index not in self._rounds and len(self._rounds) > 2 * KEPT_ROUNDS):
             raise NotReady("a round too far ahead")
         return self._rounds.setdefault(round_index, RoundSums())
 
     async def _collect(self, norm: NormRequest, wait_s: float) -> float:
         """Takes sums of shards; returns the total when every stage's are known."""
-        sums, num_shards = self._of(norm.round), self.shards_of(norm.stage)
+        sums, num_shards = self._of(norm.round), self._ownership.members.num_shards(norm.stage)
         if not num_shards:
             raise NotReady("no replica of that stage is known here")
-        sums.hear(norm, num_shards, self.num_stages)
+        sums.hear(norm, num_shards, self._num_stages)
         if sums.total is not None:
             self._changed.notify_all()
         await self._changed.until(
@@ -271,3 +299,155 @@ class Norms:
                 del known[r]
         for r in [r for r in self._rounds if r < self._oldest]:
             del self._rounds[r]
+
+
+# ---- of contributions ------------------------------------------------------------------------
+
+
+@dataclass
+class RoundContributions:
+    """What a root has heard of one round: by shard, by contributor, sums of squares."""
+
+    shards: dict[int, dict[str, float]] = field(default_factory=dict)
+    whole: dict[str, float] | None = None
+    """By contributor, over all shards; once every shard is known."""
+
+    def complete(self, num_shards: int) -> None:
+        """Sums up where every shard is known."""
+        if self.whole is None and len(self.shards) >= num_shards:
+            self.whole = _summed(self.shards)
+
+
+@dataclass
+class ContributionBatch:
+    """Shards that go to the root in one message."""
+
+    round: int
+    shards: dict[int, Mapping[str, float]]
+    whole: asyncio.Task[dict[str, float]]
+
+
+class ContributionNorms:
+    """Finds the sums of squares of contributions over all shards of one stage."""
+
+    def __init__(
+        self, transport: Transport, gossip: Gossip, replica: Replica, ownership: Ownership
+    ) -> None:
+        self._transport = transport
+        self._gossip = gossip
+        self._replica = replica
+        self._ownership = ownership
+        self._rounds: dict[int, RoundContributions] = {}
+        self._batch: ContributionBatch | None = None
+        self._oldest = 0
+        self._changed = Condition()
+        self._tasks = Tasks("contributions")
+        serve(transport, CONTRIBUTIONS, self._on_contributions)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def may_be_waited_for(self) -> bool:
+        """The stage is large enough for other primaries to have enough contributors."""
+        now = asyncio.get_running_loop().time()
+        return len(self._gossip.view.members(self._replica.index, now)) >= robust.MIN_CONTRIBUTORS
+
+    def tell(self, round_index: int, shard_index: int, squares: Mapping[str, float]) -> None:
+        """For the sake of other primaries; does not wait."""
+        self._add(round_index, shard_index, squares)
+
+    async def whole(
+        self, round_index: int, shard_index: int, squares: Mapping[str, float]
+    ) -> dict[str, float]:
+        """By contributor, the sum of squares over all shards. Where they are not all known in time,
+        over the shards that are known here."""
+        batch = self._add(round_index, shard_index, squares)
+        return await asyncio.shield(batch.whole)
+
+    def _add(
+        self, round_index: int, shard_index: int, squares: Mapping[str, float]
+    ) -> ContributionBatch:
+        batch = self._batch
+        if batch is None or batch.round != round_index:
+            shards: dict[int, Mapping[str, float]] = {}
+            task = self._tasks.start(self._send(round_index, shards))
+            batch = self._batch = ContributionBatch(round_index, shards, task)
+        batch.shards[shard_index] = {p: s for p, s in squares.items() if math.isfinite(s)}
+        return batch
+
+    async def _send(
+        self, round_index: int, shards: dict[int, Mapping[str, float]]
+    ) -> dict[str, float]:
+        await asyncio.sleep(TOGETHER_S)
+        if self._batch is not None and self._batch.shards is shards:
+            self._batch = None
+        peers = sorted({p for by_peer in shards.values() for p in by_peer})
+        indices = sorted(shards)
+        sums = tuple(shards[j].get(p, 0.0) for j in indices for p in peers)
+        request = ContributionsRequest(
+            round_index, self._replica.index, tuple(indices), tuple(peers), sums
+        )
+        loop = asyncio.get_running_loop()
+        end = Deadline.after(loop.time(), CONTRIBUTIONS_WAIT_S)
+        while left_s := end.left_s(loop.time()):
+            for peer_id in self._ownership.roots(self._replica.index)[:2]:
+                try:
+                    if peer_id == self._transport.peer_id:
+                        return await self._collect(request, min(left_s, ATTEMPT_S))
+                    reply = await call(
+                        self._transport,
+                        peer_id,
+                        CONTRIBUTIONS,
+                        Message(request),
+                        timeout_s=ATTEMPT_S + RETRY_S,
+                    )
+                    body = reply.body
+                    return dict(zip(body.peers, body.sums, strict=True))
+                except SwarmnetError as e:
+                    aggregation_log.debug("norms of contributions from %s: %s", peer_id[-8:], e)
+            await self._gossip.changed.wait(min(RETRY_S, left_s))
+        aggregation_log.info("round %d: clipping by the norms of the own shards only", round_index)
+        return _summed(shards)
+
+    async def _on_contributions(
+        self, request: Request[ContributionsRequest]
+    ) -> Message[ContributionsReply]:
+        body = request.message.body
+        if len(body.peers) > len(self._gossip.view):
+            raise ProtocolViolation("more contributors than there are peers")
+        whole = await self._collect(body, ATTEMPT_S)
+        peers = tuple(sorted(whole))
+        return Message(ContributionsReply(peers, tuple(whole[p] for p in peers)))
+
+    async def _collect(self, body: ContributionsRequest, wait_s: float) -> dict[str, float]:
+        """As root: takes the sums of shards; returns those over all shards when all are known."""
+        if body.round < self._oldest:
+            raise Stale("the norms of that round are gone")
+        if body.round > self._gossip.own.round + KEPT_ROUNDS:  # none of them is kept
+            raise NotReady("a round too far ahead")
+        heard = self._rounds.setdefault(body.round, RoundContributions())
+        width = len(body.peers)
+        for i, j in enumerate(body.shards):
+            row = body.sums[i * width : (i + 1) * width]
+            heard.shards.setdefault(j, dict(zip(body.peers, row, strict=True)))
+        heard.complete(self._replica.num_shards)
+        self._changed.notify_all()
+        if not await self._changed.until(lambda: heard.whole is not None, wait_s):
+            raise NotReady("not every shard's norms are known yet")
+        assert heard.whole is not None
+        return heard.whole
+
+    def finish_round(self, round_index: int) -> None:
+        """Forgets rounds that no peer can ask about any more."""
+        self._oldest = max(self._oldest, round_index - KEPT_ROUNDS)
+        for r in [r for r in self._rounds if r < self._oldest]:
+            del self._rounds[r]
+
+
+def _summed(shards: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """By contributor, over shards in ascending order."""
+    total: dict[str, float] = {}
+    for j in sorted(shards):
+        for peer_id, squares in shards[j].items():
+            total[peer_id] = total.get(peer_id, 0.0) + squares
+    return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale
@@ -41,19 +41,18 @@ from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.calls import MAX_SHARED_CALL_BYTES, Told
 from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution, coded_bytes
-from swarmnet.swarm.update.exchange.exchange import Exchange
-from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, Told
+from swarmnet.swarm.update.exchange.exchange import PresentExchange
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
-from swarmnet.swarm.update.exchange.sums_ahead import SumsHere
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
 
 class ExchangeService:
-    """At one replica."""
+    """Answers the calls of the stage's update at one replica."""
 
     def __init__(
         self,
@@ -65,12 +64,9 @@ class ExchangeService:
         books: Books,
         pace: ExchangePace,
         tied: TiedShards,
-        present: Callable[[], Exchange],
-        known: Callable[[], Exchange | None],
+        exchange: PresentExchange,
         tasks: Tasks,
     ) -> None:
-        """`present()`: the exchange that this replica is in, begun by whoever asks first;
-        `known()`: the same where it has begun."""
         self._gossip = gossip
         self._limits = limits
         self._replica = replica
@@ -78,15 +74,13 @@ class ExchangeService:
         self._books = books
         self._pace = pace
         self._tied = tied
-        self._present = present
+        self._exchange = exchange
         self._tasks = tasks
-        self._known = known
         self._has_state: dict[tuple[str, int], int] = {}
         """By replica and shard: it has the state for the step of this exchange, though that may not
         have begun here."""
         serve(transport, REDUCE, self._on_reduce)
         serve(transport, BALLOT, self._on_ballot)
-        self._sums = SumsHere()
         serve(transport, MIRROR, self._on_mirror)
         serve(transport, SUMS, self._on_sums)
         serve(transport, REDUCE_TIED, self._on_reduce_tied)
@@ -165,7 +159,7 @@ class ExchangeService:
         remote, asked = request.remote, push.round
         if await self._turn(asked, j) is Turn.LAST:
             return await self._straggler(asked, j, remote)
-        exchange = self._present()
+        exchange = self._exchange.now()
         if not may_contribute(self._gossip.view.get(remote), self._replica.index):
             ballot = exchange.ballot(j)  # a newcomer waits for the result, and raises no ballot
         if push.follows:
@@ -188,10 +182,10 @@ class ExchangeService:
 
     async def _tell_sums(self, request: Request, push: ReduceRequest) -> None:
         """Who has waited long hears which sums are made here: the rest is up to other stages."""
-        await asyncio.sleep(self._pace.contributions_s()[1])
+        await asyncio.sleep(self._pace.waits().contributions_s)
         untold = set(push.shards)
         while untold and push.round == self._replica.current_exchange:
-            for j in untold & self._present().progress.summed:
+            for j in untold & self._exchange.now().progress.summed:
                 request.progress(Message(ReduceProgress(j, has_step=False)))
                 untold.discard(j)
             await asyncio.sleep(LOOK_LESS_S)
@@ -222,7 +216,7 @@ class ExchangeService:
         if await self._turn(r, j) is Turn.LAST:
             told, values = await self._straggler(r, j, remote)
             return Message(ReduceReply((told,)), (values,))
-        exchange = self._present()
+        exchange = self._exchange.now()
         ballot = exchange.ballot(j)
         if ballot.primary != self._gossip.own.peer_id and j not in exchange.results:
             raise _redirect(j, do.Deny(0, ballot))
@@ -262,7 +256,7 @@ class ExchangeService:
         # A primary that has made its sum waits for the answer, and one that is not there will do.
         if await self._turn(asked, j, may_wait=not is_final) is Turn.LAST:
             return ballot, await self._straggler(asked, j, remote)
-        exchange = self._present()
+        exchange = self._exchange.now()
         answer = await exchange.answer(j, lambda call: on.Asked(call, remote, ballot, is_final))
         if isinstance(answer, do.Give):
             values = await self._work.copy_of(asked, j, answer.result)
@@ -284,17 +278,18 @@ class ExchangeService:
         replica.check_shard(mirror.stage, j)
         await self._until_now(r, j)
         if mirror.sum_digest:
-            total = await self._sums.of(mirror, remote, self._pace.call_s())
+            sums = self._exchange.now().sums
+            total = await sums.of(mirror, remote, self._pace.waits().call_s)
             await self._until_now(r, j)
         else:
-            self._sums.end(j)
+            self._exchange.now().sums.end(j)
             if len(request.message.arrays) != 1:
                 raise ProtocolViolation("the gradient of one shard is one array")
             total = request.message.arrays[0]
             check_coded(replica, "sum", self._names.sums, j, total)
         why_not = self._work.fits(mirror)
         ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
-        answer = await self._present().answer(
+        answer = await self._exchange.now().answer(
             j, lambda call: on.MirrorCame(call, remote, ballot, step, fits=not why_not)
         )
         if isinstance(answer, do.Confirm):
@@ -313,21 +308,18 @@ class ExchangeService:
         for j, term, total in zip(ahead.shards, ahead.terms, arrays, strict=True):
             check_coded(self._replica, "sum", self._names.sums, j, total)
             await self._until_now(r, j, may_wait=False)
-            if self._present().ballot(j) == Ballot(term, remote):
-                self._sums.put(r, j, remote, total)
+            exchange = self._exchange.now()
+            if exchange.ballot(j) == Ballot(term, remote):
+                exchange.sums.put(j, remote, total)
             else:
                 refused.append(j)
         return Message(SumsReply(tuple(refused)))
 
-    def finish(self, number: int) -> None:
-        """An exchange is over here."""
-        self._sums.finish()
-        self._has_state = {key: r for key, r in self._has_state.items() if r > number}
-
     async def _on_follows(self, request: Request[FetchRequest]) -> Message[None]:
         """As primary: a replica has the state of a shard since it has pushed."""
         here = request.message.body
-        exchange, current = self._known(), self._replica.current_exchange
+        exchange, current = self._exchange.known(), self._replica.current_exchange
+        self._has_state = {key: r for key, r in self._has_state.items() if r >= current}
         if current <= here.round <= current + 1:
             self._has_state[request.remote, here.shard] = here.round
         if exchange is not None and exchange.number == here.round:

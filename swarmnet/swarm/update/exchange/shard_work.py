@@ -1,13 +1,19 @@
 """The arithmetic of an exchange, carried out for `exchange`: sums, norms, steps and results.
 
-All of it happens on the worker, off the event loop and off the device."""
+All of it happens on the worker, off the event loop and off the device.
+
+Contributions are summed by the rule of the run (`Aggregator`). One that is not finite, or beyond
+all bounds, does not count, under any rule, and its sender is reported: a strike in the own record
+(`Record.strikes`), which every peer sees by gossip."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import xxhash
 
@@ -15,18 +21,20 @@ from swarmnet.errors import NotReady, ProtocolViolation
 from swarmnet.methods.update import MirrorRequest
 from swarmnet.ports import CodingErrors
 from swarmnet.protocol.codecs import NONE
+from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.sync_modes import SyncPlan
+from swarmnet.protocol.update import robust
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
-from swarmnet.swarm.update.exchange.aggregation import Aggregator, Part
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import applied
-from swarmnet.swarm.update.exchange.norms import Norms
+from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
 from swarmnet.swarm.update.optimizer_states import CREATED, LATE, OptimizerStates, descended
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")
+aggregation_log = logging.getLogger("swarmnet.aggregation")
 
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
@@ -162,7 +170,7 @@ class ShardWork:
 
         try:
             return await self._aggregator(
-                exchange, shard, [Part(*part) for part in parts], counted, finish
+                exchange, shard, [FromPeer(*part) for part in parts], counted, finish
             )
         except ProtocolViolation as e:
             log.warning("round %d: no step: %s", exchange, e)
@@ -423,3 +431,203 @@ class ShardWork:
 
 def _copied(shard: Array) -> Array:
     return Array(shard.dtype, shard.shape, bytes(shard.data))
+
+
+# ---- by the rule of the run ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """The contribution of one peer to one shard."""
+
+    peer_id: str
+    num_tokens: int
+    gradient: Array
+
+
+T = TypeVar("T")
+Finish = Callable[[Array, float, int], T]
+"""What is made of an aggregate, its sum of squares and the tokens behind it, on the worker."""
+
+
+class Aggregator:
+    """Sums contributions for the primary of shards of one stage."""
+
+    def __init__(
+        self, rule: str, gossip: Gossip, replica: Replica, norms: ContributionNorms
+    ) -> None:
+        plan = replica.plan
+        # Clipping by the median looks at a whole stage at a time: not where shards take turns.
+        takes_turns = plan.is_local and plan.fragments > 1
+        self._rule = robust.MEAN if takes_turns and rule == robust.MEDIAN_CLIP else rule
+        self._gossip = gossip
+        self._worker = replica.worker
+        self._optimizer = replica.optimizer
+        self._norms = norms
+        self._clipped: tuple[str, ...] = ()
+        """Senders of contributions that were clipped in the last round that had any."""
+
+    async def __call__(
+        self,
+        round_index: int,
+        shard_index: int,
+        parts: list[FromPeer],
+        counted: int,
+        finish: Finish[T],
+    ) -> T | None:
+        """`parts` by ascending peer id; `counted`: tokens of the round by the word of the feeders.
+        None where there is nothing to sum. Raises `ProtocolViolation` where finite contributions
+        overflow."""
+        tells = self._rule == robust.MEDIAN_CLIP and self._norms.may_be_waited_for()
+        if self._is_mean(parts) and not tells:
+            return await self._sum(round_index, shard_index, parts, finish)
+        parts = await self._decoded(round_index, shard_index, parts)
+        if self._is_mean(parts):
+            if tells:
+                self._norms.tell(round_index, shard_index, await self._squares(parts))
+            return await self._sum(round_index, shard_index, parts, finish, are_coded=False)
+        squares = await self._squares(parts)
+        parts = self._only_sound(round_index, shard_index, parts, squares)
+        tokens = robust.fair_tokens({p.peer_id: p.num_tokens for p in parts}, counted)
+        factors = dict.fromkeys(tokens, 1.0)
+        if self._rule == robust.MEDIAN_CLIP:
+            finite = {p: s for p, s in squares.items() if p in tokens}
+            whole = await self._norms.whole(round_index, shard_index, finite)
+            factors = robust.clip_factors({p: whole.get(p, s) for p, s in finite.items()}, tokens)
+            if shard_index == 0:
+                self._report_clipped(round_index, factors)
+        if not parts:
+            return None
+
+        def work() -> T:
+            total = self._optimizer.aggregate(
+                self._rule,
+                [p.gradient for p in parts],
+                [tokens[p.peer_id] for p in parts],
+                [factors[p.peer_id] for p in parts],
+            )
+            total_squares = self._optimizer.sum_of_squares(total)
+            if not math.isfinite(total_squares):
+                raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
+            return finish(total, total_squares, sum(tokens.values()))
+
+        return await self._worker.run(work)
+
+    def _is_mean(self, parts: list[FromPeer]) -> bool:
+        return self._rule == robust.MEAN or len(parts) < robust.MIN_CONTRIBUTORS
+
+    async def _decoded(
+        self, round_index: int, shard_index: int, parts: list[FromPeer]
+    ) -> list[FromPeer]:
+        """Without those that are not what the codec makes of finite numbers."""
+        if self._optimizer.codec.names.contributions == NONE:
+            return parts
+        sound, others = await self._worker.run(lambda: self._decode(shard_index, parts))
+        for part in others:
+            self._report(round_index, shard_index, part.peer_id, "not finite")
+        return sound
+
+    def _decode(
+        self, shard_index: int, parts: list[FromPeer]
+    ) -> tuple[list[FromPeer], list[FromPeer]]:
+        """On the worker: the parts decoded, and those that cannot be."""
+        codec, sound, others = self._optimizer.codec, list[FromPeer](), list[FromPeer]()
+        for part in parts:
+            try:
+                gradient = codec.decoded_contribution(shard_index, part.gradient)
+            except ProtocolViolation:
+                others.append(part)
+            else:
+                sound.append(replace(part, gradient=gradient))
+        return sound, others
+
+    async def _sum(
+        self,
+        round_index: int,
+        shard_index: int,
+        parts: list[FromPeer],
+        finish: Finish[T],
+        *,
+        are_coded: bool = True,
+    ) -> T | None:
+        """The mean: one pass over the sum tells whether all was finite. All in one turn of the
+        worker, which costs about as much as the arithmetic on a small shard."""
+
+        def work() -> tuple[list[FromPeer], list[FromPeer], float, T | None]:
+            sound, others = self._decode(shard_index, parts) if are_coded else (parts, [])
+            if not sound:
+                return sound, others, 0.0, None
+            total = self._optimizer.sum([p.gradient for p in sound])
+            squares, num_tokens = self._optimizer.sum_of_squares(total), _tokens(sound)
+            if not robust.is_sound(squares, num_tokens):
+                return sound, others, squares, None
+            return sound, others, squares, finish(total, squares, num_tokens)
+
+        while parts:
+            parts, others, squares, made = await self._worker.run(work)
+            for part in others:
+                self._report(round_index, shard_index, part.peer_id, "not finite")
+            if made is not None or not parts:
+                return made
+            are_coded, summed = False, parts
+            parts = self._only_sound(round_index, shard_index, parts, await self._squares(parts))
+            if len(parts) == len(summed) and not math.isfinite(squares):
+                raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
+            if len(parts) == len(summed):
+                return await self._worker.run(functools.partial(self._made, parts, squares, finish))
+        return None
+
+    def _made(self, parts: list[FromPeer], squares: float, finish: Finish[T]) -> T:
+        total = self._optimizer.sum([p.gradient for p in parts])
+        return finish(total, squares, _tokens(parts))
+
+    async def _squares(self, parts: list[FromPeer]) -> dict[str, float]:
+        """By peer; not finite where the gradient is not."""
+
+        def work() -> dict[str, float]:
+            return {p.peer_id: self._optimizer.sum_of_squares(p.gradient) for p in parts}
+
+        return await self._worker.run(work)
+
+    def _only_sound(
+        self,
+        round_index: int,
+        shard_index: int,
+        parts: list[FromPeer],
+        squares: Mapping[str, float],
+    ) -> list[FromPeer]:
+        for p in parts:
+            if not robust.is_sound(squares[p.peer_id], p.num_tokens):
+                is_finite = math.isfinite(squares[p.peer_id])
+                why = "beyond all bounds" if is_finite else "not finite"
+                self._report(round_index, shard_index, p.peer_id, why)
+        return [p for p in parts if robust.is_sound(squares[p.peer_id], p.num_tokens)]
+
+    def _report(self, round_index: int, shard_index: int, peer_id: str, why: str) -> None:
+        line = "round %d shard %d: the gradient of %s is %s and does not count"
+        aggregation_log.warning(line, round_index, shard_index, peer_id[-8:], why)
+        strike(self._gossip, peer_id)
+
+    def _report_clipped(self, round_index: int, factors: Mapping[str, float]) -> None:
+        clipped = tuple(sorted(p for p, f in factors.items() if f < 1.0))
+        if clipped:
+            self._gossip.add_total("contributions_clipped", len(clipped))
+        if set(clipped) - set(self._clipped):  # said once while it is always the same ones
+            aggregation_log.warning(
+                "round %d: gradients far larger than the others', cut to the median norm: %s",
+                round_index,
+                ", ".join(f"{p[-8:]} x {factors[p]:.2g}" for p in clipped),
+            )
+        self._clipped = clipped or self._clipped
+
+
+def _tokens(parts: list[FromPeer]) -> int:
+    return sum(p.num_tokens for p in parts)
+
+
+def strike(gossip: Gossip, peer_id: str) -> None:
+    """Reports a contribution that was not finite to all peers; of too many senders, the first
+    `MAX_STRIKES` by name are kept."""
+    gossip.add_total("contributions_dropped")
+    strikes = {**gossip.own.strikes, peer_id: gossip.own.strikes.get(peer_id, 0) + 1}
+    gossip.amend(strikes=dict(sorted(strikes.items())[:MAX_STRIKES]))

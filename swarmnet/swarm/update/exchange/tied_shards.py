@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnet.errors import (
@@ -29,6 +28,7 @@ from swarmnet.errors import (
     TransportError,
 )
 from swarmnet.methods.update import REDUCE_TIED, ShardReply, TiedSum
+from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.update.exchange_turn import has_moved_on
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
@@ -38,7 +38,7 @@ from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
 from swarmnet.swarm.update.exchange.coded import check_coded, check_result
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import Total
-from swarmnet.swarm.update.members import ExchangeMembers
+from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.averaging")
@@ -57,24 +57,21 @@ class OtherSum:
 
 
 class TiedShards:
-    """What is special about the tied shards of one replica's stage."""
+    """Brings the two copies of the tied shards together, at one replica of either stage."""
 
     def __init__(
         self,
         gossip: Gossip,
         replica: Replica,
         num_stages: int,
-        members: ExchangeMembers,
+        ownership: Ownership,
         pace: ExchangePace,
-        roots: Callable[[int], list[str]],
     ) -> None:
-        """`roots(stage)`: live peers of a stage."""
         self._gossip = gossip
         self._replica = replica
         self._last_stage = num_stages - 1
-        self._members = members
+        self._ownership = ownership
         self._pace = pace
-        self._roots = roots
         self._sums: dict[tuple[int, int], OtherSum] = {}
         """By exchange and shard."""
         self._heard = Condition()
@@ -139,9 +136,9 @@ class TiedShards:
 
     async def _other(self, exchange: int, shard: int) -> OtherSum | None:
         awake_s = self._gossip.awake_s
-        end = awake_s() + self._pace.norm_s()
+        end = Deadline.after(awake_s(), self._pace.waits().norm_s)
         while (found := self._sums.get((exchange, shard))) is None:
-            if awake_s() >= end:
+            if end.is_over(awake_s()):
                 self._gossip.add_total("tied_missed")
                 log.warning(
                     "round %d: the last stage's part of shard %d did not arrive", exchange, shard
@@ -165,8 +162,8 @@ class TiedShards:
         if total is not None:
             await self._pace.turn(total.gradient.num_bytes)
         turn, named = shard, ""
-        while not self._members.past(exchange):
-            roots = self._roots(DECIDING_STAGE)
+        while not self._ownership.members.past(exchange):
+            roots = self._ownership.roots(DECIDING_STAGE)
             peer_id = named or (roots[turn % len(roots)] if roots else "")
             was_named, named = bool(named), ""
             try:
@@ -190,12 +187,9 @@ class TiedShards:
     async def _ask(
         self, peer_id: str, message: Message[TiedSum], shard: int
     ) -> tuple[ShardReply, Array]:
+        waits = self._pace.waits()
         reply = await self._gossip.liveness.call_while_live(
-            peer_id,
-            REDUCE_TIED,
-            message,
-            timeout_s=self._pace.call_s(),
-            usual_s=self._pace.usual_s(),
+            peer_id, REDUCE_TIED, message, timeout_s=waits.call_s, usual_s=waits.usual_s
         )
         told = reply.body.shards
         if not len(told) == len(reply.arrays) == 1:

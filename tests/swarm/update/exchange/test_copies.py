@@ -19,7 +19,7 @@ from swarmnet.simulation.clock import run
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.books import Books
-from swarmnet.swarm.update.exchange.sums_ahead import SumsAhead, SumsHere, digest_of
+from swarmnet.swarm.update.exchange.calls import SumsAhead, SumsHere, digest_of
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -206,21 +206,26 @@ BALLOT = first_ballot("me", is_holder=True)
 
 
 def test_sums_that_are_ready_together_travel_together() -> None:
-    class Pace:
+    class Calls:
+        """Of `LongCalls`."""
+
+        def room(self) -> int:
+            return 8
+
         async def turn(self, num_bytes: int) -> None:
             turns.append(num_bytes)
             await asyncio.sleep(1.0)
 
-    async def call(peer_id: str, method: str, message: Message) -> Message:
-        sent.append((peer_id, message.body.shards, message.arrays))
-        await asyncio.sleep(1.0)
-        if peer_id == "cut":
-            raise NotReady("no")
-        return Message(SumsReply((2,)))
+        async def call_in_time(self, peer_id: str, method: str, message: Message) -> Message:
+            sent.append((peer_id, message.body.shards, message.arrays))
+            await asyncio.sleep(1.0)
+            if peer_id == "cut":
+                raise NotReady("no")
+            return Message(SumsReply((2,)))
 
     async def scenario() -> None:
-        tasks, pace = Tasks("test"), Pace()
-        ahead = SumsAhead(3, 0, pace, lambda: 8, call, tasks)  # type: ignore[arg-type]
+        tasks, calls = Tasks("test"), Calls()
+        ahead = SumsAhead(3, 0, calls, tasks)  # type: ignore[arg-type]
         for j, total in enumerate(TOTALS[:3]):
             ahead.give(j, total, BALLOT, ["b"])
         await asyncio.sleep(0.5)
@@ -265,16 +270,16 @@ def test_a_backup_steps_with_the_sum_that_is_named_and_no_other() -> None:
         here, loop = SumsHere(), asyncio.get_running_loop()
         early = asyncio.create_task(here.of(named(0), "a", 60.0))
         await asyncio.sleep(1.0)
-        for r, sender, total in ((2, "a", 0), (3, "b", 0), (3, "a", 1)):
-            here.put(r, 0, sender, TOTALS[total])
+        for sender, total in (("b", 0), ("a", 1)):
+            here.put(0, sender, TOTALS[total])
             await asyncio.sleep(1.0)
             assert not early.done()
-        here.put(3, 0, "a", TOTALS[0])
-        here.put(3, 0, "a", TOTALS[3])  # that was summed before it
+        here.put(0, "a", TOTALS[0])
+        here.put(0, "a", TOTALS[3])  # that was summed before it
         assert await early is TOTALS[0]
         with pytest.raises(NotReady):  # once
             await here.of(named(0), "a", 5.0)
-        for end in (here.finish, lambda: here.end(3)):
+        for end in (lambda: here.end(3), here.close):
             late = asyncio.create_task(here.of(named(3), "a", 60.0))
             await asyncio.sleep(0.0)
             began = loop.time()

@@ -69,16 +69,15 @@ class Net:
             check_run=check_run,
             add_total=lambda total: self.missed.append(name),
         )
-        return Norms(
-            transport,
-            gossip,
-            stage,
-            num_stages,
-            lambda of: self.shards.get(of, 0),
-            lambda of: self.live if of == 0 else self.live_of_others,
-            lambda: WAIT_S,
-            lambda: ROUND,
-        )
+        members = SimpleNamespace(num_shards=lambda of: self.shards.get(of, 0))
+
+        def roots(of: int) -> list[str]:
+            return self.live if of == 0 else self.live_of_others
+
+        ownership: Any = SimpleNamespace(roots=roots, members=members)
+        replica: Any = SimpleNamespace(index=stage, current_exchange=ROUND)
+        pace: Any = SimpleNamespace(waits=lambda: SimpleNamespace(norm_s=WAIT_S))
+        return Norms(transport, gossip, replica, num_stages, ownership, pace)
 
     async def close(self) -> None:
         for norms in self.norms.values():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from swarmnet.protocol.leftovers import ROOM_S
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.timing import LOOK_LESS_S
-from swarmnet.swarm.update.exchange.turns import LONGEST_UPLOAD_S, Turns
+from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, Turns
+from swarmnet.transport.base import Traffic
 
 RATE = 1_000.0
 
@@ -21,7 +22,7 @@ class Uplink:
     """Sends `RATE` bytes/s of what it is given."""
 
     def __init__(self) -> None:
-        self.turns = Turns(self.queued_bytes)
+        self.turns = Turns(Traffic(queued_bytes=self.queued_bytes))
         self.sent_at: list[float] = []
         self._free_at = 0.0
         self.idle_s = 0.0
