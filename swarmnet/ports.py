@@ -6,7 +6,7 @@ the averaging thread (through `Worker.run`), the rest anywhere and at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -383,8 +383,8 @@ class LocalSteps(Protocol):
     steps change (*fast*), it keeps those of the last exchange (*common*). All *averaging*."""
 
     tokens: list[int]
-    """By shard, the tokens behind the own steps since its last exchange. `step` adds to them; the
-    caller that has brought those of a shard into an exchange sets them to 0."""
+    """By shard, the tokens behind the own steps since its last exchange. `step` adds to them,
+    `exchanged` takes them away."""
     changes: int
     """Grows with whatever changes any of this."""
 
@@ -402,6 +402,10 @@ class LocalSteps(Protocol):
         """One optimizer step on the stage's gradient, a sum over `num_tokens` (0: no step); the
         result is put aside as the coming round's parameters. Raises `ProtocolViolation` where the
         gradient is not finite; then nothing has changed."""
+
+    def exchanged(self, shards: Iterable[int]) -> None:
+        """The own steps on these shards have been brought into an exchange, or are of no use: no
+        token is behind them any more."""
 
     def change(self, shard_index: int, weight: float) -> Array:
         """(common - coming fast parameters) x `weight`: where the own steps lead, as a gradient."""

@@ -100,6 +100,10 @@ class SyntheticLocalSteps:
             self.tokens[j] += num_tokens
         self.changes += 1
 
+    def exchanged(self, shards: Iterable[int]) -> None:
+        for j in shards:
+            self.tokens[j] = 0
+
     def change(self, shard_index: int, weight: float) -> Array:
         ids = self._moved[shard_index]
         tokens = self._tokens_per_microbatch * ids.total()

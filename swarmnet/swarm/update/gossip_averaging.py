@@ -18,30 +18,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from swarmnet.errors import NotReady, Stale, SwarmnetError
 from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
 from swarmnet.methods.update import OFFER
 from swarmnet.ports import LocalSteps
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING, MAX_RATE, Record
-from swarmnet.protocol.update.pairing import partner
+from swarmnet.protocol.membership.records import MAX_RATE, Record
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.pairing import OfferWait, is_out_of_touch, newest_round, partner_of
+from swarmnet.protocol.update.roster import SUSPECT, Standing, pair
+from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.averaging import Averaging, Behind
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
-from swarmnet.swarm.update.meeting import Meeting, Offer, Offers
-from swarmnet.swarm.update.members import BEHIND_ROUNDS
 from swarmnet.swarm.update.rounds import Rounds
 from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.gossip_averaging")
+
+Offer = tuple[dict[str, Any], tuple[Array, ...]]
+Offers = dict[int, Offer]
+"""By shard."""
 
 MAX_COPIES = 3
 """Downloads of a newcomer before it begins with what has become old on the way."""
@@ -93,101 +102,42 @@ class GossipAveraging:
         await own_step(replica, self.gossip, num_tokens, round_index)
         if replica.plan.is_due(0, round_index):
             await self._meet(round_index)
-            self._forget_tokens()
+            self._forget_steps()
         self.averaging.states.skip(range(replica.num_shards))
         return True
 
     def _check_in_touch(self, r: int) -> None:
-        """Raises `Behind` where others have had a whole meeting more than this replica: alone it
-        would run through their rounds with old parameters, and pull back the replicas that it meets
-        then."""
-        now = asyncio.get_running_loop().time()
-        members = self.gossip.view.members(self.replica.index, now)
-        newest = max((m.round for m in members if m.state == ACTIVE), default=r)
-        if newest - r > self._slack(newest):
+        """Raises `Behind` where the stage has gone on without this replica."""
+        newest = newest_round(self._members(), r)
+        if is_out_of_touch(self.replica.plan, r, newest):
             raise Behind(f"the stage is in round {newest}, this replica in {r}")
 
-    def _slack(self, newest: int) -> int:
-        """Rounds by which parameters may be older than those of others in the stage."""
-        return max(BEHIND_ROUNDS, self.replica.plan.steps_until_due(newest))
+    def _members(self) -> Sequence[Record]:
+        now = asyncio.get_running_loop().time()
+        return self.gossip.view.members(self.replica.index, now)
 
     def finish_round(self, round_index: int) -> None:
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:
         self._meeting = None
-        self._forget_tokens()
+        self._forget_steps()
 
-    def _forget_tokens(self) -> None:
-        self.local.tokens = [0] * self.replica.num_shards
+    def _forget_steps(self) -> None:
+        self.local.exchanged(range(self.replica.num_shards))
 
     # ---- meeting ----------------------------------------------------------------------------
 
     async def _meet(self, r: int) -> None:
         """The outer step, with the partner of this round where there is one."""
-        meeting = Meeting(
-            r,
-            self.gossip,
-            self._partner(r),
-            self.replica.num_shards,
-            lambda other: self._offers_of(other, r),
-            lambda offers: self._make_step(offers, r),
-            lambda: self.transport.traffic.queued_bytes() > 0,
-            self.averaging.pace.waits().call_s,
-        )
+        partner = partner_of(self.gossip.own.peer_id, self._members(), self.replica.index, r)
+        meeting = Meeting(r, partner, self.averaging, self.limits.max_fetching)
         self._meeting = meeting
         self._changed.notify_all()
         try:
             await meeting.run(max(self.local.tokens, default=0))
         finally:
             self._meeting = None
-
-    async def _make_step(self, offers: Offers, r: int) -> None:
-        if not offers and not self.is_owing:
-            return  # nothing new: momentum alone leads nowhere
-        apart = total = 0.0
-        for j in range(self.replica.num_shards):
-            distance, norm = await self.replica.worker.run(
-                lambda j=j: self._step(j, offers.get(j), r)  # type: ignore[misc]
-            )
-            apart, total = apart + distance, total + norm
-        if offers:
-            self.gossip.add_total("late_shards", self.replica.num_shards - len(offers))
-            spread = math.sqrt(apart / total) if total else 0.0
-            self.gossip.update(spread=min(spread, MAX_RATE))  # an offer may be very far away
-
-    def _step(self, j: int, offer: Offer | None, r: int) -> tuple[float, float]:
-        """On the worker. An offer that does not fit is as none."""
-        try:
-            return self.local.meet(j, offer, r)
-        except SwarmnetError as e:
-            log.warning("shard %d: the partner's offer is refused: %s", j, e)
-            return self.local.meet(j, None, r)
-
-    def _partner(self, r: int) -> str | None:
-        """By the replicas that are not past the round."""
-        now = asyncio.get_running_loop().time()
-        members = self.gossip.view.members(self.replica.index, now)
-        others = [m.peer_id for m in members if m.state in (ACTIVE, LEAVING) and m.round <= r]
-        return partner(self.gossip.own.peer_id, others, self.replica.index, r)
-
-    async def _offers_of(self, other: str, r: int) -> Offers:
-        offers: Offers = {}
-        at_once = asyncio.Semaphore(self.limits.max_fetching)
-        shards = range(self.replica.num_shards)
-        await asyncio.gather(*(self._ask(other, r, j, at_once, offers) for j in shards))
-        return offers
-
-    async def _ask(
-        self, other: str, r: int, j: int, at_once: asyncio.Semaphore, offers: Offers
-    ) -> None:
-        async with at_once:
-            try:
-                message = Message(FetchRequest(r, self.replica.index, j))
-                reply = await self.averaging.call_while_live(other, OFFER, message)
-                offers[j] = (reply.body.values, reply.arrays)
-            except SwarmnetError as e:
-                log.debug("round %d shard %d: no offer of %s: %s", r, j, other[-8:], e)
 
     async def _on_offer(self, request: Request[FetchRequest]) -> Message[FetchReply]:
         """A partner asks, in the same round."""
@@ -226,7 +176,8 @@ class GossipAveraging:
             return
         newest = max(d.round for d in donors)
         self._copies += 1
-        if newest - min(copied) > self._slack(newest) and self._copies < MAX_COPIES:
+        is_old = is_out_of_touch(replica.plan, min(copied), newest)
+        if is_old and self._copies < MAX_COPIES:
             log.info("the copy is of round %d, the stage in %d: once more", min(copied), newest)
             return
         self._copies = 0
@@ -273,6 +224,150 @@ class GossipAveraging:
             self.replica.optimizer.create(j)
         else:
             self.replica.optimizer.load(j, *momentum)
+
+
+class Meeting:
+    """Meets a partner once: the table of a shard's update with a pair as its roster
+    (`protocol.update.roster.pair`), for all shards at once."""
+
+    def __init__(
+        self, round_index: int, partner: str | None, averaging: Averaging, max_fetching: int
+    ) -> None:
+        """`max_fetching`: shards that are asked for at a time."""
+        self.round = round_index
+        self._partner = partner
+        self._averaging = averaging
+        self._gossip = averaging.gossip
+        self._replica = averaging.replica
+        self._max_fetching = max_fetching
+        self._wait = OfferWait(averaging.pace.waits().call_s)
+        own = self._gossip.own.peer_id
+        self._machine = ShardUpdate(own, pair(own, partner))
+        self._wanted = set(range(self._replica.num_shards))
+        """Shards whose offer the partner has not asked for."""
+        self._error: Exception | None = None
+        self._over = Condition()
+        self._tasks = Tasks("meeting")
+
+    async def run(self, num_tokens: int) -> None:
+        """Returns when the partner has what it needs or is gone, and the step is made: by it what
+        is offered here changes."""
+        try:
+            self._refresh()
+            self._feed(on.Begun(num_tokens, None))
+            while not self._machine.is_over:
+                if self._error is not None:
+                    raise self._error
+                await self._over.wait(LOOK_AGAIN_S)
+                self._refresh()
+        finally:
+            await self._tasks.close()
+
+    def asked(self, peer_id: str, shard: int) -> None:
+        """A replica has been given the offer of a shard."""
+        if peer_id == self._partner and shard in self._wanted:
+            self._wanted.remove(shard)
+            self._wait.asked(asyncio.get_running_loop().time())
+            if not self._wanted:
+                self._feed(on.Confirmed(peer_id, self._machine.facts.attempt))
+
+    def _refresh(self) -> None:
+        partner, liveness = self._partner, self._gossip.liveness
+        members = {}
+        if partner is not None and liveness.is_live(partner):
+            members[partner] = Standing()
+        elif partner is not None and liveness.is_suspect(partner):
+            members[partner] = Standing(SUSPECT)
+        self._feed(on.Seen(members))
+
+    def _feed(self, event: on.Event) -> None:
+        for command in self._machine.handle(event):
+            match command:
+                case do.Pull(target):
+                    self._tasks.start(self._pull(target))
+                case do.Sum(parts, _, _, attempt):
+                    offers = parts[0][2] if parts else None
+                    self._tasks.start(self._later(on.Summed(offers, attempt)))
+                case do.Step(offers, _, attempt):
+                    self._tasks.start(self._step(offers, attempt))
+                case do.SetDeadline():
+                    self._tasks.start(self._expire())
+        self._over.notify_all()
+
+    async def _later(self, event: on.Event) -> None:
+        self._feed(event)
+
+    async def _pull(self, target: str) -> None:
+        offers = await self._offers_of(target)
+        if offers:
+            ballot = self._machine.facts.ballot
+            self._feed(on.Pushed(None, target, ballot, 1, offers))
+        else:
+            self._feed(on.PushFailed(target))
+
+    async def _step(self, offers: Offers | None, attempt: int) -> None:
+        while self._machine.facts.awaited():
+            await self._over.wait(LOOK_AGAIN_S)
+        try:
+            await self._make_step(offers or {})
+        except Exception as e:  # of the device: it ends the round, as without a partner
+            self._error = e
+            self._over.notify_all()
+            return
+        self._feed(on.Stepped(True, attempt))
+
+    async def _expire(self) -> None:
+        loop, traffic = asyncio.get_running_loop(), self._averaging.transport.traffic
+        self._wait.begin(loop.time())
+        while not self._wait.is_over(loop.time()):
+            await asyncio.sleep(LOOK_AGAIN_S)
+            self._wait.look(loop.time(), is_sending=traffic.queued_bytes() > 0)
+        self._feed(on.DeadlinePassed())
+
+    # ---- offers and steps -------------------------------------------------------------------
+
+    async def _offers_of(self, other: str) -> Offers:
+        """What the partner offers of each shard, as far as it gives any."""
+        offers: Offers = {}
+        at_once = asyncio.Semaphore(self._max_fetching)
+        shards = range(self._replica.num_shards)
+        await asyncio.gather(*(self._ask(other, j, at_once, offers) for j in shards))
+        return offers
+
+    async def _ask(self, other: str, j: int, at_once: asyncio.Semaphore, offers: Offers) -> None:
+        r = self.round
+        async with at_once:
+            try:
+                message = Message(FetchRequest(r, self._replica.index, j))
+                reply = await self._averaging.call_while_live(other, OFFER, message)
+                offers[j] = (reply.body.values, reply.arrays)
+            except SwarmnetError as e:
+                log.debug("round %d shard %d: no offer of %s: %s", r, j, other[-8:], e)
+
+    async def _make_step(self, offers: Offers) -> None:
+        """The outer step."""
+        replica, local = self._replica, self._replica.local
+        assert local is not None
+        if not offers and not any(local.tokens):
+            return  # nothing new: momentum alone leads nowhere
+        apart = total = 0.0
+        for j in range(replica.num_shards):
+            distance, norm = await replica.worker.run(
+                lambda j=j: self._meet(local, j, offers.get(j))  # type: ignore[misc]
+            )
+            apart, total = apart + distance, total + norm
+        if offers:
+            self._gossip.add_total("late_shards", replica.num_shards - len(offers))
+            spread = math.sqrt(apart / total) if total else 0.0
+            self._gossip.update(spread=min(spread, MAX_RATE))  # an offer may be very far away
+
+    def _meet(self, local: LocalSteps, j: int, offer: Offer | None) -> tuple[float, float]:
+        """On the worker. An offer that does not fit is as none."""
+        try:
+            return local.meet(j, offer, self.round)
+        except SwarmnetError as e:
+            log.warning("shard %d: the partner's offer is refused: %s", j, e)
+            return local.meet(j, None, self.round)
 
 
 def _record(sync: StateSync, peer_id: str) -> Record | None:

@@ -158,8 +158,7 @@ class LocalUpdates:
                 self._have[j] = round_index
 
             await self.averaging.update(self._part, store, due)
-            for j in due:
-                self.local.tokens[j] = 0
+            self.local.exchanged(due)
         skipped = set(range(replica.num_shards)) - set(due)
         self.averaging.states.skip(sorted(skipped))
         return replica.synced or await self._settles(round_index + 1)
@@ -168,10 +167,10 @@ class LocalUpdates:
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:
-        self._forget_tokens()
+        self._forget_steps()
 
-    def _forget_tokens(self) -> None:
-        self.local.tokens = [0] * self.replica.num_shards
+    def _forget_steps(self) -> None:
+        self.local.exchanged(range(self.replica.num_shards))
 
     async def _part(self, j: int) -> Pushed:
         num_tokens = self.local.tokens[j] if self.replica.synced else 0
@@ -189,7 +188,7 @@ class LocalUpdates:
         replica, loop = self.replica, asyncio.get_running_loop()
         self._have = {}
         self._takes_newer = True
-        self._forget_tokens()  # of a checkpoint that was loaded, and that others have gone on from
+        self._forget_steps()  # of a checkpoint that was loaded, and that others have gone on from
         replica.transitions.aim(max(d.round for d in sync.donors()))
         fetching = loop.create_task(self._fetch_all(sync))
         try:

@@ -10,6 +10,7 @@ round, hence no norm over all stages.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import xxhash
@@ -78,6 +79,10 @@ class TorchLocalSteps:
             self._stepped[j] = after
             self._stage.stage_parameters(j, after)
             self.tokens[j] += num_tokens
+
+    def exchanged(self, shards: Iterable[int]) -> None:
+        for j in shards:
+            self.tokens[j] = 0
 
     def change(self, shard_index: int, weight: float) -> Array:
         return from_tensor((self._common[shard_index] - self._fast(shard_index)) * weight)

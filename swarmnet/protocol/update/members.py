@@ -1,0 +1,125 @@
+"""Who takes part in an exchange of a stage, as the records of its replicas say.
+
+What is called round here is the number of an exchange, as `SyncPlan.parameter_version` gives it for
+the round of a record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, LEAVING, Record
+from swarmnet.protocol.sync_modes import SyncPlan
+from swarmnet.protocol.update.roster import DEAD, HUNG, Standing
+
+BEHIND_ROUNDS = 2
+"""A record that is older than so many rounds is not just late: its peer was cut off."""
+
+
+def candidates(members: Iterable[Record], plan: SyncPlan, round_index: int) -> list[Record]:
+    """Live replicas of a stage that count as possible owners in a round. One that was cut off and
+    is rounds behind does not: it holds nothing of this round, and will fetch it again. Those that
+    joined in this round count where all before them are gone."""
+    there = [
+        r
+        for r in members
+        if r.state == ACTIVE and plan.parameter_version(r.round) >= round_index - BEHIND_ROUNDS
+    ]
+    return [r for r in there if plan.parameter_version(r.active_from) <= round_index] or there
+
+
+def with_gradient(records: Iterable[Record], plan: SyncPlan, round_index: int) -> list[Record]:
+    """Replicas that may have a gradient of the round: not past it, nor too far behind for that
+    (after a partition, say), nor newcomers of a later one."""
+    newest = plan.next_owner_round(round_index)
+    # Where replicas make steps of their own, the slowest may have several of them left to do.
+    steps = plan.steps_until_due(round_index) if plan.is_local else 1
+    oldest = round_index - max(BEHIND_ROUNDS, steps)
+    return [
+        r
+        for r in records
+        if r.state in (ACTIVE, LEAVING)
+        and oldest <= plan.parameter_version(r.round) <= round_index
+        and r.active_from <= newest
+    ]
+
+
+def past(records: Iterable[Record], plan: SyncPlan, round_index: int) -> list[Record]:
+    """Replicas that have finished a round."""
+    return [
+        r
+        for r in records
+        if r.state in (ACTIVE, LEAVING) and plan.parameter_version(r.round) > round_index
+    ]
+
+
+def has_begun(record: Record | None, round_index: int) -> bool:
+    """A peer has closed a round, by its record."""
+    return record is not None and record.declared[0] >= round_index
+
+
+def behind(records: Mapping[str, Record | None], plan: SyncPlan, round_index: int) -> list[str]:
+    """Which of these are in the exchange before yet: with its result they would be in a later
+    round, or, where the next exchange is not beside one, have begun that."""
+    if not plan.is_delayed(round_index - 1):
+        return []
+    return [
+        p
+        for p, r in records.items()
+        if r is not None
+        and plan.parameter_version(r.round) < round_index
+        and not has_begun(r, round_index)
+    ]
+
+
+def num_shards(members: Iterable[Record]) -> int:
+    """Shards of a stage, as the most of its replicas say; 0 where none is known."""
+    said = Counter(len(r.digests) // DIGEST_BYTES for r in members)
+    del said[0]  # one that joins
+    return max(said, key=lambda n: (said[n], n), default=0)
+
+
+def standing(record: Record, plan: SyncPlan, round_index: int, life: str) -> Standing:
+    """What the record of a member says of an exchange."""
+    is_past = plan.parameter_version(record.round) > round_index
+    exchange, tokens = record.declared
+    return Standing(life, tokens if exchange == round_index else None, is_past)
+
+
+@dataclass
+class Hung:
+    """Members that live and get nothing done in an exchange: nobody waits for their work, in that
+    one and those after it, until their records say that they have finished that one."""
+
+    _found: dict[str, int] = field(default_factory=dict)
+    """By peer, in which exchange."""
+    _mute: set[str] = field(default_factory=set)
+    """Those of them that do not even answer a question."""
+
+    def found(self, peer_id: str, round_index: int) -> None:
+        """A peer lives and gets nothing done in an exchange."""
+        self._found[peer_id] = round_index
+
+    def found_mute(self, peer_id: str) -> None:
+        """One that was found to hang does not answer a question either: it is as good as dead."""
+        if peer_id in self._found:
+            self._mute.add(peer_id)
+
+    def works(self, peer_id: str) -> None:
+        """A peer that was found to hang leads an exchange now, or has finished that one."""
+        self._found.pop(peer_id, None)
+        self._mute.discard(peer_id)
+
+    def mark(
+        self, members: dict[str, Standing], records: Mapping[str, Record], plan: SyncPlan
+    ) -> None:
+        """Says of these members which hang. `records`: of those that are known, by peer id."""
+        for peer_id in self._found.keys() & members.keys():
+            record = records.get(peer_id)
+            version = -1 if record is None else plan.parameter_version(record.round)
+            if members[peer_id].is_past or version > self._found[peer_id]:
+                self.works(peer_id)
+            else:
+                life = DEAD if peer_id in self._mute else HUNG
+                members[peer_id] = replace(members[peer_id], life=life)

@@ -1,0 +1,98 @@
+"""Who takes part in an exchange, as records say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, JOINING, LEAVING, Record
+from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
+from swarmnet.protocol.update import members
+from swarmnet.protocol.update.members import BEHIND_ROUNDS, Hung
+from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, Standing
+
+PLAN = SyncPlan(ZERO, 100)
+
+
+def replica(name: str, round_index: int, state: str = ACTIVE, **said: Any) -> Record:
+    return Record(name, "run", 1, 1, state=state, stage=0, round=round_index, **said)
+
+
+def names(records: list[Record]) -> list[str]:
+    return [r.peer_id for r in records]
+
+
+def test_possible_owners_were_there_when_the_round_began() -> None:
+    records = [
+        replica("here", 9),
+        replica("cut off", 9 - BEHIND_ROUNDS - 1),
+        replica("new", 9, active_from=10),
+        replica("leaves", 9, LEAVING),
+        replica("joins", 9, JOINING),
+    ]
+    assert names(members.candidates(records, PLAN, 9)) == ["here"]
+    assert names(members.candidates(records[2:], PLAN, 9)) == ["new"], "all before it are gone"
+
+
+def test_contributors_are_in_the_round_or_a_little_behind() -> None:
+    records = [
+        replica("here", 9),
+        replica("late", 9 - BEHIND_ROUNDS, LEAVING),
+        replica("too late", 9 - BEHIND_ROUNDS - 1),
+        replica("past", 10),
+        replica("new", 9, active_from=PLAN.next_owner_round(9) + 1),
+        replica("joins", 9, JOINING),
+    ]
+    assert names(members.with_gradient(records, PLAN, 9)) == ["here", "late"]
+    assert names(members.past(records, PLAN, 9)) == ["past"]
+    own_steps = SyncPlan(LOCAL, 100, local_steps=8)
+    assert "too late" in names(members.with_gradient(records, own_steps, 9))
+
+
+def test_beside_rounds_who_is_in_the_exchange_before_is_waited_for() -> None:
+    plan = SyncPlan(DELAYED, 100)
+    at, late = plan.parameter_version(9), plan.parameter_version(8)
+    records = {
+        "here": replica("here", 9),
+        "before": replica("before", 8),
+        "begun": replica("begun", 8, declared=(at, 4)),
+        "unknown": None,
+    }
+    assert late < at
+    assert members.behind(records, plan, at) == ["before"]
+    assert members.behind(records, PLAN, 9) == []
+
+
+def test_most_replicas_say_how_many_shards_a_stage_has() -> None:
+    def of(n: int) -> bytes:
+        return bytes(DIGEST_BYTES * n)
+
+    records = [replica(str(i), 0, digests=of(n)) for i, n in enumerate((0, 0, 0, 3, 3, 4))]
+    assert members.num_shards(records) == 3
+    assert members.num_shards(records[:3]) == 0
+
+
+def test_a_record_says_what_its_replica_will_contribute() -> None:
+    record = replica("here", 9, declared=(9, 40))
+    assert members.standing(record, PLAN, 9, ALIVE) == Standing(ALIVE, 40, is_past=False)
+    assert members.standing(record, PLAN, 8, ALIVE) == Standing(ALIVE, None, is_past=True)
+
+
+def test_one_that_hangs_is_not_waited_for_until_it_has_finished_that_exchange() -> None:
+    hung = Hung()
+    hung.found_mute("a")
+    hung.found("a", 9)
+
+    def life(round_index: int) -> str:
+        found = {"a": Standing(ALIVE), "b": Standing(ALIVE)}
+        hung.mark(found, {"a": replica("a", round_index)}, PLAN)
+        assert found["b"].life == ALIVE
+        return found["a"].life
+
+    assert life(9) == HUNG, "nobody had found it to hang when it did not answer"
+    hung.found_mute("a")
+    assert life(9) == DEAD
+    assert life(10) == ALIVE
+    assert life(9) == ALIVE, "it is forgotten"
+    hung.found("a", 9)
+    hung.works("a")
+    assert life(9) == ALIVE
