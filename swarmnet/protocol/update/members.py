@@ -6,7 +6,7 @@ the round of a record."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, LEAVING, Record
@@ -112,11 +112,14 @@ class Hung:
         self._mute.discard(peer_id)
 
     def mark(
-        self, members: dict[str, Standing], records: Mapping[str, Record], plan: SyncPlan
+        self,
+        members: dict[str, Standing],
+        record_of: Callable[[str], Record | None],
+        plan: SyncPlan,
     ) -> None:
-        """Says of these members which hang. `records`: of those that are known, by peer id."""
+        """Says of these members which hang."""
         for peer_id in self._found.keys() & members.keys():
-            record = records.get(peer_id)
+            record = record_of(peer_id)
             version = -1 if record is None else plan.parameter_version(record.round)
             if members[peer_id].is_past or version > self._found[peer_id]:
                 self.works(peer_id)

@@ -33,9 +33,8 @@ from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.service import ExchangeService
 from swarmnet.swarm.update.exchange.shard_work import Aggregator, Put, ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
-from swarmnet.swarm.update.members import ExchangeMembers
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
-from swarmnet.swarm.update.ownership import Ownership
+from swarmnet.swarm.update.ownership import ExchangeMembers, Ownership
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 

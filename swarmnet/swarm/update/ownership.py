@@ -1,9 +1,11 @@
-"""Ownership of shards: which replicas are responsible for one, and who does what in an exchange.
+"""Members and owners of a stage's shards: who takes part in an exchange, which replicas are
+responsible for a shard, and who does what in its update.
 
 Placement orders the replicas of a stage for each shard. The primary is the first live one that
 *holds* the shard's optimizer state, as its record says since the beginning of the round; where none
 holds it, the first live one, which then starts afresh. That is taken from the records once, when an
-exchange begins here (`roster`), and is fixed from then on (`protocol.update.roster`).
+exchange begins here (`roster`), and is fixed from then on (`protocol.update.roster`). The rules are
+in `protocol.update.members` and `protocol.update.ownership`.
 
 A replica that comes to own a shard fetches its state during one round, follows it through that
 round's update as a backup, and says that it holds it when the next round begins. Where an owner is
@@ -16,41 +18,172 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
-from swarmnet.protocol.moments import Since
+from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
-from swarmnet.protocol.timing import PATIENCE_S
-from swarmnet.protocol.update.placement import (
-    Placement,
-    placed,
-    short_of_owners,
-    weights_from,
-)
-from swarmnet.protocol.update.roster import Roster, first_ballot
+from swarmnet.protocol.update import members as taking_part
+from swarmnet.protocol.update import ownership as rules
+from swarmnet.protocol.update.members import Hung
+from swarmnet.protocol.update.placement import Placement, placed, short_of_owners
+from swarmnet.protocol.update.roster import ALIVE, SUSPECT, Roster, Standing
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.update.members import ExchangeMembers
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 
 log = logging.getLogger("swarmnet.ownership")
 
-CUT_WEIGHT = 1e-6
-"""By this the weight of an owner shrinks for each replica of its stage that it cannot call, and
-that of a root for each replica."""
-OUT_OF_REACH_S = PATIENCE_S
-"""So long, a replica that lacks a shard's state waits for a holder that is cut off from it: as a
-rule, a relay joins them earlier (tests/swarm/membership/test_relaying.py)."""
 REPAIR_EVERY_S = 5.0
 """Between two looks whether a shard has lost an owner in the middle of a round. So long, too, may
 owners of shards that this replica holds and does not own take to say that they hold them; else it
 is looked at again in the next round."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class ExchangeMembers:
+    """The replicas of one replica's stage (`protocol.update.members`). What is called round here is
+    the number of an exchange, as `Replica.current_exchange` gives it."""
+
+    gossip: Gossip
+    replica: Replica
+
+    def __post_init__(self) -> None:
+        self._hung = Hung()
+
+    @property
+    def plan(self) -> SyncPlan:
+        """When the stage exchanges what."""
+        return self.replica.plan
+
+    def remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
+        """What `ask()` says of the stage's records and a round: asked again when one of them has
+        changed. Several questions a shard are asked in every exchange."""
+        now = asyncio.get_running_loop().time()
+        view, plan = self.gossip.view, self.plan
+        return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
+
+    def _here(self, stage_index: int | None = None) -> Sequence[Record]:
+        """Live members of a stage; of this one."""
+        now = asyncio.get_running_loop().time()
+        index = self.replica.index if stage_index is None else stage_index
+        return self.gossip.view.members(index, now)
+
+    def _gone(self) -> Sequence[Record]:
+        """Members of this stage that have fallen silent."""
+        return self.gossip.view.lost(self.replica.index, asyncio.get_running_loop().time())
+
+    def candidates(self, stage_index: int, round_index: int) -> list[Record]:
+        """As `protocol.update.members.candidates`."""
+        return taking_part.candidates(self._here(stage_index), self.plan, round_index)
+
+    def num_shards(self, stage_index: int) -> int:
+        """Shards of a stage, as the most of its replicas say; 0 where none is known."""
+        if stage_index == self.replica.index:
+            return self.replica.num_shards
+        now, view = asyncio.get_running_loop().time(), self.gossip.view
+        return view.remembered(
+            stage_index,
+            "number of shards",
+            now,
+            lambda: taking_part.num_shards(view.members(stage_index, now)),
+        )
+
+    def contributors(self, round_index: int) -> list[Record]:
+        """Live replicas of this stage that may have a gradient of the round."""
+        lost = self.gossip.view.detector.is_lost
+        return self.remembered(
+            "contributors",
+            round_index,
+            lambda: [
+                r
+                for r in taking_part.with_gradient(self._here(), self.plan, round_index)
+                if not lost(r.peer_id)
+            ],
+        )
+
+    def _lost(self, round_index: int) -> list[Record]:
+        """The same of those that have fallen silent, and who is past the round already."""
+
+        def asked() -> list[Record]:
+            gone, plan = self._gone(), self.plan
+            contributors = taking_part.with_gradient(gone, plan, round_index)
+            return [*contributors, *taking_part.past(gone, plan, round_index)]
+
+        return self.remembered("lost members", round_index, asked)
+
+    def has_lost_one(self, round_index: int) -> bool:
+        """A replica of this stage died in a round, or when it had just finished it."""
+        return any(self.plan.parameter_version(m.round) >= round_index for m in self._gone())
+
+    def past(self, round_index: int) -> list[str]:
+        """Replicas of this stage in reach that have finished a round, by peer id; this one
+        excepted."""
+        lost, own = self.gossip.view.detector.is_lost, self.gossip.own.peer_id
+        return self.remembered(
+            "past",
+            round_index,
+            lambda: [
+                m.peer_id
+                for m in taking_part.past(self._here(), self.plan, round_index)
+                if m.peer_id != own and not lost(m.peer_id)
+            ],
+        )
+
+    def standings(self, round_index: int) -> dict[str, Standing]:
+        """What is known of the other members of an exchange of the stage, by peer id."""
+        liveness, view, plan = self.gossip.liveness, self.gossip.view, self.plan
+        found: dict[str, Standing] = {}
+        for record in self.contributors(round_index):
+            found[record.peer_id] = taking_part.standing(record, plan, round_index, ALIVE)
+        for peer_id in self.past(round_index):
+            found[peer_id] = Standing(ALIVE, is_past=True)
+        for record in self._lost(round_index):
+            if record.peer_id not in found and liveness.is_suspect(record.peer_id):
+                found[record.peer_id] = taking_part.standing(record, plan, round_index, SUSPECT)
+        found.pop(self.gossip.own.peer_id, None)
+        self._hung.mark(found, view.get, plan)
+        return found
+
+    def has_begun(self, peer_id: str, round_index: int) -> bool:
+        """A peer has closed a round, by its record."""
+        return taking_part.has_begun(self.gossip.view.get(peer_id), round_index)
+
+    async def until_begun(
+        self, peer_ids: Callable[[], list[str]], round_index: int, end_s: float
+    ) -> bool:
+        """Beside rounds an exchange may end at one replica long before it does at others, which
+        have nothing to give for the next one until they have left it: waits for these, until
+        `end_s` in seconds awake at most. Returns whether there was one."""
+        has_waited, end = False, Deadline(end_s)
+        while self.behind(peer_ids(), round_index) and not end.is_over(self.gossip.awake_s()):
+            has_waited = True
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
+        return has_waited
+
+    def behind(self, peer_ids: Iterable[str], round_index: int) -> list[str]:
+        """Which of these are in the exchange before yet."""
+        records = {p: self.gossip.view.get(p) for p in peer_ids}
+        return taking_part.behind(records, self.plan, round_index)
+
+    def found_hung(self, peer_id: str, round_index: int) -> None:
+        """As `Hung.found`, and so on."""
+        self._hung.found(peer_id, round_index)
+
+    def found_mute(self, peer_id: str) -> None:
+        self._hung.found_mute(peer_id)
+
+    def works(self, peer_id: str) -> None:
+        self._hung.works(peer_id)
 
 
 @dataclass
@@ -91,7 +224,7 @@ class Ownership:
 
     def _placement(self, round_index: int) -> Placement:
         candidates = self.members.candidates(self.replica.index, round_index)
-        weights = _fit(candidates, num_cuts(candidates))
+        weights = rules.fit(candidates, num_cuts(candidates))
         return placed(
             self.replica.index,
             self.replica.num_shards,
@@ -114,90 +247,68 @@ class Ownership:
         all stages, so one that cannot call everybody comes behind the others."""
         now, view = asyncio.get_running_loop().time(), self.gossip.view
         cuts = view.remembered(ALL, "cuts", now, lambda: num_cuts(view.replicas(ALL, now)))
-        weights = _fit(self.members.candidates(stage_index, self.current), cuts)
+        weights = rules.fit(self.members.candidates(stage_index, self.current), cuts)
         return list(placed(stage_index, 1, tuple(weights.items()), 1).order(0))
+
+    def _record(self, peer_id: str) -> Record | None:
+        """The newest one of a peer; of this one, what it has not published yet too."""
+        own = self.gossip.own
+        return own if peer_id == own.peer_id else self.gossip.view.get(peer_id)
 
     def roster(self, round_index: int, shard_index: int) -> Roster:
         """The roles in the update of a shard, as the records of this moment say."""
-        has_input = self.states.has_input(shard_index, round_index)
-        name = ("holders", shard_index, self.gossip.own.holds, has_input)
+        own, has_input = self.gossip.own, self.states.has_input(shard_index, round_index)
+        name = ("holders", shard_index, own.holds, has_input)
         order, holders = self.members.remembered(
-            name, round_index, lambda: self._ranked(round_index, shard_index)
+            name, round_index, lambda: self._ranked(round_index, shard_index, has_input)
         )
-        own = self.gossip.own.peer_id
-        if not holders and has_input and own in order:  # nobody has said so yet
-            holders = (own,)
-        first = holders[0] if holders else (order[0] if order else "")
-        return Roster(
-            first_ballot(first, is_holder=bool(holders)),
-            tuple(dict.fromkeys((*holders, *order))),
+        return rules.first_roster(
+            order,
             holders,
-            tuple(self.followers(round_index, shard_index)),
+            self.followers(round_index, shard_index),
+            own=own.peer_id,
             is_holder=has_input,
-            may_lead=self.gossip.own.state in (ACTIVE, LEAVING),
+            may_lead=own.state in (ACTIVE, LEAVING),
             clips=self.settings.grad_clip_norm > 0
             and not self.plan.is_local
             and not follows_tied(self.replica, shard_index),
         )
 
-    def _ranked(self, r: int, j: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _ranked(self, r: int, j: int, has_state: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Who may be the primary, and those of them that hold the state; in order."""
-        order, own = self._order(r, j), self.gossip.own
-        held = self.states.has_input(j, r) and own.holds_shard(j)
+        order, own = self._order(r, j), self.gossip.own.peer_id
+        return order, rules.holders(
+            order, self._record, self.plan, r, j, own=own, has_state=has_state
+        )
 
-        def holds(peer_id: str) -> bool:
-            if peer_id == own.peer_id:
-                return held
-            record = self.gossip.view.get(peer_id)
-            behind = record is None or self.plan.parameter_version(record.round) < r - 1
-            return record is not None and not behind and record.holds_shard(j)
-
-        def is_fresh(peer_id: str) -> bool:
-            record = own if peer_id == own.peer_id else self.gossip.view.get(peer_id)
-            return record is not None and record.is_fresh(j)
-
-        return order, tuple(sorted(filter(holds, order), key=is_fresh))
-
-    def followers(self, round_index: int, shard_index: int) -> list[str]:
-        """Who makes the step of a shard with its primary: its owners; and as long as some of them
-        have not said that they hold it, the next in order that do, so that there are always
-        `replication` that hold it."""
-        own = self.gossip.own
-
-        def holds(peer_id: str) -> bool:
-            record = own if peer_id == own.peer_id else self.gossip.view.get(peer_id)
-            return record is not None and record.holds_shard(shard_index)
-
-        owners = self.placement(round_index).owners(shard_index)
-        if all(map(holds, owners)):
-            return list(owners)
-        holders = [p for p in self._order(round_index, shard_index) if holds(p)]
-        return list(dict.fromkeys([*owners, *holders[: self.settings.replication]]))
+    def followers(self, round_index: int, shard_index: int) -> tuple[str, ...]:
+        """As `protocol.update.ownership.followers`."""
+        return rules.followers(
+            self.placement(round_index),
+            self._order(round_index, shard_index),
+            self._record,
+            shard_index,
+        )
 
     def is_kept_elsewhere(self, round_index: int, shard_index: int, waited_s: float) -> bool:
         """The optimizer state of a shard that this replica lacks need not be lost, though nobody
-        that it can call has it. A holder out of its reach, of whom there is news, takes part in the
-        run; as long as that one is in the same exchange it may be cut off as much as this replica,
-        and is waited for `OUT_OF_REACH_S`. Where no replica of another stage is heard of, it is
-        this replica that is cut off from the run."""
+        that it can call has it. Where no replica of another stage is heard of, it is this replica
+        that is cut off from the run."""
         if not self.states.lacks(shard_index, round_index):
             return False
         view, now = self.gossip.view, asyncio.get_running_loop().time()
         others = (k for k in range(self.settings.num_stages) if k != self.replica.index)
         if not all(view.replicas(k, now) for k in others):
             return True
-        return any(
-            self.plan.parameter_version(m.round) > round_index or waited_s < OUT_OF_REACH_S
-            for m in view.members(self.replica.index, now)
-            if m.holds_shard(shard_index) and view.detector.is_lost(m.peer_id)
-        )
+        members = view.members(self.replica.index, now)
+        lost = (m for m in members if view.detector.is_lost(m.peer_id))
+        return rules.may_be_elsewhere(lost, self.plan, round_index, shard_index, waited_s)
 
     def is_settled(self, record: Record) -> bool:
-        """A replica holds what it owns in the present exchange and nothing else, and has since its
-        round began: as far as is known, it will say the same when the next one begins."""
+        """As far as is known, a replica will hold what it does now when the next exchange
+        begins."""
         owned = self.placement(self.current).owned_by(record.peer_id)
-        is_fresh = any(record.fresh)
-        return not is_fresh and record.holds == bitmap(owned, self.replica.num_shards)
+        return rules.is_settled(record, owned, self.replica.num_shards)
 
     # ---- owners come and go -----------------------------------------------------------------
 
@@ -222,7 +333,9 @@ class Ownership:
         if not spare:
             return []
         others = {p: None for owners in spare.values() for p in owners}
-        await self.gossip.changed.until(lambda: self._have_begun(others), REPAIR_EVERY_S)
+        await self.gossip.changed.until(
+            lambda: rules.have_begun(others, self._record, self.plan, self.current), REPAIR_EVERY_S
+        )
         return [j for j, owners in spare.items() if self._is_spare(j, owners)]
 
     async def drop(self, shards: Sequence[int]) -> None:
@@ -271,20 +384,9 @@ class Ownership:
     def _is_spare(self, j: int, owners: Sequence[str]) -> bool:
         """The shard's owners all have what this replica has of it, and another one makes its
         step."""
-        holding = [self.gossip.view.get(p) for p in owners]
-        return (
-            bool(owners)
-            and self._have_begun(owners)
-            and all(o is not None and o.holds_shard(j) for o in holding)
-            and self.roster(self.current, j).ballot.primary != self.gossip.own.peer_id
-        )
-
-    def _have_begun(self, peer_ids: Iterable[str]) -> bool:
-        """What these hold is known of the present exchange's beginning, and not of the one before:
-        who held a shard then need not have made the step since."""
-        records = [self.gossip.view.get(p) for p in peer_ids]
-        current, version = self.current, self.plan.parameter_version
-        return all(o is not None and version(o.round) >= current for o in records)
+        current, own = self.current, self.gossip.own.peer_id
+        is_spare = rules.is_spare(j, owners, self._record, self.plan, current)
+        return is_spare and self.roster(current, j).ballot.primary != own
 
     @property
     def owns_from_now(self) -> bool:
@@ -299,14 +401,7 @@ class Ownership:
             log.info("has the optimizer state of the %d shards that it owns", len(mine))
 
     def holders(self, r: int, j: int) -> list[str]:
-        view = self.gossip.view
-        order = self._order(r, j)
-        records = [(p, view.get(p)) for p in order if p != self.gossip.own.peer_id]
+        """The other peers that hold the state of a shard, the first choice first."""
+        own = self.gossip.own.peer_id
+        records = [(p, self._record(p)) for p in self._order(r, j) if p != own]
         return [p for p, record in records if record is not None and record.holds_shard(j)]
-
-
-def _fit(candidates: Sequence[Record], cuts: Mapping[str, int]) -> dict[str, float]:
-    """Weights of possible owners. Those who are cut from others (`num_cuts`) come behind those who
-    are not, with whom everybody can exchange gradients."""
-    weights = weights_from(candidates)
-    return {p: w * CUT_WEIGHT ** cuts.get(p, 0) for p, w in weights.items()}

@@ -84,7 +84,7 @@ def test_one_that_hangs_is_not_waited_for_until_it_has_finished_that_exchange() 
 
     def life(round_index: int) -> str:
         found = {"a": Standing(ALIVE), "b": Standing(ALIVE)}
-        hung.mark(found, {"a": replica("a", round_index)}, PLAN)
+        hung.mark(found, {"a": replica("a", round_index)}.get, PLAN)
         assert found["b"].life == ALIVE
         return found["a"].life
 

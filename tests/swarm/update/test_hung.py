@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.swarm.update.members import ExchangeMembers
+from swarmnet.swarm.update.ownership import ExchangeMembers
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import intercept_calls

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from swarmnet.methods.update import ShardReply
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update import robust
+from swarmnet.protocol.update.members import BEHIND_ROUNDS
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.exchange.norms import Norms
-from swarmnet.swarm.update.members import BEHIND_ROUNDS
 
 UNKNOWN = -1
 """Tokens behind a result that was told without them."""

@@ -1,0 +1,147 @@
+"""Who is responsible for the shards of a stage, as the records of its replicas say.
+
+`placement` orders the replicas of a stage for each shard by their weights. Here is what records add
+to that: who holds the optimizer state of a shard, who is the first primary of its update, who makes
+the step with it, and when state that lacks or that is spare may be given up. What is called round
+here is the number of an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from swarmnet.protocol.membership.records import Record, bitmap
+from swarmnet.protocol.sync_modes import SyncPlan
+from swarmnet.protocol.timing import PATIENCE_S
+from swarmnet.protocol.update.placement import Placement, weights_from
+from swarmnet.protocol.update.roster import Roster, first_ballot
+
+CUT_WEIGHT = 1e-6
+"""By this the weight of an owner shrinks for each replica of its stage that it cannot call, and
+that of a root for each replica."""
+OUT_OF_REACH_S = PATIENCE_S
+"""So long, a replica that lacks a shard's state waits for a holder that is cut off from it: as a
+rule, a relay joins them earlier (tests/swarm/membership/test_relaying.py)."""
+
+RecordOf = Callable[[str], Record | None]
+"""The newest record of a peer; None where it is not known."""
+
+
+def fit(candidates: Sequence[Record], cuts: Mapping[str, int]) -> dict[str, float]:
+    """Weights of possible owners. Those who are cut from others (`num_cuts`) come behind those who
+    are not, with whom everybody can exchange gradients."""
+    weights = weights_from(candidates)
+    return {p: w * CUT_WEIGHT ** cuts.get(p, 0) for p, w in weights.items()}
+
+
+def holders(
+    order: Iterable[str],
+    record_of: RecordOf,
+    plan: SyncPlan,
+    round_index: int,
+    shard: int,
+    *,
+    own: str,
+    has_state: bool,
+) -> tuple[str, ...]:
+    """Those of `order` that hold the state of a shard at the beginning of a round; who took it over
+    since comes last. `has_state`: of the own replica, which knows better than its record."""
+
+    def holds(peer_id: str) -> bool:
+        record = record_of(peer_id)
+        if record is None or not record.holds_shard(shard):
+            return False
+        if peer_id == own:
+            return has_state
+        return plan.parameter_version(record.round) >= round_index - 1
+
+    def is_fresh(peer_id: str) -> bool:
+        record = record_of(peer_id)
+        return record is not None and record.is_fresh(shard)
+
+    return tuple(sorted(filter(holds, order), key=is_fresh))
+
+
+def followers(
+    placement: Placement, order: Iterable[str], record_of: RecordOf, shard: int
+) -> tuple[str, ...]:
+    """Who makes the step of a shard with its primary: its owners; and as long as some of them have
+    not said that they hold it, the next in order that do, so that there are always
+    `Placement.replication` that hold it."""
+
+    def holds(peer_id: str) -> bool:
+        record = record_of(peer_id)
+        return record is not None and record.holds_shard(shard)
+
+    owners = placement.owners(shard)
+    if all(map(holds, owners)):
+        return owners
+    there = list(filter(holds, order))[: placement.replication]
+    return tuple(dict.fromkeys([*owners, *there]))
+
+
+def first_roster(
+    order: Sequence[str],
+    known: Sequence[str],
+    backups: tuple[str, ...],
+    *,
+    own: str,
+    is_holder: bool,
+    may_lead: bool,
+    clips: bool,
+) -> Roster:
+    """The roles in the update of a shard, as an exchange begins. The primary is the first of those
+    that hold the state (`known`, of `order`); where none does, the first of all, which then starts
+    afresh."""
+    if not known and is_holder and own in order:  # nobody has said so yet
+        known = (own,)
+    first = known[0] if known else (order[0] if order else "")
+    return Roster(
+        first_ballot(first, is_holder=bool(known)),
+        tuple(dict.fromkeys((*known, *order))),
+        tuple(known),
+        backups,
+        is_holder=is_holder,
+        may_lead=may_lead,
+        clips=clips,
+    )
+
+
+def is_settled(record: Record, owned: list[int], num_shards: int) -> bool:
+    """A replica holds what it owns and nothing else, and has since its round began: as far as is
+    known, it will say the same when the next one begins."""
+    return not any(record.fresh) and record.holds == bitmap(owned, num_shards)
+
+
+def may_be_elsewhere(
+    lost: Iterable[Record], plan: SyncPlan, round_index: int, shard: int, waited_s: float
+) -> bool:
+    """The optimizer state of a shard need not be lost, though nobody that can be called has it. A
+    holder out of reach, of whom there is news, takes part in the run; as long as that one is in the
+    same exchange it may be cut off as much as this replica, and is waited for `OUT_OF_REACH_S`.
+    `lost`: members of the stage that cannot be called."""
+    return any(
+        plan.parameter_version(m.round) > round_index or waited_s < OUT_OF_REACH_S
+        for m in lost
+        if m.holds_shard(shard)
+    )
+
+
+def have_begun(
+    peer_ids: Iterable[str], record_of: RecordOf, plan: SyncPlan, round_index: int
+) -> bool:
+    """What these hold is known of a round's beginning, and not of the one before: who held a shard
+    then need not have made the step since."""
+    records = map(record_of, peer_ids)
+    return all(r is not None and plan.parameter_version(r.round) >= round_index for r in records)
+
+
+def is_spare(
+    shard: int, owners: Sequence[str], record_of: RecordOf, plan: SyncPlan, round_index: int
+) -> bool:
+    """The owners of a shard all have what a replica has of it that owns it no more."""
+    records = map(record_of, owners)
+    return (
+        bool(owners)
+        and have_begun(owners, record_of, plan, round_index)
+        and all(r is not None and r.holds_shard(shard) for r in records)
+    )
