@@ -11,32 +11,27 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.methods.method import Method, ReplyT, RequestT
-from swarmnet.methods.state import FetchRequest
-from swarmnet.methods.update import FOLLOWS
 from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.protocol.update.exchange_waits import brings_state
 from swarmnet.protocol.update.lost_samples import LostSamples
-from swarmnet.swarm.calls import notify
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.exchange.books import Books
-from swarmnet.swarm.update.exchange.calls import Contribution
+from swarmnet.swarm.update.exchange.calls import Contribution, LongCalls
 from swarmnet.swarm.update.exchange.coded import coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Behind, Exchange, PresentExchange
 from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.service import ExchangeService
-from swarmnet.swarm.update.exchange.shard_work import Aggregator, Put, ShardWork
+from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.ownership import ExchangeMembers, Ownership
 from swarmnet.transport.base import Transport
-from swarmnet.wire import Message
 
 __all__ = ["Averaging", "Behind", "Diverged", "Pushed"]
 
@@ -76,20 +71,20 @@ class Averaging:
             gossip, settings, replica, self.states, self.members, self._tasks
         )
         self.pace = ExchangePace(transport.traffic, gossip, settings, limits, replica)
+        self.calls = LongCalls(gossip, replica, self.pace)
         self.norms = Norms(
             transport, gossip, replica, settings.num_stages, self.ownership, self.pace
         )
         self.books = Books(gossip, settings, replica, self.norms)
         self._contribution_norms = ContributionNorms(transport, gossip, replica, self.ownership)
-        aggregator = Aggregator(settings.aggregation, gossip, replica, self._contribution_norms)
         self.work = ShardWork(
             gossip,
+            settings,
             replica,
             self.states,
-            aggregator,
             self.norms,
+            self._contribution_norms,
             self.books,
-            settings.grad_clip_norm,
         )
         self.tied = TiedShards(gossip, replica, settings.num_stages, self.ownership, self.pace)
         self._exchange = PresentExchange(
@@ -107,6 +102,7 @@ class Averaging:
             gossip,
             limits,
             replica,
+            self.states,
             self.work,
             self.books,
             self.pace,
@@ -114,7 +110,6 @@ class Averaging:
             self._exchange,
             self._tasks,
         )
-        self._tasks.start(self._tell_primaries())
 
     async def close(self) -> None:
         await self._exchange.close()
@@ -132,24 +127,6 @@ class Averaging:
     def current(self) -> int:
         """The exchange whose input the present common parameters are."""
         return self.replica.current_exchange
-
-    async def _tell_primaries(self) -> None:
-        """Of the state of shards that comes from other replicas."""
-        while True:
-            for j in self.states.take_loaded():
-                self._note_state(j)
-            await self.states.loaded.wait()
-
-    def _note_state(self, j: int) -> None:
-        """The optimizer state of a shard is here. Its primary may have heard that it is not, when
-        this replica pushed."""
-        exchange = self._exchange.known()
-        if exchange is None or not self.states.is_before(j, exchange.number):
-            return
-        primary = exchange.ballot(j).primary
-        if primary != self.gossip.own.peer_id:
-            here = FetchRequest(exchange.number, self.replica.index, j)
-            notify(self.transport, primary, FOLLOWS, Message(here))
 
     # ---- an update --------------------------------------------------------------------------
 
@@ -249,15 +226,6 @@ class Averaging:
             brings_state(record, r) for record in view.members(self.replica.index, loop.time())
         ):
             await self.gossip.changed.wait(LOOK_AGAIN_S)
-
-    async def call_while_live(
-        self, peer_id: str, method: Method[RequestT, ReplyT], message: Message[RequestT]
-    ) -> Message[ReplyT]:
-        """A long call that ends with its callee. Raises as `Transport.call`."""
-        waits = self.pace.waits()
-        return await self.gossip.liveness.call_while_live(
-            peer_id, method, message, timeout_s=waits.call_s, usual_s=waits.usual_s
-        )
 
     # ---- owners come and go -----------------------------------------------------------------
 

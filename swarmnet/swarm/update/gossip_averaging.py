@@ -339,7 +339,7 @@ class Meeting:
         async with at_once:
             try:
                 message = Message(FetchRequest(r, self._replica.index, j))
-                reply = await self._averaging.call_while_live(other, OFFER, message)
+                reply = await self._averaging.calls.call(other, OFFER, message)
                 offers[j] = (reply.body.values, reply.arrays)
             except SwarmnetError as e:
                 log.debug("round %d shard %d: no offer of %s: %s", r, j, other[-8:], e)

@@ -153,7 +153,7 @@ class Handover:
         async def send(j: int) -> None:
             async with at_once:
                 message = Message(AdoptRequest(r, stage, j), (shards[j],))
-                await self.averaging.call_while_live(heir, ADOPT, message)
+                await self.averaging.calls.call(heir, ADOPT, message)
 
         refusals: list[Exception] = []
         try:

@@ -70,20 +70,18 @@ Told = tuple[ShardReply, Array | None]
 
 
 class LongCalls:
-    """Calls of one exchange that take long: each ends with its callee, and has its time and its
-    turn on the uplink."""
+    """Makes the calls of exchanges that take long: each ends with its callee, and has its time and
+    its turn on the uplink."""
 
-    def __init__(self, exchange: int, gossip: Gossip, replica: Replica, pace: ExchangePace) -> None:
-        self._exchange = exchange
+    def __init__(self, gossip: Gossip, replica: Replica, pace: ExchangePace) -> None:
         self._gossip = gossip
         self._replica = replica
         self._pace = pace
 
-    def room(self) -> int:
+    def room(self, exchange: int) -> int:
         """Bytes of several shards that travel together."""
         room = shared_call_bytes(self._gossip.own.upload_bytes_per_s)
-        is_beside = self._replica.plan.is_delayed(self._exchange)
-        return int(room * BESIDE_PART) if is_beside else room
+        return int(room * BESIDE_PART) if self._replica.plan.is_delayed(exchange) else room
 
     async def turn(self, num_bytes: int) -> None:
         """As `ExchangePace.turn`."""
@@ -184,7 +182,7 @@ class ExchangeCalls:
         self._states = states
         self._progress = progress
         self._tasks = tasks
-        self._calls = LongCalls(exchange, gossip, replica, pace)
+        self._calls = LongCalls(gossip, replica, pace)
         self._sums_ahead = SumsAhead(exchange, replica.index, self._calls, tasks)
         self.own: dict[int, Contribution] = {}
         """What this replica contributes, by shard, as long as it is needed."""
@@ -257,7 +255,7 @@ class ExchangeCalls:
                 continue
             call, room = open_.get(command.target, (None, 0))
             if call is None or room < num_bytes or len(call.ballots) == MAX_ARRAYS:
-                room = self._calls.room()
+                room = self._calls.room(self._exchange)
                 call = PushCall(command.target, {}, True)
                 calls.append(call)
             call.ballots[j] = command.ballot
@@ -507,9 +505,9 @@ class SumsAhead:
             self._going[backup, shard] = OnItsWay(shard, total, digest, group, sent)
 
     def _has_room(self, group: Group, total: Array) -> bool:
-        return (
-            len(group.sums) < MAX_ARRAYS and group.num_bytes + total.num_bytes <= self._calls.room()
-        )
+        return len(
+            group.sums
+        ) < MAX_ARRAYS and group.num_bytes + total.num_bytes <= self._calls.room(self._exchange)
 
     async def _give(self, backup: str, group: Group) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Answers other replicas of the stage about its exchange: contributions, ballots, mirrors."""
+"""Answers other replicas of the stage about its exchange: contributions, ballots, mirrors, sums."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_turn import Turn, turn_of
 from swarmnet.protocol.update.roster import Ballot
-from swarmnet.swarm.calls import serve
+from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.access import may_contribute, shows_round
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
@@ -47,6 +47,7 @@ from swarmnet.swarm.update.exchange.exchange import PresentExchange
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
+from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
@@ -60,6 +61,7 @@ class ExchangeService:
         gossip: Gossip,
         limits: Limits,
         replica: Replica,
+        states: OptimizerStates,
         work: ShardWork,
         books: Books,
         pace: ExchangePace,
@@ -67,9 +69,11 @@ class ExchangeService:
         exchange: PresentExchange,
         tasks: Tasks,
     ) -> None:
+        self._transport = transport
         self._gossip = gossip
         self._limits = limits
         self._replica = replica
+        self._states = states
         self._work = work
         self._books = books
         self._pace = pace
@@ -85,6 +89,7 @@ class ExchangeService:
         serve(transport, SUMS, self._on_sums)
         serve(transport, REDUCE_TIED, self._on_reduce_tied)
         serve(transport, FOLLOWS, self._on_follows)
+        tasks.start(self._tell_primaries())
 
     @property
     def _names(self) -> UpdateCodec:
@@ -314,6 +319,26 @@ class ExchangeService:
             else:
                 refused.append(j)
         return Message(SumsReply(tuple(refused)))
+
+    # ---- who has the state ------------------------------------------------------------------
+
+    async def _tell_primaries(self) -> None:
+        """Tells of the state of shards that comes from other replicas."""
+        while True:
+            for j in self._states.take_loaded():
+                self._note_state(j)
+            await self._states.loaded.wait()
+
+    def _note_state(self, j: int) -> None:
+        """The optimizer state of a shard is here. Its primary may have heard that it is not, when
+        this replica pushed."""
+        exchange = self._exchange.known()
+        if exchange is None or not self._states.is_before(j, exchange.number):
+            return
+        primary = exchange.ballot(j).primary
+        if primary != self._gossip.own.peer_id:
+            here = FetchRequest(exchange.number, self._replica.index, j)
+            notify(self._transport, primary, FOLLOWS, Message(here))
 
     async def _on_follows(self, request: Request[FetchRequest]) -> Message[None]:
         """As primary: a replica has the state of a shard since it has pushed."""

@@ -27,6 +27,7 @@ from swarmnet.protocol.update import robust
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
+from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import applied
 from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
@@ -107,20 +108,20 @@ class ShardWork:
     def __init__(
         self,
         gossip: Gossip,
+        settings: RunSettings,
         replica: Replica,
         states: OptimizerStates,
-        aggregator: Aggregator,
         norms: Norms,
+        contribution_norms: ContributionNorms,
         books: Books,
-        clip_norm: float,
     ) -> None:
         self._gossip = gossip
         self._replica = replica
         self._states = states
-        self._aggregator = aggregator
+        self._aggregator = Aggregator(settings.aggregation, gossip, replica, contribution_norms)
         self._norms = norms
         self._books = books
-        self._clip_norm = clip_norm
+        self._clip_norm = settings.grad_clip_norm
         self._num_exporting = 0
         self._exported = Condition()
         self._coded_for: dict[int, int] = {}

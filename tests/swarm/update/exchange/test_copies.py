@@ -209,7 +209,7 @@ def test_sums_that_are_ready_together_travel_together() -> None:
     class Calls:
         """Of `LongCalls`."""
 
-        def room(self) -> int:
+        def room(self, exchange: int) -> int:
             return 8
 
         async def turn(self, num_bytes: int) -> None:
