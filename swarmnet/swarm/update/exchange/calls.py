@@ -505,9 +505,8 @@ class SumsAhead:
             self._going[backup, shard] = OnItsWay(shard, total, digest, group, sent)
 
     def _has_room(self, group: Group, total: Array) -> bool:
-        return len(
-            group.sums
-        ) < MAX_ARRAYS and group.num_bytes + total.num_bytes <= self._calls.room(self._exchange)
+        num_bytes, room = group.num_bytes + total.num_bytes, self._calls.room(self._exchange)
+        return len(group.sums) < MAX_ARRAYS and num_bytes <= room
 
     async def _give(self, backup: str, group: Group) -> None:
         try:
