@@ -7,16 +7,17 @@ two. `local` and `gossip` are no candidates: they use the memory again that shar
 change the learning progress per token in a way that no clock shows. Where not even `delayed` hides
 the exchange, users are told what would (`Adviser`).
 
-One feeder decides (`swarm.update.auto_sync`), by the medians that replicas publish, for some rounds
-ahead, and every peer passes the decision on in its record. Every replica that drains a round has
-seen the record of each feeder that launched in it, so it knows by then what the feeder decided
+One feeder decides (`swarm.update.delayed_updates`), by the medians that replicas publish, for some
+rounds ahead, and every peer passes the decision on in its record. Every replica that drains a round
+has seen the record of each feeder that launched in it, so it knows by then what the feeder decided
 before."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from statistics import median
 
 from swarmnet.protocol.membership.records import Record
@@ -31,6 +32,9 @@ IN_A_ROW = 3
 REST_ROUNDS = 10
 """Rounds between two changes, at least."""
 KEPT_SWITCHES = 4
+KEPT_EXCHANGES = 4
+"""The shortest of so many counts: a replica that is early in an exchange waits for the others,
+too."""
 LONG_ABOVE, SHORT_BELOW = 1.25, 0.9
 """Exchange over round: above the first, a round waits for the exchange beside it; below the second
 it does not any more."""
@@ -67,11 +71,63 @@ def pace(records: Iterable[Record]) -> tuple[float, float]:
     return round_s, exchange_s
 
 
+def heard(records: Iterable[Record]) -> list[Switch]:
+    """What others have decided, as live records say, but for what nobody can decide yet."""
+    return [s for r in records for s in r.switches if s.round <= r.round + AHEAD_ROUNDS + 1]
+
+
+def known_switches(
+    plan: SyncPlan,
+    newest_open: int,
+    others: Iterable[Switch],
+    holder: Callable[[], Record | None],
+    *,
+    is_synced: bool,
+) -> tuple[tuple[Switch, ...], bool]:
+    """The changes that hold at a replica, and whether those by which it went do not.
+
+    `newest_open`: the newest round that has begun there. `others`: as `heard`. `holder()`: the
+    record with the valid parameters of the stage's newest round (`divergence.newest`), asked for
+    where modes differ. What that one knew holds, for the rounds that have begun."""
+    others = list(others)
+    switches = merge(plan.switches, others)
+    if is_synced and (switches == plan.switches or plan.agrees(switches, newest_open)):
+        return switches, False
+    winner = holder()
+    if not is_synced:
+        if winner is None:
+            return switches, False
+        return merge(winner.switches, (s for s in others if s.round > winner.round)), False
+    is_behind = winner is not None and not plan.agrees(winner.switches, newest_open)
+    holding = winner.switches if winner is not None and is_behind else plan.switches
+    return merge(holding, (s for s in others if s.round > newest_open)), is_behind
+
+
+@dataclass
+class OwnTimes:
+    """What a replica publishes of the times of its rounds and exchanges."""
+
+    _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_EXCHANGES))
+
+    def add(
+        self, before_s: float, open_s: float, exchange_s: float, smoothing: float
+    ) -> tuple[float, float]:
+        """One more round, which was open for `open_s`, and exchange. `before_s`: what was published
+        of rounds before, 0 for nothing; `smoothing`: the weight of the new one."""
+        self._exchanges.append(exchange_s)
+        round_s = before_s + smoothing * (open_s - before_s) if before_s else open_s
+        return round_s, min(self._exchanges)
+
+
 @dataclass
 class Chooser:
     """The memory of the deciding feeder."""
 
     votes: int = 0
+
+    def rest(self) -> None:
+        """It is another peer's turn to decide."""
+        self.votes = 0
 
     def decide(
         self, plan: SyncPlan, round_index: int, round_s: float, exchange_s: float

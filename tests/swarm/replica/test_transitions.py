@@ -22,9 +22,8 @@ from swarmnet.simulation.stage import SyntheticData, activation
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.update.auto_sync import AutoSync
 from swarmnet.swarm.update.averaging import Behind, Pushed
-from swarmnet.swarm.update.delayed_updates import DelayedUpdates
+from swarmnet.swarm.update.delayed_updates import AutoSync, DelayedUpdates
 from swarmnet.swarm.update.rounds import Updates, ZeroUpdates
 from swarmnet.wire import Array
 from tests.swarm.one_replica import SIZES, WORK_S, OneReplica
