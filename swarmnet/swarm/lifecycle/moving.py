@@ -10,6 +10,7 @@ from collections.abc import Callable
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, OBSERVER_STAGE
 from swarmnet.protocol.timing import DAY_S, PATIENCE_S
+from swarmnet.protocol.update import round_end
 from swarmnet.swarm.lifecycle.served_stage import ServedStage
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
@@ -147,5 +148,5 @@ class Mover:
         return True
 
     def _is_fed(self, served: ServedStage, r: int) -> bool:
-        now = asyncio.get_running_loop().time()
-        return served.replica.is_fed(r, self._gossip.view, now, self._settings.num_slots)
+        now, phase = asyncio.get_running_loop().time(), served.replica.phase
+        return round_end.is_fed(self._gossip.view, phase, r, now, self._settings.num_slots)

@@ -21,12 +21,10 @@ from typing import TypeVar
 
 from swarmnet.errors import NotReady, Stale
 from swarmnet.ports import Check, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
-from swarmnet.protocol.membership.view import View
-from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import Ledger
 from swarmnet.protocol.pipeline.measurements import Measurements
 from swarmnet.protocol.sync_modes import Switch, SyncPlan
-from swarmnet.protocol.update.replica_phase import Heard, Phase
+from swarmnet.protocol.update.replica_phase import Phase
 from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.wire import Array
 
@@ -125,16 +123,6 @@ class Replica:
 
     def is_closed(self, round_index: int) -> bool:
         return self.phase.is_closed(round_index)
-
-    def is_fed(self, round_index: int, view: View, now: float, num_slots: int) -> bool:
-        """All of a round has been launched, as far as records or others' calls show."""
-        return self.phase.knows(round_index, Heard.LAUNCHED) or progress.is_launched(
-            view, round_index, now, num_slots
-        )
-
-    def is_over(self, round_index: int) -> bool:
-        """Others have closed the round, as far as their calls show."""
-        return self.phase.knows(round_index, Heard.OVER)
 
     async def enter(self, round_index: int, wait_s: float) -> None:
         """Returns when `round_index` is open here. Raises `Stale` where it is over, `NotReady`

@@ -16,12 +16,12 @@ from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
 from swarmnet.methods.microbatch import COMMITTED as ASK_COMMITTED
 from swarmnet.methods.microbatch import Commit, CommittedReply, CommittedRequest
 from swarmnet.ports import BACKWARD
-from swarmnet.protocol.membership.failure_detector import ALIVE, SUSPECT, SUSPECT_S
-from swarmnet.protocol.membership.records import ACTIVE
-from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.membership.failure_detector import ALIVE
+from swarmnet.protocol.pipeline import orphans, progress
 from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
+from swarmnet.protocol.pipeline.orphans import GoneFeeders, Question
 from swarmnet.protocol.sync_modes import GOSSIP
-from swarmnet.protocol.update import divergence
+from swarmnet.protocol.update import divergence, round_end
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.step import StepService
@@ -127,8 +127,7 @@ class Rounds:
         self._settling = asyncio.Lock()
         self._tasks = Tasks("rounds")
         self._is_closed = False
-        self._gone: set[str] = set()
-        """Feeders of orphans that did not live at the last look in the middle of a round."""
+        self._gone = GoneFeeders()
 
     async def until_next(self) -> bool:
         """Returns when the next round has begun here, for the caller to announce it (`announced`);
@@ -165,25 +164,20 @@ class Rounds:
     def _may_open_ahead(self, r: int) -> bool:
         """All of the round is launched, or this replica has nothing more of it to launch while some
         of many other feeders have, and the next one's parameters are here."""
-        replica, settings = self.replica, self.settings
-        if not (replica.phase.may_open_ahead(r) and replica.stage.can_open_ahead):
+        replica, view, settings = self.replica, self.gossip.view, self.settings
+        if not round_end.may_open_ahead(replica.phase, self.gossip.own, r, settings.rounds):
             return False
-        own = self.gossip.own
-        if r + 1 >= settings.rounds or own.state != ACTIVE or own.is_moving:
+        if not (replica.stage.can_open_ahead and self.updates.is_ready_ahead(r)):
             return False
-        if not self.updates.is_ready_ahead(r):
-            return False
+        if self.feeder is not None and self.feeder.leaves_to_others(r):
+            return True
         now = asyncio.get_running_loop().time()
-        is_done = self.feeder is not None and self.feeder.leaves_to_others(r)
-        return is_done or replica.is_fed(r, self.gossip.view, now, settings.num_slots)
+        return round_end.is_fed(view, replica.phase, r, now, settings.num_slots)
 
     def is_drained(self, r: int) -> bool:
-        """Whether the round's samples are all completed, or others have finished it already."""
-        now = asyncio.get_running_loop().time()
-        view = self.gossip.view
-        if progress.is_drained(view, r, now, self.settings.num_slots):
-            return True
-        return view.is_past(r, now) or self.replica.is_over(r)
+        """Whether the round is to be ended here (`round_end.is_over`)."""
+        now, num_slots = asyncio.get_running_loop().time(), self.settings.num_slots
+        return round_end.is_over(self.gossip.view, self.replica.phase, r, now, num_slots)
 
     def _check_parameters(self, r: int) -> None:
         """After a partition, or where two began a run without knowing of each other, replicas may
@@ -302,17 +296,18 @@ class Rounds:
             )
         )
         counted = {i for answer in answers for i in answer.microbatch_ids}
-        in_flight = set() if is_over else {i for answer in answers for i in answer.in_flight}
+        in_flight = {i for answer in answers for i in answer.in_flight}
         for entry in pending:
             key = entry.key
             if not is_over and not self.replica.takes(r):
                 return  # it is over now, and asked about again; or it does not hold
             if ledger.get(key) is not entry or entry.state == COMMITTED:
                 continue  # given away, or a commit came meanwhile
-            if key[1] in counted:
-                self.steps.commit(Commit(r, (key[1],)), entry.feeder)
-            elif key[1] not in in_flight:
-                await self._retract(entry)
+            match orphans.fate(key[1], counted, in_flight, is_over=is_over):
+                case orphans.COUNTS:
+                    self.steps.commit(Commit(r, (key[1],)), entry.feeder)
+                case orphans.NEVER_COUNTS:
+                    await self._retract(entry)
 
     async def _retract(self, entry: Entry) -> None:
         """Its gradient out of the buffer again."""
@@ -345,46 +340,42 @@ class Rounds:
         if feeder == own:
             nothing = CommittedReply(())
             return nothing if self.feeder is None else self.feeder.committed(question, own)
-        liveness = self.gossip.liveness
-        end = liveness.awake_s() + self.limits.commit_question_s
-        latest = end + SUSPECT_S
-        was_looked_at = not question.is_over
+        liveness, is_over = self.gossip.liveness, question.is_over
+        asked = Question(
+            liveness.awake_s(),
+            self.limits.commit_question_s,
+            is_over=is_over,
+            look_again_s=LOOK_AGAIN_S,
+        )
         while True:
-            left_s = max(0.001, end - liveness.awake_s())
             try:
                 reply = await liveness.call_while_live(
-                    feeder, ASK_COMMITTED, Message(question), timeout_s=left_s
+                    feeder,
+                    ASK_COMMITTED,
+                    Message(question),
+                    timeout_s=asked.left_s(liveness.awake_s()),
                 )
                 return reply.body
             except SwarmnetError as e:
                 log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
                 # A channel that breaks is opened again: what counts is not retracted for that.
                 may_answer = isinstance(e, TransportError | Busy)
-            if liveness.awake_s() >= end and not was_looked_at:
-                was_looked_at = True
+            if asked.must_look(liveness.awake_s()):
                 await liveness.look_into([feeder])
-                end = liveness.awake_s() + LOOK_LESS_S  # where it hears, it need not be late
-            state = liveness.state_of(feeder)
-            if state is SUSPECT and question.is_over:
-                may_answer, end = True, max(end, min(latest, liveness.awake_s() + LOOK_LESS_S))
-            elif state is not ALIVE:
-                break
-            if not may_answer or liveness.awake_s() + LOOK_AGAIN_S > end:
+                asked.looked(liveness.awake_s(), LOOK_LESS_S)
+            now, state = liveness.awake_s(), liveness.state_of(feeder)
+            if not asked.goes_on(now, state, LOOK_LESS_S, may_answer=may_answer):
                 break
             await asyncio.sleep(LOOK_AGAIN_S)
         is_live = state is ALIVE
-        if question.is_over:
-            if is_live:
-                log.warning(
-                    "round %d: feeder %s lives and does not say what it counted; %d microbatches "
-                    "are taken out",
-                    question.round,
-                    feeder[-8:],
-                    len(question.microbatch_ids),
-                )
+        if is_over and is_live:
+            log.warning(
+                "round %d: feeder %s lives and does not say what it counted; %d microbatches "
+                "are taken out",
+                question.round,
+                feeder[-8:],
+                len(question.microbatch_ids),
+            )
+        if is_over or self._gone.is_gone(feeder, is_live=is_live):
             return CommittedReply(())
-        # Its last commits may be on their way yet: only at the next look it counts as gone.
-        if not is_live and feeder in self._gone:
-            return CommittedReply(())
-        (self._gone.discard if is_live else self._gone.add)(feeder)
         return CommittedReply((), question.microbatch_ids)

@@ -1,0 +1,68 @@
+"""When a replica ends its round, and when it opens the next one before that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.update import round_end
+from swarmnet.protocol.update.replica_phase import Heard, Phase, State
+from tests.protocol.making import counted
+
+NOW, NUM_SLOTS, NUM_ROUNDS = 100.0, 4, 20
+OPEN = Phase(State.OPEN, 9)
+
+
+def feeder(name: str = "feeder", round_index: int = 9, **slots: Any) -> Record:
+    own = Record(name, "run", 1, 1, state=ACTIVE, stage=0, round=round_index, has_data=True)
+    return own.with_count(counted(9, **slots))
+
+
+def view_of(*records: Record) -> View:
+    view = View("own")
+    for record in records:
+        view.merge(record, NOW)
+    return view
+
+
+def is_over(phase: Phase, *records: Record) -> bool:
+    return round_end.is_over(view_of(*records), phase, 9, NOW, NUM_SLOTS)
+
+
+def test_a_round_is_over_when_it_is_drained_or_others_are_past_it() -> None:
+    assert not is_over(OPEN, feeder(launched=4))
+    assert is_over(OPEN, feeder(launched=4, committed=4, sealed=True))
+    assert is_over(OPEN, feeder(round_index=10))
+    assert is_over(OPEN.hears(9, Heard.OVER), feeder())
+    assert not is_over(OPEN.hears(9, Heard.LAUNCHED), feeder())
+
+
+def test_a_round_is_fed_by_what_records_say_or_calls_tell() -> None:
+    def is_fed(phase: Phase, *records: Record) -> bool:
+        return round_end.is_fed(view_of(*records), phase, 9, NOW, NUM_SLOTS)
+
+    assert not is_fed(OPEN, feeder(launched=3))
+    assert is_fed(OPEN, feeder(launched=4))
+    assert is_fed(OPEN.hears(9, Heard.LAUNCHED), feeder())
+
+
+@pytest.mark.parametrize(
+    ("phase", "said", "may"),
+    [
+        (OPEN, {}, True),
+        (Phase(State.AHEAD, 9), {}, False),
+        (Phase(State.OPEN, 8), {}, False),
+        (OPEN, {"state": LEAVING}, False),
+        (OPEN, {"moving_to": 1}, False),
+    ],
+)
+def test_the_next_round_is_opened_ahead_by_who_will_be_there(
+    phase: Phase, said: dict[str, Any], may: bool
+) -> None:
+    own = replace(Record("own", "run", 1, 1, state=ACTIVE, stage=0, round=9), **said)
+    assert round_end.may_open_ahead(phase, own, 9, NUM_ROUNDS) == may
+    assert not round_end.may_open_ahead(phase, own, 9, 10), "it is the last"
