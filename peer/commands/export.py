@@ -17,13 +17,14 @@ from peer.commands.model_folder import Trained, check_out, write_folder
 from swarmnet.errors import UserError
 from swarmnet.files import write_whole
 from swarmnet.ports import Worker
+from swarmnet.protocol.saved_rounds import Key
 from swarmnet.runtime.options import TransportName
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.runtime.seats import further_seats
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.model_fetch import RoundsPassed, fetch_model
-from swarmnet.swarm.recovery.saved_models import Key, Parts, SavedModelFetch
+from swarmnet.swarm.recovery.saved_models import Parts, SavedModelFetch
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.checkpoint import (
     CheckpointError,
@@ -140,7 +141,7 @@ async def fetch_trained(
     if spec.model.kind == "custom":
         raise UserError("a custom model can be exported from --state-dir only")
     sizes = [stage_shard_sizes(spec, k) for k in range(spec.pipeline.num_stages)]
-    fetch = SavedModelFetch(transport, gossip, sizes, Limits(), parts, worker, log.warning)
+    fetch = SavedModelFetch(transport, gossip, sizes, parts, worker)
     while True:
         found = await fetch.fetch(wanted.choose)
         if found is not None:

@@ -50,9 +50,6 @@ where one peer is back first and the others, who learn of the run from it, have 
 data and build their stage (tests/protocol/test_recovery.py)."""
 RESTORE_PATIENCE_S = UPKEEP_S
 """Seconds to wait for peers that would make a round whole."""
-STRIDES = (1, 2, 4, 8)
-"""Multiples of the interval between checkpoints. They are powers of two, so that the rounds that
-slower disks save are rounds of faster disks too."""
 MAX_LISTED = 8
 """Missing parts named in one line for users at most."""
 

@@ -173,9 +173,7 @@ class Peer:
         if disk is not None:
             saved = SavedModels(self.transport, self.gossip, disk.checkpoints, disk.worker)
             rounds, is_measured = self.settings.rounds, self.settings.evaluate_every > 0
-            self.checkpointing = Checkpointing(
-                self.gossip, disk, rounds, is_measured, saved.kept_now
-            )
+            self.checkpointing = Checkpointing(self.gossip, disk, rounds, is_measured, saved.kept)
 
     def _build_pipeline(self) -> None:
         """The way of microbatches."""

@@ -39,7 +39,7 @@ from torch import Tensor
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.files import is_full
 from swarmnet.ports import CodingErrors, OwnSteps, Saved, Snapshot, Unused
-from swarmnet.protocol.recovery import STRIDES
+from swarmnet.protocol.saved_rounds import STRIDES
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.held_out_losses import add_losses, best_round, read_losses

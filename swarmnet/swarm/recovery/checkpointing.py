@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import xxhash
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
-from swarmnet.protocol import recovery
 from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.records import MAX_LOSS
+from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.saved_rounds import CheckpointPace, KeptRounds
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.membership.gossip import Gossip
@@ -62,14 +63,14 @@ class Checkpointing:
     """Length of the run."""
     is_measured: bool = False
     """The run measures its held-out loss."""
-    kept_now: Callable[[], Collection[int]] = tuple
+    kept: KeptRounds = field(default_factory=KeptRounds)
     """Rounds whose checkpoints somebody is fetching."""
 
     def __post_init__(self) -> None:
         self._turn = asyncio.Lock()
         self._last: tuple[int, int] | None = None
         """(stage, round) of the newest state that is on the disk."""
-        self._stride = 1
+        self._pace = CheckpointPace(self.disk.every, self.rounds)
         self._unwritten: dict[int, float] = {}
         """Held-out losses that are not on the disk yet, by round."""
         self._noted: dict[int, float] = {}
@@ -79,19 +80,14 @@ class Checkpointing:
         """Why the newest state that was to be saved is not on the disk."""
 
     async def opened(self, replica: Replica, averaging: Averaging) -> None:
-        """A round has opened: saves its beginning when it is due. A checkpoint that is due
-        while the one before is still being written is left out, but never the run's last. A disk
-        that is too slow for the interval gets every second, fourth or eighth, which the others
-        keep for longer: some round must be on the disks of all."""
+        """A round has opened: saves its beginning when it is due."""
         r = replica.round
         self._hear_losses()
-        is_last = r >= self.rounds
-        due = self.disk.every * self._stride
-        if not is_last and (r == 0 or r % due or self._turn.locked()):
+        if not self._pace.is_due(r, is_writing=self._turn.locked()):
             return
         await self._save(replica, averaging)
-        self._choose_stride(replica.round - r)
-        if is_last and self.is_measured:
+        self._adapt(replica.round - r)
+        if r >= self.rounds and self.is_measured:
             await self._await_measurement(r)
 
     def _hear_losses(self) -> None:
@@ -122,27 +118,25 @@ class Checkpointing:
     async def _await_measurement(self, r: int) -> None:
         """The last one comes after the last checkpoint, where there is anybody who measures."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + LAST_MEASUREMENT_S
-        while r not in self._noted and loop.time() < until:
+        deadline = Deadline.after(loop.time(), LAST_MEASUREMENT_S)
+        while r not in self._noted and not deadline.is_over(loop.time()):
             self._hear_losses()
             await self._write_losses()
             if not measurers(self.gossip.view, loop.time()):
                 return
             await self.gossip.changed.wait(LOOK_AGAIN_S)
 
-    def _choose_stride(self, took: int) -> None:
-        """After writing took so many rounds. Comes down a step at a time, for round times vary."""
-        fitting = [s for s in recovery.STRIDES if took < self.disk.every * s]
-        if not fitting:
+    def _adapt(self, took: int) -> None:
+        """After writing took so many rounds."""
+        before = self._pace.interval
+        if not self._pace.took(took):
             log.warning(
                 "writing a checkpoint took %d rounds; where all peers end at once the run may have "
                 "to go on from much earlier, or begin anew: use a larger --checkpoint-every",
                 took,
             )
-        wanted = fitting[0] if fitting else recovery.STRIDES[-1]
-        if wanted > self._stride:
-            log.info("the disk is slow: a checkpoint every %d rounds", self.disk.every * wanted)
-        self._stride = max(wanted, self._stride // 2) if wanted < self._stride else wanted
+        if (interval := self._pace.interval) > before:
+            log.info("the disk is slow: a checkpoint every %d rounds", interval)
 
     async def leaving(self, replica: Replica, averaging: Averaging) -> None:
         """The peer is about to leave: saves what it has now. In the middle of an exchange its
@@ -212,7 +206,7 @@ class Checkpointing:
 
     async def _write(self, snapshot: Snapshot) -> None:
         checkpoints = self.disk.checkpoints
-        checkpoints.keep(self.kept_now())
+        checkpoints.keep(self.kept.at(asyncio.get_running_loop().time()))
         self._hear_losses()
         await self._write_losses()  # before older checkpoints are removed: the best of them stays
         await self.disk.worker.run(lambda: checkpoints.save(snapshot))

@@ -19,6 +19,7 @@ import xxhash
 from swarmnet.errors import ProtocolViolation, Stale, SwarmnetError, UserError
 from swarmnet.methods.state import FETCH_PARAMETERS, FetchRequest
 from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
+from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call
@@ -88,7 +89,7 @@ async def _common_model(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) ->
     """That of the newest round in which every stage has a replica; where they differ in it, of
     those whose parameters hold."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + PATIENCE_S
+    deadline = Deadline.after(loop.time(), PATIENCE_S)
     while True:
         rounds = [
             {r.round: r.digests for r in divergence.holding(_donors(gossip, k, len(sizes)))}
@@ -98,7 +99,7 @@ async def _common_model(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) ->
         if common:
             newest = max(common)
             return _Model(newest, tuple(have[newest] for have in rounds))
-        if loop.time() >= end:
+        if deadline.is_over(loop.time()):
             missing = [k for k, have in enumerate(rounds) if not have]
             what = f"stage {missing[0]} has no replica" if missing else "the stages are not in step"
             raise UserError(f"the model is not whole: {what}; try again, or use --state-dir")

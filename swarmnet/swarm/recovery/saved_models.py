@@ -1,21 +1,16 @@
 """The model of a round that has passed: peers give it from their checkpoints, so that a slow link
 has time for it.
 
-Whoever fetches it says every so often which round that is, and peers keep the checkpoint meanwhile.
-Digests come with the offers; what most peers of a stage say holds. A peer that is silent says
-nothing about what it has: it is asked again, as long as the run knows of it, and only answers tell
-that nothing is saved.
-"""
+`protocol.saved_rounds` decides which rounds are kept for others, and which one is fetched. A peer
+that is silent is asked again, as long as the run knows of it, and only answers tell that nothing is
+saved."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
@@ -39,37 +34,35 @@ from swarmnet.methods.state import (
     SavedRound,
 )
 from swarmnet.ports import Checkpoints, Worker
-from swarmnet.protocol.membership.records import DIGEST_BYTES, LEFT, OBSERVING, Record
-from swarmnet.protocol.timing import ANSWER_S, LAPSES, PATIENCE_S, UPKEEP_S
+from swarmnet.protocol.membership.records import LEFT, OBSERVING, Record
+from swarmnet.protocol.moments import LONG_AGO, NEVER, Deadline
+from swarmnet.protocol.saved_rounds import (
+    SAY_KEEP_S,
+    Choose,
+    Fetch,
+    KeptRounds,
+    Key,
+    NothingToHave,
+    Offer,
+    SavedRounds,
+)
+from swarmnet.protocol.timing import ANSWER_S, PATIENCE_S
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S, SHARD_TIMEOUT_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.recovery")
+told = logging.getLogger("swarmnet.export")
+"""Of what the person who fetches a model waits for."""
 
-SAY_KEEP_S = UPKEEP_S
-"""Between two times that those who fetch a checkpoint say so."""
-KEEP_S = LAPSES * SAY_KEEP_S
-"""How long it is kept for them, after one has last said so."""
 AT_ONCE = 4
 """Shards that are fetched at a time."""
 MAX_OFFERED = 64
-MAX_KEPT = 4
-"""Rounds that are kept for others at a time: each takes the disk space of a checkpoint."""
-OVERDUE_S = SAY_KEEP_S + ANSWER_S
-"""One of which nobody has spoken for so long gives place to another, where all places are taken:
-whoever fetched it has it, or has ended. It protects a round that is wanted from those of earlier
-fetches (tests/swarm/recovery/test_saved_models.py)."""
-
 NAMED = 4
 """Silent peers that a line for people names."""
 NOTHING = SavedReply((), {})
-
-Key = tuple[int, int]
-"""(history, round)."""
 
 
 class SavedModels:
@@ -84,39 +77,22 @@ class SavedModels:
         self._worker = worker
         self._serving = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
-        self._kept: dict[int, float] = {}
-        """Rounds, and when somebody has last said that each is to be kept."""
+        self.kept = KeptRounds()
         serve(transport, SAVED, self._on_saved)
         serve(transport, SAVED_SHARD, self._on_shard)
-
-    def kept_now(self) -> frozenset[int]:
-        """Rounds that somebody is fetching."""
-        now = asyncio.get_running_loop().time()
-        self._kept = {r: said for r, said in self._kept.items() if now < said + KEEP_S}
-        return frozenset(self._kept)
 
     async def _on_saved(self, request: Request[SavedRequest]) -> Message[SavedReply]:
         wanted = request.message.body
         if wanted.keep >= 0:
-            self._keep(wanted.keep)
+            self.kept.keep(wanted.keep, asyncio.get_running_loop().time())
         return Message(await self._worker.run(self._offers))
-
-    def _keep(self, round_index: int) -> None:
-        now = asyncio.get_running_loop().time()
-        if round_index not in self.kept_now() and len(self._kept) >= MAX_KEPT:
-            oldest = min(self._kept, key=self._kept.__getitem__)
-            if now < self._kept[oldest] + OVERDUE_S:
-                return
-            del self._kept[oldest]
-        self._kept[round_index] = now
 
     def _offers(self) -> SavedReply:
         found = []
         for saved in list(self._checkpoints.available())[-MAX_OFFERED:]:
             digests = self._checkpoints.digests(saved.round)
             found.append(SavedRound(saved.round, saved.history, saved.stage, digests))
-        kept = tuple(sorted(self._kept))
-        return SavedReply(tuple(found), dict(self._checkpoints.held_out()), kept)
+        return SavedReply(tuple(found), dict(self._checkpoints.held_out()), self.kept.rounds)
 
     async def _on_shard(self, request: Request[FetchRequest]) -> Message[FetchReply]:
         fetch = request.message.body
@@ -150,30 +126,6 @@ class Parts(Protocol):
 
 
 @dataclass
-class Offer:
-    """A round that peers have whole."""
-
-    key: Key
-    digests: list[bytes] = field(default_factory=list)
-    """Of each stage."""
-    holders: list[list[str]] = field(default_factory=list)
-    """Peers that have each stage so."""
-
-    @property
-    def peers(self) -> list[str]:
-        """All holders."""
-        return sorted({peer_id for holders in self.holders for peer_id in holders})
-
-    def drop(self, stage: int, peer_id: str) -> None:
-        """A peer does not have a stage, as it turns out; other calls may have found so too."""
-        self.holders[stage] = [p for p in self.holders[stage] if p != peer_id]
-
-
-Choose = Callable[[Sequence[Key], Mapping[int, float]], Key | None]
-"""Of the rounds to be had, the newest first, and the held-out losses by round."""
-
-
-@dataclass
 class SavedModelFetch:
     """Fetches the model of a saved round."""
 
@@ -181,22 +133,15 @@ class SavedModelFetch:
     gossip: Gossip
     shard_sizes: Sequence[Sequence[int]]
     """Elements of each shard of each stage."""
-    limits: Limits
     parts: Parts
     worker: Worker
     """A thread for the disk."""
-    say: Callable[[str], None] = log.info
 
     def __post_init__(self) -> None:
+        self._saved = SavedRounds([len(sizes) for sizes in self.shard_sizes])
         self._asking: dict[str, asyncio.Task[bool]] = {}
         """By peer, the question that it has not answered yet."""
-        self._answers: dict[str, SavedReply] = {}
-        """By peer, what it said last."""
-        self._refused: set[tuple[str, Key, int]] = set()
-        """Stages of a round that a peer offers and does not have, as it turned out."""
-        self._was_gone = False
-        """A round went while it was fetched: peers had no place to keep it."""
-        self._said_at = -math.inf
+        self._say_again = Deadline(LONG_AGO)
         self.is_saved = False
         """Some peer keeps checkpoints, if not of a whole round."""
 
@@ -209,82 +154,37 @@ class SavedModelFetch:
         ended, and what `choose` raises."""
         try:
             while (found := await self._find(choose)) is not None:
-                offer, losses = found
                 try:
-                    return offer.key, await self._fetch(offer), losses
+                    return found.key, await self._fetch(found.offer), found.losses
                 except Stale as e:
-                    self.say(f"round {offer.key[1]}: {e}; looking again")
+                    told.warning("round %d: %s; looking again", found.key[1], e)
                     await asyncio.sleep(RETRY_S)
             return None
         finally:
             await self._ask_nobody()
 
-    # ---- which round ------------------------------------------------------------------------
-
-    async def _find(self, choose: Choose) -> tuple[Offer, Mapping[int, float]] | None:
+    async def _find(self, choose: Choose) -> Fetch | None:
         """The round that is chosen of those that peers offer now. None where there is none, and
         nobody is left who might have one."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        patience = Deadline.after(loop.time(), PATIENCE_S)
         while True:
             silent = await self._ask_all()
-            offers, losses = self._offers()
-            begun = set(await self.worker.run(self.parts.begun))
-            is_patient = loop.time() < began + PATIENCE_S
-            # Parts that have come are thrown away for another round only where theirs is gone.
-            if begun & offers.keys() or not (begun and silent and is_patient):
-                key = self._choose(choose, offers, begun, losses, may_wait=bool(silent))
-                if key is not None:
-                    return offers[await self._keepable(key, offers, choose, losses)], losses
-                # Answers of different moments may have no round in common, though peers do.
-                if not silent and (offers or not (is_patient and self._is_everywhere())):
+            begun = await self.worker.run(self.parts.begun)
+            match self._saved.decide(
+                choose,
+                begun,
+                is_silent=bool(silent),
+                is_patient=not patience.is_over(loop.time()),
+            ):
+                case Fetch() as chosen:
+                    round_index = chosen.key[1]
+                    await asyncio.gather(*(self._ask(p, round_index) for p in chosen.offer.peers))
+                    return self._saved.keepable(chosen, choose)
+                case NothingToHave():
                     return None
             self._tell(silent, loop.time())
             await self.gossip.changed.wait(LOOK_LESS_S)
-
-    @staticmethod
-    def _choose(
-        choose: Choose,
-        offers: Mapping[Key, Offer],
-        begun: Collection[Key],
-        losses: Mapping[int, float],
-        *,
-        may_wait: bool,
-    ) -> Key | None:
-        """One of which parts have come, where that will do. Raises what `choose` raises where
-        waiting helps no more."""
-        whole = sorted(offers, reverse=True)
-        try:
-            with suppress(UserError):
-                if key := choose([key for key in whole if key in begun], losses):
-                    return key
-            return choose(whole, losses)
-        except UserError:
-            if may_wait:
-                return None
-            raise
-
-    async def _keepable(
-        self, key: Key, offers: Mapping[Key, Offer], choose: Choose, losses: Mapping[int, float]
-    ) -> Key:
-        """Says that a round is to be kept. Where one has gone before all of it was here, and some
-        stage's holders have no place for this one: one that they do keep, if that suits."""
-        await asyncio.gather(*(self._ask(p, key[1]) for p in offers[key].peers))
-        if not self._was_gone or self._keeps(offers[key]):
-            return key
-        kept = [k for k in sorted(offers, reverse=True) if self._keeps(offers[k])]
-        with suppress(UserError):
-            return choose(kept, losses) or key
-        return key
-
-    def _keeps(self, offer: Offer) -> bool:
-        """Some holder of each stage keeps the round. Peers of earlier versions do not say."""
-        kept = [{p for p in held if offer.key[1] in self._kept_by(p)} for held in offer.holders]
-        return all(kept)
-
-    def _kept_by(self, peer_id: str) -> Collection[int]:
-        answer = self._answers.get(peer_id)
-        return () if answer is None else answer.kept
 
     # ---- who has what -----------------------------------------------------------------------
 
@@ -310,7 +210,7 @@ class SavedModelFetch:
         await asyncio.wait(near or self._asking.values(), timeout=ANSWER_S)
         for peer_id in [p for p, task in self._asking.items() if task.done()]:
             del self._asking[peer_id]
-        return [r.peer_id for r in holders if r.peer_id not in self._answers]
+        return self._saved.silent([r.peer_id for r in holders])
 
     async def _ask_nobody(self) -> None:
         asking = list(self._asking.values())
@@ -325,57 +225,28 @@ class SavedModelFetch:
             reply = await call(
                 self.transport, peer_id, SAVED, Message(SavedRequest(keep)), timeout_s=PATIENCE_S
             )
-            self._answers[peer_id] = reply.body
+            self._saved.answered(peer_id, reply.body)
             self.is_saved = True
             return True
         except (TransportError, Busy) as e:
-            self._answers.pop(peer_id, None)
+            self._saved.unanswered(peer_id)
             log.debug("what %s has saved: %s", peer_id[-8:], e)
             return False
         except SwarmnetError as e:
-            self._answers[peer_id] = NOTHING
+            self._saved.answered(peer_id, NOTHING)
             log.debug("%s has saved nothing: %s", peer_id[-8:], e)
             return True
 
-    def _offers(self) -> tuple[dict[Key, Offer], dict[int, float]]:
-        """By what peers have said last: rounds of which every stage is to be had, and losses."""
-        said: dict[tuple[Key, int], Counter[bytes]] = {}
-        holding: dict[tuple[Key, int, bytes], list[str]] = {}
-        losses: dict[int, float] = {}
-        for peer_id, reply in sorted(self._answers.items()):
-            for one in reply.rounds:
-                key = (one.history, one.round)
-                if not self._fits(one) or (peer_id, key, one.stage) in self._refused:
-                    continue
-                said.setdefault((key, one.stage), Counter())[one.digests] += 1
-                holding.setdefault((key, one.stage, one.digests), []).append(peer_id)
-            losses |= reply.held_out
-        offers = {}
-        stages = range(len(self.shard_sizes))
-        for key in {key for key, _ in said}:
-            if all((key, k) in said for k in stages):
-                digests = [max(sorted(said[key, k]), key=said[key, k].__getitem__) for k in stages]
-                holders = [holding[key, k, digests[k]] for k in stages]
-                offers[key] = Offer(key, digests, holders)
-        return offers, losses
-
-    def _is_everywhere(self) -> bool:
-        """Something is saved of each stage."""
-        stages = {one.stage for reply in self._answers.values() for one in reply.rounds}
-        return stages >= set(range(len(self.shard_sizes)))
-
-    def _fits(self, one: SavedRound) -> bool:
-        stages = self.shard_sizes
-        return one.stage < len(stages) and len(one.digests) == DIGEST_BYTES * len(stages[one.stage])
-
     def _tell(self, silent: Sequence[str], now: float) -> None:
         """One line now and then about what is waited for."""
-        if not silent or now < self._said_at + PATIENCE_S:
+        if not silent or not self._say_again.is_over(now):
             return
-        self._said_at = now
+        self._say_again = Deadline.after(now, PATIENCE_S)
         names = ", ".join(f"...{peer_id[-8:]}" for peer_id in silent[:NAMED])
         more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
-        self.say(f"waiting for an answer of {names}{more}: the others do not have all stages")
+        told.warning(
+            "waiting for an answer of %s%s: the others do not have all stages", names, more
+        )
 
     # ---- its shards -------------------------------------------------------------------------
 
@@ -405,23 +276,23 @@ class SavedModelFetch:
             await asyncio.sleep(SAY_KEEP_S if heard else LOOK_LESS_S)
 
     async def _shard(self, offer: Offer, k: int, j: int, at_once: asyncio.Semaphore) -> Array:
-        digest = offer.digests[k][DIGEST_BYTES * j : DIGEST_BYTES * (j + 1)]
+        digest = offer.digest(k, j)
         async with at_once:
             known = await self.worker.run(lambda: self.parts.get(k, j))
             if known is not None and _is_right(known, self.shard_sizes[k][j], digest):
                 return known
-            values = await self._from_holders(offer, k, j, digest)
+            values = await self._from_holders(offer, k, j)
             await self.worker.run(lambda: self.parts.put(k, j, values))
             return values
 
-    async def _from_holders(self, offer: Offer, k: int, j: int, digest: bytes) -> Array:
+    async def _from_holders(self, offer: Offer, k: int, j: int) -> Array:
         """Tries again for a while where a holder cannot give it. Raises `Stale`."""
         loop = asyncio.get_running_loop()
-        turn, until = j, math.inf
-        while loop.time() < until:
+        turn, patience = j, Deadline(NEVER)
+        while not patience.is_over(loop.time()):
             holders = [p for p in offer.holders[k] if self.gossip.view.get(p) is not None]
             if not holders:
-                self._was_gone = True
+                self._saved.gone()
                 raise Stale("it is not to be had any more")
             near = [p for p in holders if self.gossip.view.reaches(p, loop.time())]
             peer_id = (near or holders)[turn % len(near or holders)]
@@ -429,19 +300,19 @@ class SavedModelFetch:
             try:
                 reply = await self._call(peer_id, FetchRequest(offer.key[1], k, j))
             except NotReady:
-                self._refuse(offer, k, peer_id)
+                self._saved.refused(offer, k, peer_id)
                 continue
             except SwarmnetError as e:
                 log.debug("shard %d of stage %d from %s: %s", j, k, peer_id[-8:], e)
-                until = min(until, loop.time() + PATIENCE_S)
+                patience = patience.first(Deadline.after(loop.time(), PATIENCE_S))
                 backlog_s = e.backlog_s if isinstance(e, Busy) else 0.0
                 await asyncio.sleep(min(max(RETRY_S, backlog_s), PATIENCE_S))
                 continue
             values = reply.arrays[0] if len(reply.arrays) == 1 else None
-            if values is not None and _is_right(values, self.shard_sizes[k][j], digest):
+            if values is not None and _is_right(values, self.shard_sizes[k][j], offer.digest(k, j)):
                 return values
             log.debug("shard %d of stage %d from %s is wrong", j, k, peer_id[-8:])
-            self._refuse(offer, k, peer_id)
+            self._saved.refused(offer, k, peer_id)
         raise Stale("nobody gives it now")
 
     async def _call(self, peer_id: str, wanted: FetchRequest) -> Message[FetchReply]:
@@ -460,10 +331,6 @@ class SavedModelFetch:
         finally:
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)
-
-    def _refuse(self, offer: Offer, stage: int, peer_id: str) -> None:
-        offer.drop(stage, peer_id)
-        self._refused.add((peer_id, offer.key, stage))
 
 
 def _is_right(values: Array, size: int, digest: bytes) -> bool:

@@ -17,7 +17,8 @@ import torch
 
 from swarmnet.ports import Snapshot
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
-from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S, STRIDES
+from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S
+from swarmnet.protocol.saved_rounds import STRIDES
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec

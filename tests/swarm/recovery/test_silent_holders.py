@@ -20,17 +20,11 @@ from swarmnet.errors import Busy, UserError
 from swarmnet.ports import Saved, Snapshot
 from swarmnet.protocol.membership.records import ACTIVE, LEFT, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.saved_rounds import MAX_KEPT, OVERDUE_S, Key
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.recovery.saved_models import (
-    MAX_KEPT,
-    OVERDUE_S,
-    Key,
-    SavedModelFetch,
-    SavedModels,
-)
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.recovery.saved_models import SavedModelFetch, SavedModels, told
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import LOCAL_DELAY_S, MemoryHub
 from swarmnet.wire import Array, Message
@@ -105,7 +99,6 @@ class Run:
         self.network = SlowReplies()
         self.hub = MemoryHub(network=self.network)
         self.folder = folder
-        self.said: list[str] = []
         self.stores = [Rounds(k) for k in range(2)]
         self.holders = [self._gossip(f"holder-{k}", ACTIVE, k) for k in range(2)]
         self.saved = [
@@ -129,7 +122,7 @@ class Run:
         await self.holders[0].reconcile("holder-1")
         for round_index in range(1000):
             for store, saved in zip(self.stores, self.saved, strict=True):
-                store.keep(saved.kept_now())
+                store.keep(saved.kept.at(asyncio.get_running_loop().time()))
                 store.add(round_index)
                 await asyncio.sleep(0.5)
 
@@ -140,9 +133,7 @@ class Run:
         gossiping = asyncio.ensure_future(gossip.run())
         parts = DiskParts(self.folder / out, RUN)
         sizes = [[SIZE] * SHARDS] * 2
-        fetch = SavedModelFetch(
-            gossip.transport, gossip, sizes, Limits(), parts, InlineWorker(), self.said.append
-        )
+        fetch = SavedModelFetch(gossip.transport, gossip, sizes, parts, InlineWorker())
 
         def choose(keys: Sequence[Key], losses: Mapping[int, float]) -> Key | None:
             fitting = [key for key in keys if wanted in (None, key[1])]
@@ -179,13 +170,20 @@ def in_run(folder: Path, scenario: Callable[[Run], Awaitable[None]]) -> None:
     run_virtual(main())
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Lines for the person who fetches."""
+    return [r.message for r in caplog.records if r.name == told.name]
+
+
 def rounds_of_parts(folder: Path) -> set[str]:
     """Of the shards that have come."""
     return {path.parent.name for path in folder.glob(".out.part/*/[0-9]*")}
 
 
 @pytest.mark.parametrize("stall_s", [3.0, 34.0, 100.0])
-def test_one_that_is_silent_at_first_is_asked_again(tmp_path: Path, stall_s: float) -> None:
+def test_one_that_is_silent_at_first_is_asked_again(
+    tmp_path: Path, stall_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(run: Run) -> None:
         run.hub.freeze("holder-1")
         fetching = asyncio.ensure_future(run.fetch())
@@ -194,7 +192,7 @@ def test_one_that_is_silent_at_first_is_asked_again(tmp_path: Path, stall_s: flo
         run.hub.thaw("holder-1")
         async with asyncio.timeout(45.0):
             await fetching
-        assert len(run.said) <= 1 + stall_s / 30.0
+        assert len(said(caplog)) <= 1 + stall_s / 30.0
 
     in_run(tmp_path, scenario)
 
@@ -275,7 +273,9 @@ def test_fetches_that_have_ended_take_no_place_from_others(tmp_path: Path) -> No
     in_run(tmp_path, scenario)
 
 
-def test_a_word_to_keep_a_round_that_is_lost_is_said_again(tmp_path: Path) -> None:
+def test_a_word_to_keep_a_round_that_is_lost_is_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first ones, of a fetch that takes many times what rounds stay by themselves."""
 
     async def scenario(run: Run) -> None:
@@ -293,7 +293,7 @@ def test_a_word_to_keep_a_round_that_is_lost_is_said_again(tmp_path: Path) -> No
         async with asyncio.timeout(60.0):
             await run.fetch()
         assert len(heard) > 4
-        assert run.said == []
+        assert said(caplog) == []
 
     in_run(tmp_path, scenario)
 
