@@ -38,7 +38,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from swarmnet.protocol.membership.failure_detector import SILENCE_S, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record, Restorable
+from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 
 SETTLE_S = 3.0
@@ -50,6 +52,13 @@ where one peer is back first and the others, who learn of the run from it, have 
 data and build their stage (tests/protocol/test_recovery.py)."""
 RESTORE_PATIENCE_S = UPKEEP_S
 """Seconds to wait for peers that would make a round whole."""
+OLDER_AFTER_S = SILENCE_S + SUSPECT_S
+"""How long a running swarm must have had no replica of a stage before the stage goes on from an
+older round: as long as a dead peer may count as live."""
+LOAD_PATIENCE_S = 600.0
+"""How long a peer may take to load what it offers, before the others go on without it. It protects
+a run from a peer whose disk hangs (tests/protocol/test_recovery.py)."""
+MAX_CLOCK_ERROR_MS = 100 * 365 * 86_400_000
 MAX_LISTED = 8
 """Missing parts named in one line for users at most."""
 
@@ -64,6 +73,10 @@ class Candidate:
     """Stages whose parameters no peer has."""
     missing_shards: tuple[tuple[int, int], ...] = ()
     """(stage, shard) whose optimizer state no peer has, of the stages whose parameters exist."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.history, self.round)
 
     @property
     def is_whole(self) -> bool:
@@ -106,6 +119,13 @@ class Begin:
 class Look:
     """Before it decides, the peer looks for what is missing in the states on its machine that no
     peer uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A stage without replicas, in a run that lives, goes on from this checkpoint."""
+
+    saved: Restorable
 
 
 Decision = Wait | Restore | Begin | Look
@@ -166,7 +186,7 @@ def to_take_over(
     and the shards whose optimizer state it takes: what is missing in an offered round (`found`, the
     newest first), and with `newer` every round that is newer than those. The first that has a part
     gives it."""
-    offered = {(c.history, c.round): c for c in found}
+    offered = {c.key: c for c in found}
     newest = max(offered, default=(-1, -1))
     taken: dict[tuple[int, int], set[int]] = {}
     parts = []
@@ -229,7 +249,7 @@ class Settling:
         if not is_settled and now - self._began_at < RESTORE_PATIENCE_S:
             return Wait()
         newest = found[0]
-        if not newest.is_whole and self._must_look((newest.history, newest.round)):
+        if not newest.is_whole and self._must_look(newest.key):
             return Look()
         whole = next((c for c in found if c.is_whole), None)
         if whole is not None:
@@ -249,6 +269,116 @@ class Settling:
         return True
 
 
+class Loading:
+    """The wait until some peer has loaded each part of the round from which the run goes on."""
+
+    def __init__(self) -> None:
+        self._chosen: Candidate | None = None
+        self._since = Since()
+        self._given_up: dict[str, None] = {}
+
+    def choose(self, candidate: Candidate, now: float) -> bool:
+        """The run goes on from this round. True where that was another one before."""
+        if candidate == self._chosen:
+            return False
+        self._chosen = candidate
+        self._since.begin(now)
+        return True
+
+    def waited_for(self, live: Iterable[Record]) -> list[Record]:
+        """Live peers without those that took too long to load what they offer."""
+        return [r for r in live if r.peer_id not in self._given_up]
+
+    def may_open(self, live: Sequence[Record], num_stages: int, *, waits_for_all: bool) -> bool:
+        """Whether the chosen round may be opened. `waits_for_all`: no other peer has the steps of a
+        replica."""
+        assert self._chosen is not None
+        if waits_for_all and is_loading(self.waited_for(live), self._chosen):
+            return False
+        return is_covered(live, self._chosen, num_stages)
+
+    def pass_time(self, live: Iterable[Record], now: float) -> None:
+        """Gives up those that offer the chosen round and have not loaded it for too long."""
+        chosen = self._chosen
+        if chosen is None or self._since.s(now) <= LOAD_PATIENCE_S:
+            return
+        for record in live:
+            if any(_is_of(o, chosen) for o in offers(record)) and not is_loaded(record, chosen):
+                self._given_up[record.peer_id] = None
+
+
+class EmptyStage:
+    """How a stage without replicas goes on in a run that lives."""
+
+    def __init__(self) -> None:
+        self._has_looked = False
+        self._empty_since: Since | None = None
+
+    def decide(
+        self,
+        own: Sequence[Restorable],
+        members: Iterable[Record],
+        round_index: int,
+        now: float,
+    ) -> Look | Open | Wait | None:
+        """The decision now. None: from no checkpoint, as far as is known. `own`: the checkpoints of
+        this peer. `members`: of the stage, this peer included. `round_index`: that of the run. An
+        older checkpoint than of that very round is opened only after a while: a dead replica may
+        count as live for as long."""
+        if not self._has_looked:
+            self._has_looked = True
+            return Look()
+        best = for_running(own, round_index)
+        if best is not None and best.round == round_index:
+            return Open(best)
+        others = [for_running(offers(m), round_index) for m in members]
+        theirs = max(((o.round, o.history) for o in others if o), default=None)
+        if theirs is None:
+            self._empty_since = None
+            return None
+        if self._empty_since is None:
+            self._empty_since = Since(now)
+        is_mine = best is not None and (best.round, best.history) >= theirs
+        if best is not None and is_mine and self._empty_since.is_older(now, OLDER_AFTER_S):
+            return Open(best)
+        return None if self._empty_since.is_older(now, RESTORE_PATIENCE_S) else Wait()
+
+
+def stage_of(own: Iterable[Restorable], served: Sequence[tuple[bool, bool]]) -> int | None:
+    """The stage that a peer with these checkpoints should serve again, if any: that of the newest,
+    unless it is served and another is not. `served`: of each stage, whether it has replicas, and
+    whether it has members at all."""
+    newest = max(own, key=lambda o: (o.history, o.round), default=None)
+    if newest is None or newest.stage >= len(served):
+        return None
+    has_replicas, _ = served[newest.stage]
+    is_another_empty = not all(has_members for _, has_members in served)
+    return None if is_another_empty and has_replicas else newest.stage
+
+
+def history_of(live: Iterable[Record], own: int) -> int:
+    """The history of the run as it goes on now, by what the active replicas say. `own`: this
+    peer's."""
+    return max([own, *(r.history for r in live if r.state == ACTIVE)])
+
+
+def new_history(records: Sequence[Record], incarnation: int) -> int:
+    """The number of a history that begins, above all that are known. `incarnation`: of this
+    peer."""
+    known = [r.history for r in records]
+    known += [o.history for r in records for o in r.restorable]
+    # A clock may be wrong by years; what is beyond that would leave no number above it.
+    known = [h for h in known if h < incarnation + MAX_CLOCK_ERROR_MS]
+    return max(incarnation, 1 + max(known, default=0))
+
+
+def left_behind(own: Iterable[Restorable], history: int, round_index: int) -> int | None:
+    """The latest round of this peer's checkpoints that is not part of the run any more, which goes
+    on in this history and round."""
+    lost = [o.round for o in own if o.history < history and o.round > round_index]
+    return max(lost, default=None)
+
+
 def for_running(own: Iterable[Restorable], round_index: int) -> Restorable | None:
     """The best checkpoint for a stage without replicas in a run that is in `round_index`: the one
     of that very round, else the newest one before it. Later rounds are of another history."""
@@ -257,7 +387,7 @@ def for_running(own: Iterable[Restorable], round_index: int) -> Restorable | Non
 
 
 def _is_of(offer: Restorable, candidate: Candidate) -> bool:
-    return (offer.history, offer.round) == (candidate.history, candidate.round)
+    return (offer.history, offer.round) == candidate.key
 
 
 def _candidate(

@@ -9,19 +9,29 @@ import pytest
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
 from swarmnet.protocol.recovery import (
+    LOAD_PATIENCE_S,
+    MAX_CLOCK_ERROR_MS,
+    OLDER_AFTER_S,
     OLDER_S,
     RESTORE_PATIENCE_S,
     SETTLE_S,
     Begin,
+    EmptyStage,
+    Loading,
     Look,
+    Open,
     Restore,
     Settling,
     Wait,
     candidates,
     for_running,
+    history_of,
     is_covered,
     is_loading,
     is_running,
+    left_behind,
+    new_history,
+    stage_of,
     to_take_over,
 )
 from swarmnet.wire import pack, unpack
@@ -237,3 +247,90 @@ def test_parameters_are_taken_over_where_the_stage_has_none() -> None:
     both = [offer(20, 0, [0]), offer(10, 0, [0])]
     assert to_take_over(both, [], 0, newer=True) == [(0, [0]), (1, [0])]
     assert to_take_over(both, [], 0, newer=False) == []
+
+
+def test_a_round_that_another_peer_loads_is_waited_for_as_long_as_that_may_take() -> None:
+    a, b = joiner("a", 0, offer(20, 0)), joiner("b", 0, offer(20, 0))
+    (chosen,) = candidates([a, b], 1)
+    live, loading = [loaded(a, 20), b], Loading()
+    assert loading.choose(chosen, 0.0)
+    assert not loading.choose(chosen, 1.0)
+    assert loading.may_open(live, 1, waits_for_all=False), "all that was chosen is loaded"
+    assert not loading.may_open(live, 1, waits_for_all=True), "the steps of b are nowhere else"
+    loading.pass_time(live, LOAD_PATIENCE_S)
+    assert loading.waited_for(live) == live
+    loading.pass_time(live, LOAD_PATIENCE_S + 1.0)
+    assert loading.waited_for(live) == live[:1]
+    assert loading.may_open(live, 1, waits_for_all=True)
+
+
+def test_another_round_gets_the_whole_time_again() -> None:
+    a = joiner("a", 0, offer(10, 0), offer(20, 0))
+    newer, older = candidates([a], 1)
+    loading = Loading()
+    loading.pass_time([a], 2 * LOAD_PATIENCE_S)
+    loading.choose(newer, 0.0)
+    assert loading.choose(older, LOAD_PATIENCE_S)
+    loading.pass_time([a], 2 * LOAD_PATIENCE_S)
+    assert loading.waited_for([a]) == [a]
+
+
+def test_an_empty_stage_goes_on_from_the_very_round_at_once_and_from_an_older_one_later() -> None:
+    own = [offer(10, 0), offer(20, 0)]
+    members = [joiner("a", 0, *own)]
+    stage = EmptyStage()
+    assert stage.decide(own, members, 20, 0.0) == Look(), "at the machine, first"
+    assert stage.decide(own, members, 20, 0.0) == Open(own[1])
+    assert stage.decide(own, members, 25, 1.0) == Wait()
+    assert stage.decide(own, members, 25, 0.5 + OLDER_AFTER_S) == Wait()
+    assert stage.decide(own, members, 25, 1.0 + OLDER_AFTER_S) == Open(own[1])
+
+
+def test_whoever_has_the_newest_checkpoint_of_an_empty_stage_opens_it() -> None:
+    own, theirs = [offer(10, 0)], offer(20, 0)
+    members = [joiner("a", 0, *own), joiner("b", 0, theirs)]
+    stage = EmptyStage()
+    stage.decide(own, members, 25, 0.0)
+    assert stage.decide(own, members, 25, 0.0) == Wait()
+    assert stage.decide(own, members, 25, OLDER_AFTER_S) == Wait()
+    assert stage.decide(own, members, 25, RESTORE_PATIENCE_S) is None
+    assert stage.decide(own, members[:1], 25, RESTORE_PATIENCE_S) == Open(own[0])
+
+
+def test_an_empty_stage_of_which_nothing_is_saved_is_not_waited_for() -> None:
+    stage, nobody = EmptyStage(), [joiner("a", 0)]
+    stage.decide([], nobody, 5, 0.0)
+    assert stage.decide([], nobody, 5, 0.0) is None
+    own = [offer(3, 0)]  # it comes later, and gets the whole time from then on
+    assert stage.decide(own, [joiner("a", 0, *own)], 5, OLDER_AFTER_S) == Wait()
+
+
+def test_a_peer_serves_its_last_stage_again_unless_another_is_empty() -> None:
+    own = [offer(10, 1), offer(20, 0)]
+    whole, joined, empty = (True, True), (False, True), (False, False)
+    assert stage_of(own, [whole, whole]) == 0
+    assert stage_of(own, [empty, empty]) == 0
+    assert stage_of(own, [whole, empty]) is None
+    assert stage_of(own, [joined, empty]) == 0
+    assert stage_of([], [whole, whole]) is None
+    assert stage_of([offer(20, 5)], [whole, whole]) is None
+
+
+def test_the_history_is_that_of_the_active_and_a_new_one_is_above_all() -> None:
+    records = [
+        Record("a", "run", 1, 1, state=ACTIVE, history=7),
+        replace(joiner("b", 0, offer(10, 0, history=9)), history=8),
+    ]
+    assert history_of(records, 3) == 7
+    assert history_of(records, 12) == 12
+    assert new_history(records, 5) == 10
+    assert new_history(records, 50) == 50
+    wrong = replace(records[0], history=MAX_CLOCK_ERROR_MS + 5)
+    assert new_history([wrong], 5) == 5
+
+
+def test_what_this_machine_has_beyond_the_run_is_left_behind() -> None:
+    own = [offer(10, 0, history=1), offer(20, 0, history=1), offer(30, 0, history=2)]
+    assert left_behind(own, 2, 5) == 20
+    assert left_behind(own, 2, 20) is None
+    assert left_behind(own, 1, 5) is None

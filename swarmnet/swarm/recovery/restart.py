@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.ports import Saved, Snapshot, Unused
 from swarmnet.protocol import recovery
-from swarmnet.protocol.membership.failure_detector import SILENCE_S, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import GOSSIP
@@ -28,14 +27,6 @@ from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
 
 log = logging.getLogger("swarmnet.recovery")
-
-OLDER_AFTER_S = SILENCE_S + SUSPECT_S
-"""How long a running swarm must have had no replica of a stage before the stage goes on from an
-older round: as long as a dead peer may count as live."""
-LOAD_PATIENCE_S = 600.0
-"""How long a peer may take to load what it offers, before the others go on without it. It protects
-a run from a peer whose disk hangs (tests/swarm/recovery/test_recovery.py)."""
-MAX_CLOCK_ERROR_MS = 100 * 365 * 86_400_000
 
 
 @dataclass
@@ -55,16 +46,10 @@ class Recovery:
     def __post_init__(self) -> None:
         self.restored: tuple[int, int] | None = None
         """(history, round) of the checkpoint that this peer has loaded."""
-        self._settling = self._new_settling(begin_anew=self.begin_anew)
+        self._wait_anew(begin_anew=self.begin_anew)
         self._damaged = bool(self.disk and self.disk.unreadable)
         """Something was saved here, and cannot be used."""
         self._offers = [_offer(s) for s in (self.disk.found if self.disk else ())][-MAX_RESTORABLE:]
-        self._chosen: recovery.Candidate | None = None
-        self._chosen_at = 0.0
-        self._given_up: dict[str, None] = {}
-        self._empty_since: float | None = None
-        self._looked_running = False
-        """At what lies unused on this machine, for a stage without replicas in a run that lives."""
         self._back: dict[int, str] = {}
         """By stage, a line that says how what is missing comes back, where it is on this machine
         and nobody has taken it over."""
@@ -85,14 +70,10 @@ class Recovery:
     def old_stage(self) -> int | None:
         """The stage that this peer should serve again, if any: its last one, unless that one is
         served and another is not."""
-        if not self._offers:
-            return None
-        old = max(self._offers, key=lambda o: (o.history, o.round)).stage
         now, view = asyncio.get_running_loop().time(), self.gossip.view
-        uncovered = any(not view.members(k, now) for k in range(self.num_stages))
-        if old >= self.num_stages or (uncovered and view.replicas(old, now)):
-            return None
-        return old
+        stages = range(self.num_stages)
+        served = [(bool(view.replicas(k, now)), bool(view.members(k, now))) for k in stages]
+        return recovery.stage_of(self._offers, served)
 
     def found(self, saved: Sequence[Saved]) -> None:
         """What is on the disk now: the peer is about to join once more."""
@@ -110,30 +91,26 @@ class Recovery:
     def _wait_anew(self, *, begin_anew: bool) -> None:
         """What was waited for is over: the next time, in another stage or much later, others get
         the whole time again."""
-        self._chosen = self._empty_since = None
-        self._given_up.clear()
-        self._looked_running = False
-        self._settling = self._new_settling(begin_anew=begin_anew)
-
-    def _new_settling(self, *, begin_anew: bool) -> recovery.Settling:
         disk = self.disk
         looks_first = disk is not None and disk.is_any
-        return recovery.Settling(
+        self._settling = recovery.Settling(
             begin_anew=begin_anew, looks=disk is not None, looks_first=looks_first
         )
+        self._loading = recovery.Loading()
+        self._empty_stage = recovery.EmptyStage()
 
     def opened(self, round_index: int, history: int) -> None:
         """The replica has become active in this round. What this machine has of later ones is not
         part of the run any more, and its owner hears of it."""
-        lost = [o.round for o in self._offers if o.history < history and o.round > round_index]
-        if lost and not self._told_ahead:
+        lost = recovery.left_behind(self._offers, history, round_index)
+        if lost is not None and not self._told_ahead:
             log.warning(
                 "the run is in round %d, and this machine has a checkpoint of round %d that is not "
                 "part of it any more; it stays on the disk until the run is as far: "
                 "swarmnet export --round %d writes that model",
                 round_index,
-                max(lost),
-                max(lost),
+                lost,
+                lost,
             )
         self._told_ahead = True
 
@@ -155,19 +132,12 @@ class Recovery:
 
     def history(self) -> int:
         """Of the run as it goes on now, by what the active replicas say."""
-        now = asyncio.get_running_loop().time()
-        active = [r.history for r in self.gossip.view.live(now) if r.state == ACTIVE]
-        return max([self.gossip.own.history, *active])
+        live = self.gossip.view.live(asyncio.get_running_loop().time())
+        return recovery.history_of(live, self.gossip.own.history)
 
     def new_history(self) -> int:
         """For a run that begins, or goes on from a checkpoint; above all that is known."""
-        records = self.gossip.view.records()
-        known = [r.history for r in records]
-        known += [o.history for r in records for o in r.restorable]
-        own = self.gossip.own.incarnation
-        # A clock may be wrong by years; what is beyond that would leave no number above it.
-        known = [h for h in known if h < own + MAX_CLOCK_ERROR_MS]
-        return max(own, 1 + max(known, default=0))
+        return recovery.new_history(self.gossip.view.records(), self.gossip.own.incarnation)
 
     # ---- going on ---------------------------------------------------------------------------
 
@@ -176,7 +146,7 @@ class Recovery:
         (`replica.synced`), or there is something to wait for and it has waited a moment. False:
         there is nothing to go on from."""
         now = asyncio.get_running_loop().time()
-        live = [r for r in self.gossip.view.live(now) if r.peer_id not in self._given_up]
+        live = self._loading.waited_for(self.gossip.view.live(now))
         if recovery.is_running(live):
             return await self._attend_running(replica, averaging, now)
         decision = self._settling.decide(live, self.num_stages, now)
@@ -207,11 +177,9 @@ class Recovery:
     ) -> None:
         """No replica is active: loads the chosen round, and opens it when the others have it
         too."""
-        if self._chosen != candidate:
-            self._chosen = candidate
-            self._chosen_at = now
+        if self._loading.choose(candidate, now):
             self.notice.put_off(now)
-        key = (candidate.history, candidate.round)
+        key = candidate.key
         ours = self.offers(replica.index)
         mine = next((o for o in ours if (o.history, o.round) == key), None)
         if mine is not None and self.restored != key:
@@ -224,58 +192,44 @@ class Recovery:
                 urgent=True,
             )
         live = self.gossip.view.live(now)
-        others = [r for r in live if r.peer_id not in self._given_up]
-        waits = replica.local is not None and recovery.is_loading(others, candidate)
-        is_covered = recovery.is_covered(live, candidate, self.num_stages)
-        if mine is not None and is_covered and not waits:
+        waits_for_all = replica.local is not None
+        if mine is not None and self._loading.may_open(
+            live, self.num_stages, waits_for_all=waits_for_all
+        ):
             log.warning("stage %d: the run goes on from round %d", replica.index, candidate.round)
             self.gossip.update(history=self.new_history())
             await replica.transitions.open_round(candidate.round, is_whole=True)
             return
-        if now - self._chosen_at > LOAD_PATIENCE_S:
-            slow = [
-                r.peer_id
-                for r in live
-                if any((o.history, o.round) == key for o in recovery.offers(r))
-                and not recovery.is_loaded(r, candidate)
-            ]
-            self._given_up.update(dict.fromkeys(slow))
+        self._loading.pass_time(live, now)
         self.notice.say(f"others are still loading round {candidate.round}", now)
         await self.gossip.changed.wait(LOOK_AGAIN_S)
 
     async def _attend_running(self, replica: Replica, averaging: Averaging, now: float) -> bool:
         """The run lives, but this stage has no replica."""
-        r = progress.newest_round(self.gossip.view, now)
-        if not self._looked_running:
-            self._looked_running = True
-            await self._take_over(replica.index, self.gossip.view.members(replica.index, now))
-        best = recovery.for_running(self.offers(replica.index), r)
-        if best is not None and best.round == r:
-            await self._open(best, r, replica, averaging)
-            return True
-        members = self.gossip.view.members(replica.index, now)
-        others = [recovery.for_running(recovery.offers(m), r) for m in members]
-        theirs = max(((o.round, o.history) for o in others if o), default=None)
-        if theirs is None:
-            self._empty_since = None
-            return False
-        if self._empty_since is None:
-            self._empty_since = now
-        is_mine = best is not None and (best.round, best.history) >= theirs
-        waited_s = now - self._empty_since
-        if best is not None and is_mine and waited_s >= OLDER_AFTER_S:
-            log.warning(
-                "stage %d had no replica left: it goes on from its checkpoint of round %d",
-                replica.index,
-                best.round,
-            )
-            self.gossip.add_total("stage_restarted")
-            await self._open(best, r, replica, averaging)
-            return True
-        if waited_s >= recovery.RESTORE_PATIENCE_S:
-            return False
-        await self.gossip.changed.wait(LOOK_AGAIN_S)
-        return True
+        view, stage = self.gossip.view, replica.index
+        r = progress.newest_round(view, now)
+        while isinstance(
+            decision := self._empty_stage.decide(
+                self.offers(stage), view.members(stage, now), r, now
+            ),
+            recovery.Look,
+        ):
+            await self._take_over(stage, view.members(stage, now))
+        match decision:
+            case recovery.Open(saved):
+                if saved.round < r:
+                    log.warning(
+                        "stage %d had no replica left: it goes on from its checkpoint of round %d",
+                        stage,
+                        saved.round,
+                    )
+                    self.gossip.add_total("stage_restarted")
+                await self._open(saved, r, replica, averaging)
+                return True
+            case recovery.Wait():
+                await self.gossip.changed.wait(LOOK_AGAIN_S)
+                return True
+        return False
 
     async def _take_over(self, stage: int, live: Sequence[Record]) -> None:
         """What of this stage is missing and lies on this machine in states that no peer uses counts
@@ -324,10 +278,7 @@ class Recovery:
         address = next(iter(self.gossip.transport.addresses()), "ADDRESS")
         found: dict[int, str] = {}
         for one in unused:
-            is_of_round = (one.saved.history, one.saved.round) == (
-                candidate.history,
-                candidate.round,
-            )
+            is_of_round = (one.saved.history, one.saved.round) == candidate.key
             if is_of_round and one.saved.stage in missing:
                 found.setdefault(
                     one.saved.stage,
@@ -430,7 +381,7 @@ def _put(snapshot: Snapshot, replica: Replica, work: ShardWork) -> None:
     if local is not None:
         for j, own in enumerate(snapshot.own_steps):
             replica.stage.stage_parameters(j, own.parameters)
-        local.tokens = [own.tokens for own in snapshot.own_steps]
+            local.tokens[j] = own.tokens
 
 
 def _is_same(replica: Replica, before: int, now: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import UPKEEP_S
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 
@@ -25,11 +26,12 @@ class WaitingNotice:
     def __init__(self, reconnecting: Reconnecting | None) -> None:
         """`reconnecting` looks for peers that were met before, which may have what is missing."""
         self._reconnecting = reconnecting
-        self._said_at = self._said_endless_at = float("-inf")
+        self._said = Since()
+        self._said_endless = Since()
 
     def put_off(self, now: float) -> None:
         """There is nothing to say as long as the wait is short."""
-        self._said_at = now
+        self._said.begin(now)
 
     def say(self, reason: str, now: float, *, is_endless: bool = False) -> None:
         """`is_endless`: only a person can end the wait. Nothing is said of that while peers are
@@ -37,10 +39,9 @@ class WaitingNotice:
         missing = self._reconnecting
         if is_endless and missing is not None and missing.is_looking():
             reason, is_endless = f"{reason}; looking for peers that were met before", False
-        if is_endless and now - self._said_endless_at >= SAY_ENDLESS_EVERY_S:
-            self._said_endless_at = now
-            unreached = missing.describe() if missing is not None else ""
-            log.warning("waiting: %s", "; ".join(filter(None, (reason, unreached, WAY_OUT))))
-        elif reason and not is_endless and now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
+        if is_endless:
+            if self._said_endless.is_due(now, SAY_ENDLESS_EVERY_S):
+                unreached = missing.describe() if missing is not None else ""
+                log.warning("waiting: %s", "; ".join(filter(None, (reason, unreached, WAY_OUT))))
+        elif reason and self._said.is_due(now, SAY_EVERY_S):
             log.warning("waiting: %s", reason)
