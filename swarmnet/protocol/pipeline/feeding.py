@@ -1,9 +1,13 @@
-"""The number of microbatches that a feeder keeps in flight."""
+"""How many microbatches a feeder keeps in flight, and when it rests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
+
+from swarmnet.protocol.backoff import LONGEST_PAUSE_S
+from swarmnet.protocol.moments import Deadline
 
 IN_FLIGHT_PER_REPLICA = 2.5
 """Microbatches in flight for each replica of a small swarm: one that it works on, one on its way,
@@ -22,6 +26,10 @@ in which a round is fed, its last microbatches are returning. Then the exchange 
 end before the next round is fed; otherwise all peers wait for it."""
 FASTEST = 10.0
 """A feeder's rate counts up to this multiple of the median rate."""
+MAX_REFUSED = 8
+"""Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
+and rests."""
+REST_S = LONGEST_PAUSE_S
 
 
 def part_of_feeder(own_rate: float, rates: Sequence[float]) -> float:
@@ -66,3 +74,31 @@ def send_window_room(most: int, num_waiting: int, *, queued_bytes: int, sent_byt
     if queued_bytes > most * sent_bytes:
         return 0
     return max(0, most - num_waiting)
+
+
+@dataclass(slots=True)
+class Rest:
+    """When a feeder takes its data for unusable, and tries it again."""
+
+    num_refused: int = 0
+    """Its newest microbatches that were refused, one after the other."""
+    _end: Deadline | None = None
+
+    def accepted(self) -> None:
+        """A microbatch was not refused."""
+        self.num_refused = 0
+
+    def refused(self, now: float, *, feeds: bool) -> bool:
+        """A microbatch was: whether a rest begins. `feeds`: none has begun already."""
+        self.num_refused += 1
+        if self.num_refused < MAX_REFUSED or not feeds:
+            return False
+        self._end = Deadline.after(now, REST_S)
+        return True
+
+    def ends(self, now: float) -> bool:
+        """Whether a rest is over, which is said once."""
+        if self._end is None or not self._end.is_over(now):
+            return False
+        self.num_refused, self._end = 0, None
+        return True

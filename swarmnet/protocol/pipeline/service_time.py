@@ -1,7 +1,9 @@
-"""The device time of a microbatch, estimated from pieces of work of unequal length."""
+"""How long a microbatch takes: on the device, estimated from pieces of work of unequal length, and
+from its coming to its reply."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarmnet.protocol.timing import SMOOTHING
@@ -42,3 +44,22 @@ class ServiceTime:
         self._mean += weight * (seconds / part - self._mean)
         if self._pieces >= MIN_PIECES:
             self.seconds = self._mean
+
+
+@dataclass(slots=True)
+class PassageTime:
+    """Seconds that a microbatch is inside a replica, with its way through the stages after it."""
+
+    _usual_s: float = 0.0
+    """Moving average; 0 while unknown."""
+
+    def add(self, began_at: float, now: float) -> None:
+        """One that came then has returned now."""
+        took_s = now - began_at
+        usual_s = self._usual_s or took_s
+        self._usual_s = usual_s + SMOOTHING * (took_s - usual_s)
+
+    def longest_s(self, inside: Iterable[float], now: float) -> float:
+        """The usual one, or so far that of the oldest which is inside where that is more; `inside`:
+        when those came."""
+        return max(self._usual_s, now - min(inside, default=now))

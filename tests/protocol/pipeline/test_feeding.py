@@ -10,7 +10,10 @@ from swarmnet.protocol.pipeline.feeding import (
     FASTEST,
     IN_FLIGHT_OF_MANY,
     IN_FLIGHT_UNASKED,
+    MAX_REFUSED,
     MOST_OF_A_ROUND,
+    REST_S,
+    Rest,
     part_of_feeder,
     send_window_room,
     slow_start,
@@ -88,3 +91,18 @@ def test_a_full_device_or_uplink_gets_no_more() -> None:
     assert send_window_room(6, 9, queued_bytes=0, sent_bytes=100) == 0
     assert send_window_room(6, 0, queued_bytes=601, sent_bytes=100) == 0
     assert send_window_room(6, 0, queued_bytes=600, sent_bytes=100) == 6
+
+
+def test_a_feeder_whose_data_is_refused_rests_and_tries_it_again() -> None:
+    rest = Rest()
+    assert not any(rest.refused(1.0, feeds=True) for _ in range(MAX_REFUSED - 1))
+    rest.accepted()
+    assert not any(rest.refused(2.0, feeds=True) for _ in range(MAX_REFUSED - 1))
+    assert not rest.ends(1e9), "none has begun"
+    assert rest.refused(3.0, feeds=True)
+    assert rest.num_refused == MAX_REFUSED
+    assert not rest.refused(4.0, feeds=False), "it rests already"
+    assert not rest.ends(2.9 + REST_S)
+    assert rest.ends(3.0 + REST_S)
+    assert not rest.ends(4.0 + REST_S), "said once"
+    assert rest.num_refused == 0

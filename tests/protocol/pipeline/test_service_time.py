@@ -6,7 +6,12 @@ import random
 
 import pytest
 
-from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART, ServiceTime
+from swarmnet.protocol.pipeline.service_time import (
+    BACKWARD_PART,
+    FORWARD_PART,
+    PassageTime,
+    ServiceTime,
+)
 
 
 def test_unknown_until_a_few_pieces_are_done() -> None:
@@ -58,3 +63,13 @@ def test_a_clock_that_went_back_is_not_believed() -> None:
     for seconds in (1.0, 1.0, -50.0, 1.0):
         service.add(seconds, 1.0)
     assert service.seconds == pytest.approx(1.0)
+
+
+def test_a_passage_takes_what_it_usually_does_or_what_the_oldest_inside_has() -> None:
+    passage = PassageTime()
+    assert passage.longest_s([], 50.0) == 0.0
+    passage.add(10.0, 14.0)
+    assert passage.longest_s([], 50.0) == 4.0
+    passage.add(20.0, 34.0)
+    assert passage.longest_s([49.0, 48.0], 50.0) == pytest.approx(5.0)
+    assert passage.longest_s([49.0, 40.0], 50.0) == 10.0
