@@ -58,7 +58,7 @@ def compose(
             f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
         )
     now_unix_s = time.time()
-    peer = Peer(
+    return Peer(
         transport=transport,
         signer=KeySigner(key),
         identity=Identity(
@@ -78,13 +78,8 @@ def compose(
         feeds=options.feed,
         begin_anew=options.begin_anew,
         resource_limits=resource_limits or ResourceLimits(),
+        journal=CountedMicrobatches(options.state_dir / COUNTED_FILE, spec.run_id),
     )
-    if peer.feeder is not None:
-        counted = CountedMicrobatches(
-            options.state_dir / COUNTED_FILE, spec.run_id, lambda: peer.gossip.own.history
-        )
-        peer.feeder.on_commit, peer.on_history = counted, counted.renamed
-    return peer
 
 
 def _max_shards(spec: RunSpec, options: PeerOptions) -> int:

@@ -17,7 +17,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,19 @@ COUNTED_FILE = "microbatches.jsonl"
 
 
 class CountedMicrobatches:
-    """Appends to one peer's file."""
+    """A `feeder.Journal` that appends to one peer's file."""
 
-    def __init__(self, path: Path, run_id: str, history: Callable[[], int]) -> None:
-        """`history()`: of the run as it goes on now."""
+    def __init__(self, path: Path, run_id: str) -> None:
         self._path = path
         self._run_id = run_id
-        self._history = history
         self._trouble = Trouble()
 
-    def __call__(self, round_index: int, slot: int) -> None:
+    def slot_counted(self, history: int, round_index: int, slot: int) -> None:
         """A slot counts."""
-        self._append({"history": self._history(), "round": round_index, "slots": [slot]})
+        self._append({"history": history, "round": round_index, "slots": [slot]})
+
+    def round_counted(self, round_index: int, paths: Mapping[int, tuple[str, ...]]) -> None:
+        """Its slots are on record already."""
 
     def renamed(self, old: int, new: int) -> None:
         """The run's history has another name now."""

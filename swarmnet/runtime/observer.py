@@ -27,8 +27,8 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.files import fetch_file
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.infer import infer_through
-from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
@@ -50,7 +50,7 @@ class Observer:
         self.view = gossip.view
         self.transport = transport
         self._tasks = Tasks("observer")
-        self._wiring = Wiring(
+        self._dispatcher = Dispatcher(
             transport,
             gossip,
             Limits(),
@@ -142,7 +142,9 @@ class Observer:
         for _ in range(num_tokens):
             window = tokens[-self.spec.sequence_length :]
             inputs = Array("int32", (1, len(window)), _int32(window))
-            reply = await infer_through(self._wiring, InferRequest(stage=0, mode=LOGITS), (inputs,))
+            reply = await infer_through(
+                self._dispatcher, InferRequest(stage=0, mode=LOGITS), (inputs,)
+            )
             token = sample_token(reply.arrays[0], rng, codec.num_tokens)
             if token in ends or loop.time() >= until:
                 break

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from swarmnet.errors import UserError
-from swarmnet.swarm.pipeline.wiring import LONGEST_CALL_S
+from swarmnet.protocol.pipeline.dispatching import LONGEST_CALL_S
 from swarmnet.training.device import Piece
 
 STUCK_S = LONGEST_CALL_S

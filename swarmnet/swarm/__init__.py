@@ -1,6 +1,6 @@
 """The asyncio code of a peer, without torch: membership, microbatches, updates, recovery.
 
-What happens when a peer dies: `membership.liveness` notices it, `pipeline.wiring` sends
+What happens when a peer dies: `membership.liveness` notices it, `pipeline.dispatcher` sends
 its microbatches to another replica, `update.rounds` retracts those of a dead feeder,
 `update.averaging` goes on with the backup of a dead primary, `update.ownership` copies the
 optimizer state that has lost an owner, `recovery.lost_samples` tells what was lost, and

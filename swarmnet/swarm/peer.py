@@ -52,15 +52,15 @@ from swarmnet.swarm.membership.own_record import Signer
 from swarmnet.swarm.membership.pace import GossipSettings
 from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.membership.reconnecting import Reconnecting
-from swarmnet.swarm.pipeline.fed_rounds import OnRound
-from swarmnet.swarm.pipeline.feeder import Feeder
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher
+from swarmnet.swarm.pipeline.feeder import Feeder, Journal, NoJournal
 from swarmnet.swarm.pipeline.infer import InferService
-from swarmnet.swarm.pipeline.step import StepService
-from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.pipeline.step import Contested, StepService
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.recovery.saved_models import SavedModels
 from swarmnet.swarm.replica.replica import Replica
+from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
@@ -111,10 +111,9 @@ class Peer:
     admission: Admission = OPEN
     assigner: assignment.Assigner | None = None
     """None: `assignment.Adaptive`, with the run's replication."""
-    on_round: OnRound = lambda round_index, ids: None
+    journal: Journal = field(default_factory=NoJournal)
+    """Of what this peer feeds."""
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
-    on_history: Callable[[int, int], None] = lambda old, new: None
-    """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
     on_loss: Callable[[Loss], None] = lambda loss: None
     """Hears of the books that this peer closes for its stage (see
     `protocol.update.lost_samples`)."""
@@ -177,7 +176,8 @@ class Peer:
 
     def _build_pipeline(self) -> None:
         """The way of microbatches."""
-        self.wiring = Wiring(
+        self._here = Serving()
+        self.dispatcher = Dispatcher(
             self.transport,
             self.gossip,
             self.limits,
@@ -189,16 +189,14 @@ class Peer:
         self.steps = StepService(
             self.transport,
             self.gossip,
-            self.wiring,
+            self.dispatcher,
             self.limits,
-            lambda: self.replica,
+            self._here,
             self.resource_limits,
-            on_taken=self._taken,
-            on_measured=self._measured,
         )
-        self.inference = InferService(self.wiring, self.limits, self.steps.serving)
+        self.inference = InferService(self.dispatcher, self.limits, self._here)
         self.generation = GenerateService(
-            self.transport, self.steps.serving, self.resource_limits, self.machine.free_bytes
+            self.transport, self._here, self.resource_limits, self.machine.free_bytes
         )
         data: Data | None = self.machine.data
         self._sharing = None
@@ -211,12 +209,12 @@ class Peer:
             Feeder(
                 self.transport,
                 self.gossip,
-                self.wiring,
+                self.dispatcher,
                 self.steps,
                 self.settings,
                 self.limits,
                 data,
-                self.on_round,
+                self.journal,
             )
             if data is not None and self.feeds
             else None
@@ -312,6 +310,7 @@ class Peer:
         gossiping = self._tasks.start(self.gossip.run())
         living = self._tasks.start(self._live(neighbours))
         self._tasks.start(self.generation.run())
+        self._tasks.start(self._hear_steps())
         stopping = self._tasks.start(self._stopping.wait())
         if self.gossip.own.peer_id == machine_of(self.gossip.own.peer_id):  # once a machine
             self._tasks.start(self.reconnecting.run())
@@ -360,6 +359,7 @@ class Peer:
         except (UserError, MemoryError) as e:
             self._stand_by.not_built(e)
             return None
+        self._here.begin(served.replica)
         self._stand_by.served()
         target = await self._until_moved(served)
         if self._stopping.is_set():  # `_leave` goes on with this replica, and ends this task
@@ -376,6 +376,7 @@ class Peer:
         if self._served is not None:
             self._served.let_go()
         self._served = None
+        self._here.end()
         self.generation.forget()
 
     async def _built(self, stage_index: int) -> ServedStage:
@@ -434,7 +435,8 @@ class Peer:
                     case Loss():
                         self.on_loss(event)
                     case Renamed(before, after):
-                        self.on_history(before, after)
+                        if self.feeder is not None:
+                            self.journal.renamed(before, after)
 
     def _go_to(self, target: int, replica: Replica) -> None:
         """Tells that this peer goes to another stage."""
@@ -481,14 +483,15 @@ class Peer:
         self.gossip.pushes.now()
         await asyncio.sleep(self.gossip_settings.push_delay_s)
 
-    def _taken(self, round_index: int) -> None:
-        """Two feeders have flights of one slot here."""
-        if self._served is not None:
-            self._served.rounds.settle_early(round_index)
-
-    def _measured(self, replica: Replica) -> None:
-        if replica is self.replica and self.gossip.own.state == ACTIVE:
-            self._openings.announce_rate(replica)
+    async def _hear_steps(self) -> None:
+        """Does what its microbatches ask for."""
+        while True:
+            event = await self.steps.events.get()
+            if isinstance(event, Contested):
+                if self._served is not None:
+                    self._served.rounds.settle_early(event.round)
+            elif event.replica is self.replica and self.gossip.own.state == ACTIVE:
+                self._openings.announce_rate(event.replica)
 
     async def _on_spec(self, request: Request[None]) -> Message[SpecReply]:
         """For newcomers that know only an address. One that is in a run already starts that one,

@@ -98,7 +98,7 @@ class Limits:
     """How long a call from a coming round may wait for it to begin."""
     patience_s: float = 1.0
     """A feeder launches beyond its quota when the others have been quiet for this long. It protects
-    from flights of one slot from two feeders (tests/swarm/pipeline/test_launch_rules.py)."""
+    from flights of one slot from two feeders (tests/protocol/pipeline/test_launching.py)."""
     reduce_wait_s: float = BULK_S
     """Longest wait of a primary for contributions, where no known uplink needs longer and no round
     runs beside."""

@@ -14,10 +14,10 @@ from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_cou
 
 
 def feed(path: Path, history: int, rounds: dict[int, list[int]], run_id: str = "run") -> None:
-    counted = CountedMicrobatches(path, run_id, lambda: history)
+    counted = CountedMicrobatches(path, run_id)
     for r, slots in rounds.items():
         for slot in slots:
-            counted(r, slot)
+            counted.slot_counted(history, r, slot)
 
 
 def test_the_files_of_all_feeders_are_one_record(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_run_that_went_on_from_an_older_round_voids_what_it_makes_again(tmp_pa
 
 def test_a_history_that_was_named_twice_is_one(tmp_path: Path) -> None:
     feed(tmp_path / "a", 1, {0: [1]})
-    CountedMicrobatches(tmp_path / "a", "run", lambda: 2).renamed(1, 2)
+    CountedMicrobatches(tmp_path / "a", "run").renamed(1, 2)
     feed(tmp_path / "b", 2, {0: [11], 1: [12]})
     assert read_counted([tmp_path / "a", tmp_path / "b"]) == {0: [1, 11], 1: [12]}
 

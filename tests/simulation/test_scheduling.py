@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from swarmnet.protocol.pipeline.admission import ASK_WORK_S
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.scenario import large_swarm
 from swarmnet.simulation.swarm import Simulation, simulate
-from swarmnet.swarm.pipeline.asking import ASK_WORK_S
 
 
 def test_uneven_machines_on_home_links_are_kept_at_work() -> None:

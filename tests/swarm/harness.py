@@ -7,7 +7,7 @@ import asyncio
 import functools
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from swarmnet.ports import Data, InitialWeights
+from swarmnet.protocol.slots import slot_of
 from swarmnet.runtime.compose import run_settings
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
@@ -29,6 +30,7 @@ from swarmnet.simulation.stage import (
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.peer import Identity, Machine, Peer
+from swarmnet.swarm.pipeline.feeder import Journal, NoJournal
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
@@ -119,6 +121,27 @@ def check_step(stage_index: int, event: str, **facts: Any) -> None:
 
 
 @dataclass
+class CountedBySwarm:
+    """The `feeder.Journal` of a peer, which the swarm under test reads along."""
+
+    swarm: Swarm
+    own: Journal
+
+    def slot_counted(self, history: int, round_index: int, slot: int) -> None:
+        self.own.slot_counted(history, round_index, slot)
+
+    def round_counted(self, round_index: int, paths: Mapping[int, tuple[str, ...]]) -> None:
+        self.own.round_counted(round_index, paths)
+        slots = {the_id: slot_of(the_id) for the_id in paths}
+        self.swarm.counted.setdefault(round_index, []).extend(sorted(slots.values()))
+        by_slot = {slots[the_id]: path for the_id, path in paths.items()}
+        self.swarm.paths.setdefault(round_index, {}).update(by_slot)
+
+    def renamed(self, old: int, new: int) -> None:
+        self.own.renamed(old, new)
+
+
+@dataclass
 class Member:
     """One peer of the swarm under test."""
 
@@ -173,6 +196,7 @@ class Swarm:
         begin_anew: bool = False,
         weights: InitialWeights | None = None,
         shared: SharedData | None = None,
+        journal: Journal | None = None,
     ) -> Peer:
         """Starts a peer; it joins through the first one that lives. `beside`: another seat of its
         machine, whose device it shares. `is_measured`: it knows its speed before it serves.
@@ -205,14 +229,8 @@ class Swarm:
             wanted_stage=stage,
             feeds=feeds,
             begin_anew=begin_anew,
-            on_round=lambda r, ids: on_round(r, ids),
+            journal=CountedBySwarm(self, journal or NoJournal()),
         )
-
-        def on_round(r: int, ids: list[int]) -> None:
-            self.counted.setdefault(r, []).extend(ids)
-            assert peer.feeder is not None
-            self.paths.setdefault(r, {}).update(peer.feeder.rounds.committed_paths()[r])
-
         known = list(self.members)[:1] if neighbours is None else list(neighbours)
         life = asyncio.get_running_loop().create_task(peer.run(known))
         self.members[name] = Member(peer, life)

@@ -21,9 +21,11 @@ from swarmnet.simulation.stage import (
     activation,
 )
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher, Passed
+from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.pipeline.step import StepService
-from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.replica.replica import Replica
+from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.settings import Limits
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Array, Message
@@ -53,14 +55,14 @@ def learn(replica: Replica, work_s: float) -> None:
 
 
 class Caller:
-    """A peer with a wiring, which serves another stage, and knows its uplink."""
+    """A peer with a dispatcher, which serves another stage, and knows its uplink."""
 
     def __init__(self, pair: OneReplica, name: str, upload_bytes_per_s: float) -> None:
         link = Link(upload_bytes_per_s, 1e9, 0.01)
         self.gossip = pair.join(name, link, state=ACTIVE, stage=1)
         self.transport = self.gossip.transport
         self.transport.traffic.upload.total.add(int(upload_bytes_per_s), 1.0)
-        self.wiring = Wiring(
+        self.dispatcher = Dispatcher(
             self.transport, self.gossip, pair.limits, 1, SIZES.tokens_per_microbatch, pair.rng
         )
 
@@ -72,7 +74,9 @@ class Caller:
         targets = SyntheticData(4).microbatch([microbatch_id]).targets
         request = StepRequest(0, microbatch_id, 0, feeder or self.transport.peer_id, 4)
         request = replace(request, hint=hint)
-        return await self.wiring.step(request, (inputs, targets), accept=accept_all, on_path=ignore)
+        return await self.dispatcher.step(
+            request, (inputs, targets), accept=accept_all, track=Track()
+        )
 
     def knows(self, record: Record) -> None:
         self.gossip.view.merge(record, asyncio.get_running_loop().time())
@@ -96,7 +100,7 @@ class OneReplica:
         self.hub = MemoryHub(network=self.network, copy=False)
         self.work_s = WORK_S
         self.gossip, self.steps = self._serving(CALLEE)
-        self.replica = self.steps.serving(0)
+        self.replica = self.steps.serving.of(0)
         self.others: list[StepService] = []
 
     async def close(self) -> None:
@@ -105,7 +109,7 @@ class OneReplica:
 
     def _serving(self, name: str, slower: float = 1.0) -> tuple[Gossip, StepService]:
         gossip = self.join(name, FAST_LINK, state=ACTIVE, stage=0)
-        wiring = Wiring(gossip.transport, gossip, self.limits, 1, 4, self.rng)
+        dispatcher = Dispatcher(gossip.transport, gossip, self.limits, 1, 4, self.rng)
         replica = Replica(
             SyntheticStage(0, 1, SIZES, ignore),
             SyntheticOptimizer(0, SIZES, ignore),
@@ -113,15 +117,17 @@ class OneReplica:
             InlineWorker(),
             Phase(State.OPEN, 0),
         )
-        return gossip, StepService(gossip.transport, gossip, wiring, self.limits, lambda: replica)
+        serving = Serving()
+        serving.begin(replica)
+        return gossip, StepService(gossip.transport, gossip, dispatcher, self.limits, serving)
 
     async def feed(self, microbatch_id: int) -> Passed:
         """A microbatch of the replica's own data."""
         inputs = activation((0, microbatch_id), SIZES)
         targets = SyntheticData(4).microbatch([microbatch_id]).targets
         request = StepRequest(0, microbatch_id, 0, CALLEE, 4)
-        return await self.steps.wiring.step(
-            request, (inputs, targets), accept=accept_all, on_path=ignore, prefer_self=True
+        return await self.steps.dispatcher.step(
+            request, (inputs, targets), accept=accept_all, track=Track(), prefer_self=True
         )
 
     @property
@@ -133,7 +139,7 @@ class OneReplica:
         """Another replica, so many times as slow; its record."""
         gossip, steps = self._serving(name, slower)
         self.others.append(steps)
-        learn(steps.serving(0), slower * self.work_s)
+        learn(steps.serving.of(0), slower * self.work_s)
         return replace(gossip.own, stage=0, state=ACTIVE)
 
     def join(self, name: str, link: Link, **own: Any) -> Gossip:

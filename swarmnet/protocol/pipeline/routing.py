@@ -220,15 +220,15 @@ class Router:
             replica.calls.append((now, crowd))
             replica.crowd += SMOOTHING * (crowd - replica.crowd)
 
-    def succeeded(self, peer_id: str, now: float, elapsed_s: float) -> None:
-        """The reply came, `elapsed_s` after the call was sent."""
-        crowd = self._returned(peer_id, now - elapsed_s)
+    def succeeded(self, peer_id: str, now: float, sent_at: float) -> None:
+        """The reply to a call that was sent then has come."""
+        crowd = self._returned(peer_id, sent_at)
         if crowd is None:
             return
         replica = self._replicas[peer_id]
         replica.ban_s = 0.0
         replica.banned_until = -math.inf
-        self._measure(peer_id, max(0.0, elapsed_s), crowd)
+        self._measure(peer_id, max(0.0, now - sent_at), crowd)
 
     def busy(self, peer_id: str, now: float, backlog_s: float) -> None:
         """The replica turned the call away with `backlog_s` seconds of work, and is not asked
@@ -236,13 +236,13 @@ class Router:
         self._returned(peer_id, now)
         self.put_off(peer_id, now, backlog_s)
 
-    def failed(self, peer_id: str, now: float, waited_s: float) -> None:
-        """The call failed or ran past its deadline after `waited_s`. Calls that fail while the
+    def failed(self, peer_id: str, now: float, sent_at: float) -> None:
+        """A call that was sent then failed, or ran past its deadline. Calls that fail while the
         replica is banned already do not prolong the ban."""
-        crowd = self._returned(peer_id, now - waited_s)
+        crowd = self._returned(peer_id, sent_at)
         if crowd is None:
             return
-        replica = self._replicas[peer_id]
+        replica, waited_s = self._replicas[peer_id], now - sent_at
         if replica.latency_s is not None and waited_s > replica.latency_s:
             self._measure(peer_id, waited_s, crowd)
         if now >= replica.banned_until:

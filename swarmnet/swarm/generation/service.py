@@ -17,6 +17,7 @@ from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.replica.replica import Replica
+from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.base import Request, Transport
@@ -38,13 +39,12 @@ class GenerateService:
     def __init__(
         self,
         transport: Transport,
-        serving: Callable[[int], Replica],
+        serving: Serving,
         resource_limits: ResourceLimits,
         free_bytes: Callable[[], float],
     ) -> None:
         """
         Args:
-            serving: the replica of a stage here; raises `NotReady` where that is not served.
             resource_limits: of the machine.
             free_bytes: of the device's memory, now.
         """
@@ -81,7 +81,7 @@ class GenerateService:
     async def on_generate(self, request: Request[GenerateRequest]) -> Message[GenerateReply]:
         """Opens a session, goes on with it, or ends it."""
         asked = request.message.body
-        replica = self._serving(asked.stage)
+        replica = self._serving.of(asked.stage)
         generation = replica.stage.generation
         if generation is None:
             raise Refused(

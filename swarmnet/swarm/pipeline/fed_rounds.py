@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from swarmnet.methods.microbatch import CommittedReply, CommittedRequest
-from swarmnet.protocol.slots import slot_of
+from swarmnet.protocol.pipeline.launching import Launches
 from swarmnet.swarm.tasks import Tasks
 
 KEPT_COMMITS = 4
 """Rounds whose committed microbatches a feeder can still be asked about."""
-
-OnRound = Callable[[int, list[int]], None]
 
 
 @dataclass(eq=False)
@@ -21,8 +19,6 @@ class FedRound:
     """One round of a feeder."""
 
     round: int
-    next_n: int = 0
-    """How many microbatches it has begun to launch."""
     committed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Path of every microbatch that counts, by microbatch id."""
     refused: dict[int, set[tuple[int, str]]] = field(default_factory=dict)
@@ -30,19 +26,53 @@ class FedRound:
     was in flight: they will not count it. By microbatch id."""
     in_flight: set[int] = field(default_factory=set)
     """Microbatch ids."""
-    began_at: float = 0.0
-    launched_at: float = 0.0
-    """When it launched the newest one."""
-    heard: int = 0
-    """Slots that others have launched, and since when they have been so many in this round."""
-    heard_at: float = 0.0
     is_measured: bool = False
     """The held-out loss of the round is measured by this feeder, or given up."""
     is_missed_ahead: bool = False
     """A measurement failed while the round was open ahead."""
-    told: set[int] = field(default_factory=set)
-    """Microbatches that `on_round` has heard of."""
     flights: Tasks = field(default_factory=lambda: Tasks("feeder"))
+    _num_begun: int = 0
+    """Microbatches that it has begun to launch."""
+    _told: set[int] = field(default_factory=set)
+    """Microbatches that `news` has named."""
+
+    def __post_init__(self) -> None:
+        self.launches = Launches(self.round)
+
+    @property
+    def has_begun(self) -> bool:
+        """Anything of the round was launched here."""
+        return self._num_begun > 0
+
+    def begin(self, now: float) -> None:
+        """The round is open from now on. Where it begins once more, its parameters may be others
+        than before."""
+        self.launches.begin(now)
+        self.is_measured = self.is_missed_ahead = False
+
+    def next_number(self) -> int:
+        """Of the next microbatch, from 0."""
+        n, self._num_begun = self._num_begun, self._num_begun + 1
+        return n
+
+    def launched(self, the_id: int, now: float) -> None:
+        """A microbatch is in flight."""
+        self.in_flight.add(the_id)
+        self.launches.launched(now)
+
+    def measured(self) -> None:
+        """Its held-out loss is, or is given up."""
+        self.is_measured = True
+
+    def missed(self, *, is_ahead: bool, is_last_try: bool) -> None:
+        """A measurement of it failed."""
+        self.is_measured, self.is_missed_ahead = is_last_try, is_ahead
+
+    def news(self) -> dict[int, tuple[str, ...]]:
+        """What counts and was not named before: paths by microbatch id, ascending."""
+        new = sorted(self.committed.keys() - self._told)
+        self._told.update(new)
+        return {the_id: self.committed[the_id] for the_id in new}
 
     def is_refused(self, the_id: int, path: tuple[str, ...]) -> bool:
         """Whether a replica on the path will not count the microbatch. No other one can keep it
@@ -54,10 +84,8 @@ class FedRound:
 class FedRounds:
     """The newest rounds of a feeder, and which of them are open."""
 
-    def __init__(self, num_stages: int, on_round: OnRound) -> None:
-        """`on_round(round, slots)` hears each committed slot once."""
+    def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
-        self._on_round = on_round
         self._rounds: dict[int, FedRound] = {}
         self._open: list[FedRound] = []
 
@@ -76,15 +104,13 @@ class FedRounds:
         """A round that is open at the replica."""
         mine = self._rounds.setdefault(r, FedRound(r))
         if mine not in self._open:
-            mine.began_at = mine.heard_at = asyncio.get_running_loop().time()
-            # Where it begins once more, its parameters may be others than before.
-            mine.is_measured = mine.is_missed_ahead = False
+            mine.begin(asyncio.get_running_loop().time())
             self._open.append(mine)
             for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
                 del self._rounds[old]
         return mine
 
-    async def end_others(self, r: int) -> list[int]:
+    async def end_others(self, r: int) -> list[FedRound]:
         """Ends what is in flight of rounds that are over where `r` is the present one, or whose
         beginning was taken back. Returns those that are over."""
         over = []
@@ -92,8 +118,7 @@ class FedRounds:
             self._open.remove(mine)
             await mine.flights.close()
             if mine.round < r:
-                self._tell(mine)
-                over.append(mine.round)
+                over.append(mine)
         return over
 
     async def end_all(self) -> None:
@@ -102,10 +127,9 @@ class FedRounds:
             await mine.flights.close()
         self._open.clear()
 
-    def tell_all(self) -> None:
-        """This peer, or its stage, goes while rounds go on: tells what they have counted."""
-        for mine in self._rounds.values():
-            self._tell(mine)
+    def kept(self) -> list[FedRound]:
+        """The newest `KEPT_COMMITS`, open or not."""
+        return list(self._rounds.values())
 
     def committed(self, question: CommittedRequest, asker: str) -> CommittedReply:
         """Those that count with `asker` on their path at the stage of the question, and those that
@@ -131,16 +155,3 @@ class FedRounds:
         """By round (the newest `KEPT_COMMITS`), the path of every microbatch that counts, by its
         id."""
         return {r: mine.committed for r, mine in self._rounds.items()}
-
-    def committed_paths(self) -> dict[int, dict[int, tuple[str, ...]]]:
-        """The same by slot."""
-        return {
-            r: {slot_of(the_id): path for the_id, path in mine.committed.items()}
-            for r, mine in self._rounds.items()
-        }
-
-    def _tell(self, mine: FedRound) -> None:
-        new = sorted(mine.committed.keys() - mine.told)
-        if new:
-            mine.told.update(new)
-            self._on_round(mine.round, sorted(map(slot_of, new)))

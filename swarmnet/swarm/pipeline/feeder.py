@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
 from swarmnet.methods.microbatch import (
@@ -23,19 +24,21 @@ from swarmnet.methods.microbatch import (
     StepRequest,
 )
 from swarmnet.ports import Data
-from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import RoundCount
-from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.pipeline import feeding, progress
+from swarmnet.protocol.pipeline.feeding import REST_S
+from swarmnet.protocol.pipeline.launching import FeederView
 from swarmnet.protocol.slots import SlotSet, flight_id, slot_of
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.pipeline.fed_rounds import FedRound, FedRounds, OnRound
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher
+from swarmnet.swarm.pipeline.fed_rounds import FedRound, FedRounds
+from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
-from swarmnet.swarm.pipeline.launch_rules import LaunchRules
 from swarmnet.swarm.pipeline.step import StepService, check_tokens
-from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
@@ -44,12 +47,33 @@ from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.feeder")
 
-MAX_REFUSED = 8
-"""Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
-and rests."""
-REST_S = LONGEST_PAUSE_S
 
-OnCommit = Callable[[int, int], None]
+class Journal(Protocol):
+    """Where a feeder puts on record what counts."""
+
+    def slot_counted(self, history: int, round_index: int, slot: int) -> None:
+        """A slot counts, as of now. `history`: of the run (see `Record.history`)."""
+
+    def round_counted(self, round_index: int, paths: Mapping[int, tuple[str, ...]]) -> None:
+        """Microbatches of this feeder that a round counted, with their paths: when it is over, and
+        when this peer leaves, pauses or moves in the middle of it, then of the rest. By microbatch
+        id, ascending."""
+
+    def renamed(self, old: int, new: int) -> None:
+        """The run's history turns out to have another name."""
+
+
+class NoJournal:
+    """Keeps nothing of it."""
+
+    def slot_counted(self, history: int, round_index: int, slot: int) -> None:
+        pass
+
+    def round_counted(self, round_index: int, paths: Mapping[int, tuple[str, ...]]) -> None:
+        pass
+
+    def renamed(self, old: int, new: int) -> None:
+        pass
 
 
 @dataclass
@@ -58,28 +82,19 @@ class Feeder:
 
     transport: Transport
     gossip: Gossip
-    wiring: Wiring
+    dispatcher: Dispatcher
     steps: StepService
     settings: RunSettings
     limits: Limits
     data: Data
-    on_round: OnRound = lambda round_index, slots: None
-    """Hears the slots of this feeder that a round counted: when it is over, and when this peer
-    leaves, pauses or moves in the middle of it, then of the rest."""
-    on_commit: OnCommit = lambda round_index, slot: None
-    """Hears each slot as soon as it counts."""
+    journal: Journal = field(default_factory=NoJournal)
 
     def __post_init__(self) -> None:
         self.num_completed = 0
         """Microbatches of its own that have counted."""
-        self.rounds = FedRounds(
-            self.settings.num_stages, lambda round_index, slots: self.on_round(round_index, slots)
-        )
-        self.rules = LaunchRules(self.gossip, self.wiring, self.settings, self.limits)
-        self._held_out = HeldOutLoss(self.gossip, self.wiring, self.data, self.settings)
-        self._refused = 0
-        """Its newest microbatches that were refused, one after the other."""
-        self._rests_until = 0.0
+        self.rounds = FedRounds(self.settings.num_stages)
+        self._held_out = HeldOutLoss(self.gossip, self.dispatcher, self.data, self.settings)
+        self._rest = feeding.Rest()
         serve(self.transport, COMMITTED, self._on_committed)
 
     @property
@@ -92,8 +107,9 @@ class Feeder:
         try:
             while True:
                 self._wake()
-                for r in await self.rounds.end_others(replica.round):
-                    self._name_doubled(r)
+                for over in await self.rounds.end_others(replica.round):
+                    self._record(over)
+                    self._name_doubled(over.round)
                 for r in (replica.round, replica.round + 1):
                     if replica.takes(r):
                         self._feed(replica, self.rounds.begin(r))
@@ -110,13 +126,14 @@ class Feeder:
     def leave(self) -> None:
         """This peer, or its stage, goes while rounds go on: tells what they have counted of its
         microbatches."""
-        self.rounds.tell_all()
+        for mine in self.rounds.kept():
+            self._record(mine)
 
     def leaves_to_others(self, round_index: int) -> bool:
         """Whether this peer, one of many feeders, has launched its part of a round, and what is
         missing is on its way: said of rounds that it has begun to feed."""
         mine = self.rounds.get_open(round_index)
-        return mine is not None and self.rules.leaves_to_others(mine)
+        return mine is not None and self._now_known().leaves_to_others(mine.launches)
 
     def committed(self, question: CommittedRequest, asker: str) -> CommittedReply:
         """As `FedRounds.committed`."""
@@ -128,6 +145,12 @@ class Feeder:
         for count in self.gossip.own.counts:
             if not count.sealed:
                 self.gossip.update_count(replace(count, launched=_counted(count), sealed=True))
+
+    def _record(self, mine: FedRound) -> None:
+        """What a round counted, as far as that is not on record yet."""
+        paths = mine.news()
+        if paths:
+            self.journal.round_counted(mine.round, paths)
 
     def _name_doubled(self, r: int) -> None:
         """Says which slots of a round are in its update twice. Of the live feeders that counted one
@@ -146,7 +169,7 @@ class Feeder:
     # ---- launching --------------------------------------------------------------------------
 
     def _feed(self, replica: Replica, mine: FedRound) -> None:
-        feeds = self.rules.is_feeder()
+        feeds = self._now_known().is_feeder()
         if feeds:
             self._held_out.measure_if_due(mine, is_ahead=mine.round > replica.round)
             self._launch(replica, mine)
@@ -158,29 +181,64 @@ class Feeder:
         before = [m for m in self.rounds if m.round < mine.round]
         if mine.round >= self.settings.rounds:
             return
-        if any(self.rules.next_slot(m) is not None for m in before):
+        if any(self._next_slot(m) is not None for m in before):
             return
         older = sum(len(m.in_flight) for m in before)
-        window = self.rules.window(self.num_completed)
-        room = self.rules.room(replica, self.num_completed)
-        window = min(window, older + len(mine.in_flight) + room)
+        window = self._window()
+        window = min(window, older + len(mine.in_flight) + self._room(replica))
         own = self.gossip.own
         while older + len(mine.in_flight) < window:
-            slot = self.rules.next_slot(mine)
+            slot = self._next_slot(mine)
             if slot is None:
                 return
-            count = self.gossip.own.count(mine.round)
-            n, mine.next_n = mine.next_n, mine.next_n + 1
+            count, n = self.gossip.own.count(mine.round), mine.next_number()
             the_id = flight_id(own.run_id, own.peer_id, own.incarnation, mine.round, n, slot)
-            mine.in_flight.add(the_id)
-            mine.launched_at = asyncio.get_running_loop().time()
+            mine.launched(the_id, asyncio.get_running_loop().time())
             launched = count.launched.with_slot(slot)
             self.gossip.update_count(replace(count, launched=launched, sealed=False))
             mine.flights.start(self._fly(replica, mine, the_id))
 
+    def _now_known(self) -> FeederView:
+        """What this peer may decide by now."""
+        gossip = self.gossip
+        return FeederView(
+            gossip.view,
+            gossip.own,
+            asyncio.get_running_loop().time(),
+            gossip.spread_s,
+            gossip.is_small,
+            self.settings.num_slots,
+        )
+
+    def _next_slot(self, mine: FedRound) -> int | None:
+        return self._now_known().next_slot(mine.launches, self.limits.patience_s)
+
+    def _window(self) -> int:
+        """Microbatches that it keeps in flight."""
+        if self.settings.max_in_flight:
+            return self.settings.max_in_flight
+        shares = self.dispatcher.shares(0)
+        num_stages = self.settings.num_stages
+        return self._now_known().window(num_stages, self.num_completed, shares=shares)
+
+    def _room(self, replica: Replica) -> int:
+        """Microbatches to launch now. Among many feeders, one whose own device or uplink has enough
+        to do leaves the rest to others."""
+        if replica.index != 0 or not self._serves_itself():
+            return self._window()
+        return feeding.send_window_room(
+            self.limits.max_waiting_forwards * (2 if replica.service_s else 1),
+            replica.device.num_waiting,
+            queued_bytes=self.transport.traffic.queued_bytes(),
+            sent_bytes=replica.measured.sent_bytes,
+        )
+
+    def _serves_itself(self) -> bool:
+        return self._now_known().serves_itself(shares=self.dispatcher.shares(0))
+
     def _maybe_seal(self, mine: FedRound, feeds: bool) -> None:
         """Says that this feeder is done with the round, or that it is not after all."""
-        if mine.round >= self.settings.rounds or not mine.next_n:
+        if mine.round >= self.settings.rounds or not mine.has_begun:
             return
         now = asyncio.get_running_loop().time()
         count = self.gossip.own.count(mine.round)
@@ -219,11 +277,7 @@ class Feeder:
             num_samples=self.settings.samples_per_microbatch,
             documents=batch.documents,
         )
-        path: tuple[str, ...] = ()
-
-        def on_path(now_at: tuple[str, ...]) -> None:
-            nonlocal path
-            path = now_at
+        track = Track()
 
         def accept(reply: StepReply, returned: tuple[Array, ...]) -> None:
             _accept(reply, returned)
@@ -231,20 +285,20 @@ class Feeder:
 
         while replica.round <= mine.round:
             try:
-                passed = await self.wiring.step(
-                    replace(request, hint=path),
+                passed = await self.dispatcher.step(
+                    replace(request, hint=track.path),
                     batch.arrays,
                     accept=accept,
-                    on_path=on_path,
+                    track=track,
                     prefer_self=own.stage == 0,
-                    waits_here=own.stage == 0 and self.rules.serves_itself(),
+                    waits_here=own.stage == 0 and self._serves_itself(),
                 )
             except Stale as e:
                 theirs = e.details.get("round")
                 if isinstance(theirs, int) and theirs > mine.round:
                     if await self._is_over(replica, mine.round):
                         return  # the others finished the round without it: it never counts
-                    path = ()  # so one replica says: not there again
+                    track = Track()  # so one replica says: not there again
                 elif await self._is_without_it(replica, mine, slot, theirs):
                     return
             except Taken as e:
@@ -254,7 +308,7 @@ class Feeder:
                 log.info("round %d: a microbatch found no way: %s", mine.round, e)
                 await self.gossip.changed.wait(LOOK_AGAIN_S)
             else:
-                self._refused = 0
+                self._rest.accepted()
                 is_refused = mine.is_refused(the_id, passed.reply.path)
                 view, own_id = self.gossip.view, own.peer_id
                 if progress.is_committed_elsewhere(view, mine.round, slot, own_id):
@@ -287,12 +341,11 @@ class Feeder:
         """One replica says that a round is over: is it, by what this one knows, or hears within the
         time that news take? One alone must not end a round, nor keep it from its end."""
         loop, view = asyncio.get_running_loop(), self.gossip.view
-        end = loop.time() + max(LOOK_AGAIN_S, self.gossip.spread_s)
+        end = Deadline.after(loop.time(), max(LOOK_AGAIN_S, self.gossip.spread_s))
         while not (is_over := replica.is_closed(r) or view.is_past(r, loop.time())):
-            left = end - loop.time()
-            if left <= 0:
+            if end.is_over(loop.time()):
                 break
-            await self.gossip.changed.wait(left)
+            await self.gossip.changed.wait(end.left_s(loop.time()))
         return is_over
 
     async def _meets_another(self, mine: FedRound, slot: int, *, is_counted: bool) -> None:
@@ -320,23 +373,20 @@ class Feeder:
         launched; after several in a row this peer rests, and others launch its part."""
         log.info("round %d: a flight of slot %d is given up: %s", mine.round, slot, why)
         self._never_launched(mine, slot)
-        self._refused += 1
-        if self._refused >= MAX_REFUSED and self.gossip.own.has_data:
+        feeds = self.gossip.own.has_data
+        if self._rest.refused(asyncio.get_running_loop().time(), feeds=feeds):
             log.warning(
                 "this peer feeds no more for %.0f s: its last %d microbatches were refused (%s). "
                 "Compare its data and tokenizer with the run's. It goes on serving.",
                 REST_S,
-                self._refused,
+                self._rest.num_refused,
                 why,
             )
             self.gossip.update(has_data=False, urgent=True)
-            self._rests_until = asyncio.get_running_loop().time() + REST_S
 
     def _wake(self) -> None:
         """After its rest, the feeder tries its data again."""
-        if self._rests_until and asyncio.get_running_loop().time() >= self._rests_until:
-            self._refused = 0
-            self._rests_until = 0.0
+        if self._rest.ends(asyncio.get_running_loop().time()):
             self.gossip.update(has_data=True, urgent=True)
 
     def _committed(self, mine: FedRound, the_id: int, reply: StepReply) -> None:
@@ -352,7 +402,7 @@ class Feeder:
         )
         mine.committed[the_id] = reply.path
         self.num_completed += 1
-        self.on_commit(mine.round, slot)
+        self.journal.slot_counted(self.gossip.own.history, mine.round, slot)
         commit, own = Commit(mine.round, (the_id,)), self.gossip.own.peer_id
         # From one to the next it reaches all, but comes to the later ones after the news that the
         # round is over: where a channel is open, they hear it from here too, and before the news.

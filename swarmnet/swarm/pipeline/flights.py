@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmnet.errors import NotReady
-from swarmnet.methods.microbatch import StepProgress, StepReply
+from swarmnet.methods.microbatch import StepProgress, StepReply, StepRequest
 from swarmnet.ports import StepKey
-from swarmnet.protocol.timing import SMOOTHING
+from swarmnet.protocol.pipeline.service_time import PassageTime
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 
 FURTHER_S = LOOK_LESS_S
@@ -22,22 +23,36 @@ FURTHER_S = LOOK_LESS_S
 
 
 @dataclass(eq=False)
-class Flight:
-    """A microbatch inside this replica, or its receipt."""
+class Track:
+    """Where a microbatch is, behind the peer that has passed it on."""
 
-    feeder: str
-    began: float
-    """When it came, by the loop's clock."""
     path: tuple[str, ...] = ()
-    """Where it went after here, as far as is known."""
-    listeners: list[Callable[[Message[StepProgress]], None]] = field(default_factory=list)
-    """Callers, which hear where it is."""
+    """Who has it, and through whom it went on from there, as far as is known."""
+
+    def moved(self, path: tuple[str, ...]) -> None:
+        """It is there now."""
+        self.path = path
+
+
+@dataclass(eq=False)
+class Flight(Track):
+    """A microbatch inside this replica, or its receipt. Its callers hear where it is."""
+
+    feeder: str = ""
+    began_at: float = 0.0
+    """When it came, by the loop's clock."""
     is_doomed: bool = False
     """Its feeder is gone: it will never count."""
     is_beyond: bool = False
     """It is with the following stages; nothing is done for it here."""
     task: asyncio.Task[Message[StepReply]] = field(init=False)
+    _calls: list[Request[StepRequest]] = field(default_factory=list)
+    """Those that wait for its reply."""
     _later: asyncio.TimerHandle | None = None
+
+    def begin(self, task: asyncio.Task[Message[StepReply]]) -> None:
+        """Work on it begins."""
+        self.task = task
 
     def doom(self) -> None:
         """Begins no more work for it. What is in the gradient already is retracted when the round
@@ -50,6 +65,25 @@ class Flight:
         """Raises `NotReady` where it is doomed."""
         if self.is_doomed:
             raise NotReady("the feeder of the microbatch is gone")
+
+    def leaves(self) -> None:
+        """It goes to the following stages. Raises `NotReady` where it is doomed."""
+        self.check()
+        self.is_beyond = True
+
+    def returns(self) -> None:
+        """It is back from there."""
+        self.is_beyond = False
+
+    def join(self, call: Request[StepRequest]) -> None:
+        """A call waits for its reply too."""
+        self._calls.append(call)
+
+    def part(self, call: Request[StepRequest]) -> None:
+        """A call waits no more."""
+        self._calls = [c for c in self._calls if c is not call]
+        if not self._calls or self.task.done():
+            self.silence()
 
     def moved(self, path: tuple[str, ...]) -> None:
         """Tells every caller where the microbatch is: at once where it goes another way, or begins
@@ -65,8 +99,8 @@ class Flight:
 
     def _tell(self) -> None:
         self.silence()
-        for tell in self.listeners:
-            tell(Message(StepProgress(self.path)))
+        for call in self._calls:
+            call.progress(Message(StepProgress(self.path)))
 
     def silence(self) -> None:
         """It has returned: where it was is of no interest any more."""
@@ -82,7 +116,7 @@ class Flights:
     def __init__(self) -> None:
         self._flights: dict[StepKey, Flight] = {}
         self._tasks = Tasks("step")
-        self._passage_s = 0.0
+        self._passage = PassageTime()
 
     @property
     def num_in_flight(self) -> int:
@@ -102,15 +136,14 @@ class Flights:
         work: Callable[[Flight], Coroutine[Any, Any, Message[StepReply]]],
     ) -> Flight:
         """Begins a flight, whose work is `work(flight)`."""
-        flight = self._flights[key] = Flight(feeder, asyncio.get_running_loop().time())
-        flight.task = self._tasks.start(work(flight))
+        began_at = asyncio.get_running_loop().time()
+        flight = self._flights[key] = Flight(feeder=feeder, began_at=began_at)
+        flight.begin(self._tasks.start(work(flight)))
         return flight
 
     def completed(self, flight: Flight) -> None:
         """Takes the duration of a flight that succeeded into `passage_s`."""
-        took = asyncio.get_running_loop().time() - flight.began
-        usual = self._passage_s or took
-        self._passage_s = usual + SMOOTHING * (took - usual)
+        self._passage.add(flight.began_at, asyncio.get_running_loop().time())
 
     def forget(self, key: StepKey) -> None:
         """Drops a flight that failed, or a receipt that no peer needs any more."""
@@ -136,9 +169,8 @@ class Flights:
     def passage_s(self) -> float:
         """How long a microbatch is inside this replica, with its way through the stages after it:
         usually, or that of the oldest here now where that is more."""
-        now = asyncio.get_running_loop().time()
-        began = [f.began for f in self._flights.values() if not f.task.done()]
-        return max(self._passage_s, now - min(began, default=now))
+        inside = [f.began_at for f in self._flights.values() if not f.task.done()]
+        return self._passage.longest_s(inside, asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         await self._tasks.close()

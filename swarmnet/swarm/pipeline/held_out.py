@@ -12,9 +12,9 @@ from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.infer import infer_through
-from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
@@ -25,11 +25,13 @@ log = logging.getLogger("swarmnet.feeder")
 class HeldOutLoss:
     """Measures in the rounds where that is due, and puts the loss into the own record."""
 
-    def __init__(self, gossip: Gossip, wiring: Wiring, data: Data, settings: RunSettings) -> None:
+    def __init__(
+        self, gossip: Gossip, dispatcher: Dispatcher, data: Data, settings: RunSettings
+    ) -> None:
         self.measuring: FedRound | None = None
         """The round that is measured now: it is not sealed meanwhile."""
         self._gossip = gossip
-        self._wiring = wiring
+        self._dispatcher = dispatcher
         self._data = data
         self._settings = settings
 
@@ -79,18 +81,18 @@ class HeldOutLoss:
                 loss = sum(reply.loss_sum for reply in replies) / num_tokens
                 bits = bits_per_byte(loss, self._data.bytes_per_token)
                 self._gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
-            mine.is_measured = True
+            mine.measured()
         except Refused as e:
             log.warning("round %d: the held-out loss was not measured: %s", r, e)
-            mine.is_measured = True
+            mine.measured()
         except SwarmnetError as e:
             log.info("round %d: the held-out loss was not measured: %s", r, e)
-            mine.is_measured, mine.is_missed_ahead = is_last_try, is_ahead
+            mine.missed(is_ahead=is_ahead, is_last_try=is_last_try)
             if not is_last_try:
                 await asyncio.sleep(LOOK_LESS_S)
         except Exception:  # of a builder's data, say: it holds no round
             log.exception("round %d: the held-out loss was not measured", r)
-            mine.is_measured = True
+            mine.measured()
 
     def _is_held(self, r: int) -> bool:
         """The round waits for nothing but the measurement."""
@@ -120,7 +122,7 @@ class HeldOutLoss:
         async with places:
             batch = self._data.held_out(index)
             infer = InferRequest(0, EVALUATE, r, batch.documents)
-            reply = await infer_through(self._wiring, infer, batch.arrays)
+            reply = await infer_through(self._dispatcher, infer, batch.arrays)
         return reply.body
 
 

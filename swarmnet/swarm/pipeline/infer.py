@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, Stale, SwarmnetError
 from swarmnet.methods.microbatch import INFER, LOGITS, InferReply, InferRequest
 from swarmnet.ports import OTHER, LossResult
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.pipeline.dispatching import is_refused
 from swarmnet.protocol.timing import BULK_S
-from swarmnet.swarm.calls import serve
-from swarmnet.swarm.pipeline.wiring import Wiring
-from swarmnet.swarm.replica.replica import Replica
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher
+from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Request
@@ -26,19 +26,17 @@ MAX_INFERRING = 64
 class InferService:
     """Serves `infer` for the stage of this peer."""
 
-    def __init__(self, wiring: Wiring, limits: Limits, serving: Callable[[int], Replica]) -> None:
-        """`serving(stage_index)` is the replica of that stage here, or raises `NotReady`."""
-        self._wiring = wiring
+    def __init__(self, dispatcher: Dispatcher, limits: Limits, serving: Serving) -> None:
+        self._dispatcher = dispatcher
         self._limits = limits
         self._serving = serving
         self._num_waiting = 0
-        serve(wiring.transport, INFER, self.on_infer)
-        wiring.local[INFER] = self.on_infer
+        dispatcher.handle(INFER, self.on_infer)
 
     async def on_infer(self, request: Request[InferRequest]) -> Message[InferReply]:
         """Forward only, through this stage and the following ones."""
         infer = request.message.body
-        replica = self._serving(infer.stage)
+        replica = self._serving.of(infer.stage)
         if replica.measured.hangs(asyncio.get_running_loop().time()):
             raise NotReady("the device does not answer")
         if infer.round >= 0:
@@ -74,46 +72,39 @@ class InferService:
         if last:
             return Message(InferReply(), (result,))
         onward = (result,) if targets is None else (result, targets)
-        return await infer_through(self._wiring, replace(infer, stage=infer.stage + 1), onward)
+        return await infer_through(self._dispatcher, replace(infer, stage=infer.stage + 1), onward)
 
 
 async def infer_through(
-    wiring: Wiring,
+    dispatcher: Dispatcher,
     infer: InferRequest,
     arrays: tuple[Array, ...],
     timeout_s: float = BULK_S,
 ) -> Message:
     """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last
     error; `Stale` at once when the round that it asks for is over, `Refused` where
-    `Wiring.is_refused`."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + timeout_s
+    `dispatching.is_refused`."""
+    loop, gossip = asyncio.get_running_loop(), dispatcher.gossip
+    end = Deadline.after(loop.time(), timeout_s)
     error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")
     tried: list[str] = []
     refusers: set[str] = set()
-    while loop.time() < end:
-        peer_id = wiring.router(infer.stage).pick_to_infer(loop.time(), exclude=tried)
+    while not end.is_over(loop.time()):
+        peer_id = dispatcher.router(infer.stage).pick_to_infer(loop.time(), exclude=tried)
         if peer_id is None:
             tried = []
-            await wiring.gossip.changed.wait(LOOK_AGAIN_S)
+            await gossip.changed.wait(LOOK_AGAIN_S)
             continue
-        message = Message(infer, arrays)
         try:
-            if peer_id == wiring.gossip.own.peer_id:
-                reply = await wiring.call_self(INFER, message, lambda _: None)
-            else:
-                timeout_s = end - loop.time()
-                reply = await wiring.gossip.liveness.call_while_live(
-                    peer_id, INFER, message, timeout_s=timeout_s
-                )
-            return reply
+            left_s = end.left_s(loop.time())
+            return await dispatcher.call(peer_id, INFER, Message(infer, arrays), timeout_s=left_s)
         except SwarmnetError as e:
             theirs = e.details.get("round") if isinstance(e, Stale) else None
             if isinstance(theirs, int) and theirs > infer.round:
                 raise
             if isinstance(e, Refused):
                 refusers.add(peer_id)
-                if wiring.is_refused(infer.stage, refusers):
+                if is_refused(gossip.view, infer.stage, refusers, loop.time()):
                     raise
             error = e
             tried.append(peer_id)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmnet.batch import num_wanted
@@ -30,10 +29,11 @@ from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.pipeline.entrance import Entrance
+from swarmnet.swarm.pipeline.admission import AdmissionControl
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher, Passed
 from swarmnet.swarm.pipeline.flights import Flight, Flights
-from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.replica.replica import Replica
+from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import MAX_TRIES
@@ -45,8 +45,24 @@ log = logging.getLogger("swarmnet.step")
 ANNOUNCE_CHANGE = 0.2
 """By what part a service time must change to be announced again in the middle of a round. It
 protects from news with each microbatch (tests/swarm/lifecycle/test_speed.py)."""
+MAX_EVENTS = 64
+"""That wait for their peer; one more is left out, for those before it say nearly the same."""
 MAX_TOKENS_PER_TARGET = 16
 """What a custom model counts as tokens need not be one for each number of its targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contested:
+    """Two feeders have flights of one slot here."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A replica turns out to be faster or slower than what was said of it last."""
+
+    replica: Replica
 
 
 @dataclass
@@ -55,19 +71,16 @@ class StepService:
 
     transport: Transport
     gossip: Gossip
-    wiring: Wiring
+    dispatcher: Dispatcher
     limits: Limits
-    served: Callable[[], Replica | None] = lambda: None
-    """The replica that this peer serves now."""
+    serving: Serving
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
-    on_taken: Callable[[int], None] = lambda round_index: None
-    """Hears of a round in which two feeders have flights of one slot here."""
-    on_measured: Callable[[Replica], None] = lambda replica: None
-    """Hears when a replica turns out to be faster or slower than what was said of it last."""
 
     def __post_init__(self) -> None:
+        self.events: asyncio.Queue[Contested | Measured] = asyncio.Queue(MAX_EVENTS)
+        """What its peer is to act on."""
         self.flights = Flights()
-        self.entrance = Entrance(
+        self.admission = AdmissionControl(
             self.transport,
             self.gossip,
             self.limits,
@@ -75,10 +88,9 @@ class StepService:
             self.flights,
             self.serving,
         )
-        serve(self.transport, STEP, self.on_step)
-        serve(self.transport, ADMIT, self.entrance.on_admit)
+        self.dispatcher.handle(STEP, self.on_step)
+        self.dispatcher.handle(ADMIT, self.admission.on_admit)
         serve(self.transport, COMMIT, self._on_commit)
-        self.wiring.local.update({STEP: self.on_step, ADMIT: self.entrance.on_admit})
         self.gossip.liveness.on_change(self._feeder_changed)
         self.gossip.records.on_news(self._maybe_left)
         self._announced_s = 0.0
@@ -91,19 +103,12 @@ class StepService:
         """Microbatches that are inside this replica now."""
         return self.flights.num_in_flight
 
-    def serving(self, stage_index: int) -> Replica:
-        """The replica of a stage here. Raises `NotReady` where that stage is not served."""
-        replica = self.served()
-        if replica is None or replica.index != stage_index:
-            raise NotReady(f"stage {stage_index} is not served here")
-        return replica
-
     # ---- step -------------------------------------------------------------------------------
 
     async def on_step(self, request: Request[StepRequest]) -> Message[StepReply]:
         """One microbatch: returns its `StepReply` when its gradient is back."""
         step = request.message.body
-        replica = self.serving(step.stage)
+        replica = self.serving.of(step.stage)
         replica.stage.check(*_parts(request.message.arrays), step.documents)
         self._learn(replica, step.round, request.remote)
         await replica.enter(step.round, self.limits.enter_wait_s)
@@ -117,7 +122,7 @@ class StepService:
                 entry.add_caller(request.remote)
             if flight.path:
                 request.progress(Message(StepProgress(flight.path)))
-        flight.listeners.append(request.progress)
+        flight.join(request)
         try:
             return await asyncio.shield(flight.task)
         except asyncio.CancelledError:
@@ -125,20 +130,18 @@ class StepService:
                 raise NotReady("the microbatch was given up here") from None
             raise
         finally:
-            flight.listeners.remove(request.progress)
-            if not flight.listeners or flight.task.done():
-                flight.silence()
+            flight.part(request)
 
     def _let_in(self, replica: Replica, step: StepRequest, request: Request) -> Flight:
         """Begins the flight of a new microbatch. Raises `Stale`, `NotReady` or `Busy`."""
         key = (step.round, step.microbatch_id)
         if replica.ledger.get(key) is not None:  # a late call, of a caller that it passed by
             raise Stale("the microbatch was committed here already", round=replica.round)
-        self.entrance.claim(request.remote, key)
+        self.admission.claim(request.remote, key)
         if self._is_lost(step.feeder):
             raise NotReady("the feeder of the microbatch is gone")
         self._check_slot(replica, step)
-        self.entrance.check_room(replica, step.round, announced=step.asked)
+        self.admission.check_room(replica, step.round, announced=step.asked)
         replica.ledger.begin(
             key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
         )
@@ -146,7 +149,7 @@ class StepService:
         flight = self.flights.start(
             key, step.feeder, lambda flight: self._fly(replica, flight, step, *parts)
         )
-        self.entrance.entering(key, flight.task)
+        self.admission.entering(key, flight.task)
         return flight
 
     def _check_slot(self, replica: Replica, step: StepRequest) -> None:
@@ -158,7 +161,7 @@ class StepService:
         if other.state == COMMITTED:
             raise Taken("the slot counts already", counted=True)
         if other.feeder != step.feeder and not self._is_lost(other.feeder):
-            self.on_taken(step.round)
+            self._tell(Contested(step.round))
             raise Taken("another flight of the slot is here")
 
     def _learn(self, replica: Replica, asked: int, caller: str) -> None:
@@ -187,7 +190,7 @@ class StepService:
         targets: Array,
     ) -> Message:
         key = (step.round, step.microbatch_id)
-        self.entrance.entered(key)  # from here to the device's queue nothing waits
+        self.admission.entered(key)  # from here to the device's queue nothing waits
         try:
             if replica.index == replica.stage.num_stages - 1:
                 reply, grad_inputs = await self._last(replica, flight, step, inputs, targets)
@@ -265,7 +268,7 @@ class StepService:
                 )
             except ProtocolViolation as e:  # not finite: the fault of what came back
                 log.warning("a gradient from %s was refused: %s", passed.peer_id[-8:], e)
-                self.wiring.blame(step.stage + 1, passed.peer_id)
+                self.dispatcher.blame(step.stage + 1, passed.peer_id)
                 if attempt + 1 == MAX_TRIES:
                     raise
                 continue
@@ -281,12 +284,6 @@ class StepService:
         self, replica: Replica, flight: Flight, step: StepRequest, outputs: Array, targets: Array
     ) -> Passed:
         """Sends an activation through the following stages; returns with its gradient."""
-        key = (step.round, step.microbatch_id)
-
-        def on_path(path: tuple[str, ...]) -> None:
-            flight = self.flights.get(key)
-            if flight is not None:
-                flight.moved(path)
 
         def accept(reply: StepReply, arrays: tuple[Array, ...]) -> Array:
             if len(arrays) != 1:
@@ -305,14 +302,13 @@ class StepService:
             hint=step.hint,
             documents=step.documents,
         )
-        flight.check()
-        flight.is_beyond = True
+        flight.leaves()
         try:
-            return await self.wiring.step(
-                onward, (outputs, targets), accept=accept, on_path=on_path
+            return await self.dispatcher.step(
+                onward, (outputs, targets), accept=accept, track=flight
             )
         finally:
-            flight.is_beyond = False
+            flight.returns()
 
     def _feeder_changed(self, peer_id: str, state: State) -> None:
         if state is not ALIVE:
@@ -337,7 +333,11 @@ class StepService:
         changed = abs(replica.service_s - self._announced_s) > ANNOUNCE_CHANGE * self._announced_s
         if changed and replica.service_s:
             self._announced_s = replica.service_s
-            self.on_measured(replica)
+            self._tell(Measured(replica))
+
+    def _tell(self, event: Contested | Measured) -> None:
+        if not self.events.full():
+            self.events.put_nowait(event)
 
     # ---- commit -----------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class StepService:
     def commit(self, commit: Commit, sender: str) -> None:
         """Closes microbatches: they count, their receipts go, and the next stage hears of it.
         Those of which `sender` is neither a caller nor the feeder are passed over."""
-        replica = self.served()
+        replica = self.serving.replica
         if replica is None:
             return
         onward: dict[str, list[int]] = {}
@@ -381,15 +381,11 @@ class StepService:
 
     def _settle(self, replica: Replica, key: StepKey) -> None:
         replica.stage.forget(key)
-        self.settled(key)
-
-    def settled(self, key: StepKey) -> None:
-        """Whether a microbatch counts is known: no peer needs its receipt any more."""
         self.flights.forget(key)
 
     def drop_round(self, round_index: int) -> None:
         """Ends the flights of a round and of those before it."""
-        self.entrance.drop_round(round_index)
+        self.admission.drop_round(round_index)
         self.flights.drop_round(round_index)
 
 

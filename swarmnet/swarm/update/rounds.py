@@ -319,7 +319,7 @@ class Rounds:
 
         # First here: a commit, or a caller, that comes now must not find it.
         replica.ledger.retracted(key)
-        self.steps.settled(key)
+        self.steps.flights.forget(key)
         try:
             await replica.device.run(
                 BACKWARD, lambda: replica.stage.retract(key), key[0], still_holds

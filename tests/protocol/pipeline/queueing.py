@@ -49,7 +49,7 @@ def closed_loop(routers: list[Router], stage: Stage, in_flight: int, num_calls: 
             send(index)
     while replies:
         now, _, index, peer_id, sent_at = heapq.heappop(replies)
-        routers[index].succeeded(peer_id, now, now - sent_at)
+        routers[index].succeeded(peer_id, now, sent_at)
         if made < num_calls:
             send(index)
     return now
@@ -67,5 +67,5 @@ def bursts(router: Router, stage: Stage, burst: int, num_bursts: int) -> float:
             replies.append((stage.call(peer_id, now), i, peer_id))
         start = now
         for now, _, peer_id in sorted(replies):
-            router.succeeded(peer_id, now, now - start)
+            router.succeeded(peer_id, now, start)
     return now

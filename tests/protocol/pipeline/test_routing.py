@@ -35,7 +35,7 @@ def call(router: Router, now: float, took_s: float = 0.05, **kwargs: object) -> 
     peer_id = router.pick(now, **kwargs)  # type: ignore[arg-type]
     assert peer_id is not None
     router.sent(peer_id, now)
-    router.succeeded(peer_id, now + took_s, took_s)
+    router.succeeded(peer_id, now + took_s, now)
     return peer_id
 
 
@@ -114,7 +114,7 @@ def test_forward_passes_alone_are_charged_apart_from_microbatches() -> None:
     router.busy("own", 10.0, 60.0)
     assert [router.pick_to_infer(10.0, exclude=["other"]) for _ in range(2)] == ["own", "own"]
     router.sent("own", 10.0)
-    router.failed("own", 10.0, 0.1)
+    router.failed("own", 10.0, 9.9)
     assert router.pick_to_infer(10.0, exclude=["other"]) is None
     assert {router.pick_to_infer(10.0) for _ in range(4)} == {"other"}
 
@@ -138,8 +138,8 @@ def test_a_failed_replica_is_banned_and_the_ban_doubles() -> None:
     for _ in range(8):
         assert router.pick(now) == "a"
         router.sent("a", now)
-        router.failed("a", now, 0.0)
-        router.failed("a", now, 0.0)  # failing together counts once
+        router.failed("a", now, now)
+        router.failed("a", now, now)  # failing together counts once
         assert router.is_banned("a", now)
         assert router.pick(now) is None
         ready_at = router.ready_at(now)
@@ -148,7 +148,7 @@ def test_a_failed_replica_is_banned_and_the_ban_doubles() -> None:
         now = ready_at
     assert bans == [1, 2, 4, 8, 16, 30, 30, 30]
     call(router, now)
-    router.failed("a", now, 0.0)
+    router.failed("a", now, now)
     assert router.ready_at(now) == now + FIRST_PAUSE_S
 
 
@@ -157,7 +157,7 @@ def test_a_replica_that_comes_back_does_not_get_what_it_missed() -> None:
     router.update({"a": 0.0, "b": 0.0}, 0.0)
     for i in range(10):
         call(router, i / 10)
-    router.failed("a", 1.0, 0.0)
+    router.failed("a", 1.0, 1.0)
     for i in range(100):
         assert call(router, 1.0 + i / 200) == "b"
     picks = [call(router, 10.0 + i) for i in range(10)]
@@ -207,8 +207,8 @@ def test_no_replica() -> None:
     assert router.ready_at(3.0) == 3.0
     router.update({}, 4.0)
     assert router.ready_at(4.0) is None
-    router.succeeded("a", 5.0, 1.0)
-    router.failed("a", 5.0, 1.0)
+    router.succeeded("a", 5.0, 4.0)
+    router.failed("a", 5.0, 4.0)
 
 
 def test_a_silent_peer_is_noticed_within_two_seconds() -> None:
@@ -234,7 +234,7 @@ def test_the_deadline_follows_latency_queue_and_timeouts() -> None:
     for _ in range(10):
         router.abandoned("a", 601.0)
     router.sent("a", 700.0)
-    router.failed("a", 700.0 + steady_s, steady_s)
+    router.failed("a", 700.0 + steady_s, 700.0)
     assert router.deadline_s("a") > steady_s
 
 
@@ -244,7 +244,7 @@ def test_a_timeout_costs_the_straggler_its_share() -> None:
     for i in range(40):
         call(router, float(i))
     router.sent("a", 40.0)
-    router.failed("a", 42.0, 2.0)
+    router.failed("a", 42.0, 40.0)
     picks = [call(router, 50.0 + i) for i in range(20)]
     assert 0 < picks.count("a") < 8
 

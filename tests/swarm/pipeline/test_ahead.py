@@ -15,8 +15,8 @@ from swarmnet.simulation.clock import run
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.swarm import Simulation
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher, Passed
 from swarmnet.swarm.pipeline.infer import InferService
-from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.stage import TorchStage
@@ -68,7 +68,7 @@ def test_the_feeder_launches_as_soon_as_the_next_round_is_open(
 ) -> None:
     """The links are so slow that hardly any news wakes it."""
     opened, launched = dict[tuple[str, int], float](), dict[tuple[str, int], float]()
-    open_ahead, step = Transitions.open_ahead, Wiring.step
+    open_ahead, step = Transitions.open_ahead, Dispatcher.step
 
     async def opens(transitions: Transitions) -> None:
         await open_ahead(transitions)
@@ -79,13 +79,15 @@ def test_the_feeder_launches_as_soon_as_the_next_round_is_open(
         ]
         opened[peer_id, transitions.phase.round + 1] = now()
 
-    async def steps(wiring: Wiring, request: StepRequest, *rest: Any, **options: Any) -> Passed:
+    async def steps(
+        dispatcher: Dispatcher, request: StepRequest, *rest: Any, **options: Any
+    ) -> Passed:
         if request.stage == 0:
-            launched.setdefault((wiring.gossip.own.peer_id, request.round), now())
-        return await step(wiring, request, *rest, **options)
+            launched.setdefault((dispatcher.gossip.own.peer_id, request.round), now())
+        return await step(dispatcher, request, *rest, **options)
 
     monkeypatch.setattr(Transitions, "open_ahead", opens)
-    monkeypatch.setattr(Wiring, "step", steps)
+    monkeypatch.setattr(Dispatcher, "step", steps)
     scenario = Scenario(
         seed=1,
         peers=4,

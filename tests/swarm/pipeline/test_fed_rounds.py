@@ -13,7 +13,7 @@ NUM_STAGES = 2
 
 def test_only_those_on_the_path_are_told_that_a_microbatch_counts() -> None:
     async def scenario() -> None:
-        rounds = FedRounds(NUM_STAGES, lambda r, ids: None)
+        rounds = FedRounds(NUM_STAGES)
         mine = rounds.begin(3)
         mine.committed[1] = ("a", "b")
         mine.in_flight.add(2)
@@ -27,7 +27,7 @@ def test_only_those_on_the_path_are_told_that_a_microbatch_counts() -> None:
 
 def test_a_replica_whose_round_is_over_refuses_what_passed_through_it() -> None:
     async def scenario() -> None:
-        rounds = FedRounds(NUM_STAGES, lambda r, ids: None)
+        rounds = FedRounds(NUM_STAGES)
         mine = rounds.begin(3)
         mine.in_flight |= {1, 2}
         for the_id in (1, 2):
@@ -41,17 +41,16 @@ def test_a_replica_whose_round_is_over_refuses_what_passed_through_it() -> None:
 
 def test_each_committed_microbatch_is_told_once_when_its_round_is_over() -> None:
     async def scenario() -> None:
-        told: list[tuple[int, list[int]]] = []
-        rounds = FedRounds(NUM_STAGES, lambda r, ids: told.append((r, ids)))
+        rounds = FedRounds(NUM_STAGES)
         first, second = rounds.begin(3), rounds.begin(4)
         first.committed[5] = first.committed[2] = second.committed[7] = ("a", "b")
         assert list(rounds) == [first, second]
-        await rounds.end_others(4)
-        assert told == [(3, [2, 5])]
+        assert await rounds.end_others(4) == [first]
+        assert list(first.news()) == [2, 5]
+        assert not first.news()
         assert rounds.get_open(3) is None
         assert rounds.get(3) is first
-        rounds.tell_all()
-        assert told[1:] == [(4, [7])]
+        assert [list(mine.news()) for mine in rounds.kept()] == [[], [7]]
 
     run(scenario())
 
@@ -60,9 +59,9 @@ def test_a_round_that_begins_once_more_is_measured_once_more() -> None:
     """After a rewind, or where its beginning was taken back, it has other parameters."""
 
     async def scenario() -> None:
-        rounds = FedRounds(NUM_STAGES, lambda r, ids: None)
+        rounds = FedRounds(NUM_STAGES)
         mine = rounds.begin(4)
-        mine.is_measured = mine.is_missed_ahead = True
+        mine.missed(is_ahead=True, is_last_try=True)
         assert rounds.begin(4).is_measured, "it goes on"
         await rounds.end_others(2)
         assert rounds.begin(4) is mine
@@ -74,14 +73,14 @@ def test_a_round_that_begins_once_more_is_measured_once_more() -> None:
 
 def test_what_is_in_flight_ends_with_its_round_and_old_books_go() -> None:
     async def scenario() -> None:
-        rounds = FedRounds(NUM_STAGES, lambda r, ids: None)
+        rounds = FedRounds(NUM_STAGES)
         task = rounds.begin(3).flights.start(asyncio.sleep(60.0))
         await rounds.end_others(4)
         assert task.cancelled()
         for r in range(4, 4 + KEPT_COMMITS):
             rounds.begin(r)
         assert rounds.get(3) is None
-        assert sorted(rounds.committed_paths()) == list(range(4, 4 + KEPT_COMMITS))
+        assert sorted(rounds.committed_by_id()) == list(range(4, 4 + KEPT_COMMITS))
         await rounds.end_all()
         assert not list(rounds)
 

@@ -9,6 +9,7 @@ import pytest
 from swarmnet.errors import NotReady
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.pipeline.flights import FURTHER_S, Flight, Flights
+from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 
 WORK_S = 2.0
@@ -42,7 +43,7 @@ def test_callers_hear_of_another_way_at_once_and_of_the_same_one_later() -> None
     async def scenario() -> None:
         flight = Flights().start((0, 1), "feeder", work)
         heard: list[tuple[str, ...]] = []
-        flight.listeners.append(lambda message: heard.append(message.body.path))
+        flight.join(Request("a", "", "step", Message(), lambda note: heard.append(note.body.path)))
         flight.moved(("b",))
         flight.moved(("b", "c"))
         flight.moved(("b", "c", "d"))
@@ -64,7 +65,8 @@ def test_a_doomed_flight_does_no_more_work() -> None:
         here, beyond, other = (
             flights.start((0, i), name, work) for i, name in enumerate(("gone", "gone", "there"))
         )
-        beyond.is_beyond, beyond.path = True, ("b",)
+        beyond.leaves()
+        beyond.moved(("b",))
         assert flights.beyond() == {(0, 1): ("b",)}
         flights.doom("gone")
         with pytest.raises(NotReady):

@@ -18,10 +18,10 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.runtime.run import stop_when_done
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.pipeline import held_out
+from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
 from swarmnet.swarm.pipeline.infer import infer_through
-from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.transport.base import Request
@@ -39,9 +39,11 @@ def test_a_measurement_of_a_round_that_is_over_ends_at_once(tmp_path: Path) -> N
         await swarm.until_round(3)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        wiring = swarm.members["peer-0"].peer.wiring
+        dispatcher = swarm.members["peer-0"].peer.dispatcher
         with pytest.raises(Stale):
-            await infer_through(wiring, InferRequest(0, EVALUATE, 1), swarm.data.held_out(0).arrays)
+            await infer_through(
+                dispatcher, InferRequest(0, EVALUATE, 1), swarm.data.held_out(0).arrays
+            )
         assert loop.time() - began < 1.0
 
     in_virtual_time(scenario, spec)
@@ -231,7 +233,7 @@ def test_a_round_is_measured_where_no_record_shows_that_it_is(tmp_path: Path) ->
     async def scenario(swarm: Swarm) -> None:
         peer = swarm.start("peer-0")
         await swarm.until_round(2)
-        measure = HeldOutLoss(peer.gossip, peer.wiring, swarm.data, peer.settings)
+        measure = HeldOutLoss(peer.gossip, peer.dispatcher, swarm.data, peer.settings)
 
         async def is_begun(mine: FedRound, *, is_ahead: bool) -> bool:
             measure.measure_if_due(mine, is_ahead=is_ahead)
@@ -260,13 +262,13 @@ def test_what_fails_ahead_is_tried_once_before_the_round_begins(
     tried = Counter[int]()
 
     async def scenario(swarm: Swarm) -> None:
-        async def failing(wiring: Wiring, infer: InferRequest, *args: Any) -> Message:
+        async def failing(dispatcher: Dispatcher, infer: InferRequest, *args: Any) -> Message:
             if infer.round == 4:
                 replica = swarm.members["peer-0"].peer.replica
                 assert replica is not None
                 tried[replica.round] += 1
                 raise NotReady("not yet")
-            return await infer_through(wiring, infer, *args)
+            return await infer_through(dispatcher, infer, *args)
 
         monkeypatch.setattr(held_out, "infer_through", failing)
         swarm.start("peer-0", speed=0.02)
@@ -291,9 +293,9 @@ def test_arrays_that_every_replica_finds_wrong_are_refused_at_once(tmp_path: Pat
         began = loop.time()
         _, targets = swarm.data.held_out(0).arrays
         wrong = Array("int32", (1, 1), b"\xff\xff\xff\x7f")
-        wiring = swarm.members["peer-0"].peer.wiring
+        dispatcher = swarm.members["peer-0"].peer.dispatcher
         with pytest.raises(Refused):
-            await infer_through(wiring, InferRequest(0, EVALUATE, -1), (wrong, targets))
+            await infer_through(dispatcher, InferRequest(0, EVALUATE, -1), (wrong, targets))
         assert loop.time() - began < 1.0
 
     in_virtual_time(scenario, spec)
@@ -306,7 +308,7 @@ def test_a_loss_that_is_refused_is_not_measured_again(
     asked: list[int] = []
 
     async def scenario(swarm: Swarm) -> None:
-        async def refusing(wiring: Any, infer: InferRequest, *args: Any) -> Message:
+        async def refusing(dispatcher: Any, infer: InferRequest, *args: Any) -> Message:
             asked.append(infer.round)
             raise Refused("the loss is not finite")
 

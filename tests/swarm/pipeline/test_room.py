@@ -11,12 +11,12 @@ import pytest
 from swarmnet.errors import Busy, NoRoute, Stale, SwarmnetError
 from swarmnet.ports import FORWARD, OTHER
 from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.protocol.pipeline.admission import ASK_WORK_S
 from swarmnet.protocol.pipeline.ledger import Ledger
 from swarmnet.protocol.pipeline.reservations import RESERVED_S
 from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.pipeline.asking import ASK_WORK_S
 from swarmnet.swarm.pipeline.flights import Flight
 from swarmnet.wire import Message
 from tests.swarm.one_replica import (
@@ -111,7 +111,7 @@ def queue_of(pair: OneReplica, work_s: float) -> None:
     pair.work_s = work_s
     learn(pair.replica, work_s)
     pair.limits = replace(pair.limits, max_waiting_announced=8, route_wait_s=30.0)
-    pair.steps.entrance.limits = pair.limits
+    pair.steps.admission.limits = pair.limits
 
 
 def test_who_is_turned_away_from_a_long_queue_asks_from_then_on() -> None:
@@ -224,7 +224,7 @@ def test_a_flood_of_questions_does_not_keep_others_out(is_known: bool) -> None:
         alone_s = 3 * (WORK_S + SIZES.activation_bytes / SLOW_BYTES_PER_S)
         assert took_s < 1.2 * alone_s
         await asyncio.sleep(RESERVED_S)
-        assert pair.steps.entrance.num_reserved() == 0, "and in the end it is not believed"
+        assert pair.steps.admission.num_reserved() == 0, "and in the end it is not believed"
         attack.cancel()
 
     scenario(play)
@@ -254,7 +254,7 @@ def test_a_callee_that_knows_nothing_of_it_is_left_at_its_deadline() -> None:
         caller = pair.caller("caller", 1e9)
         coming = asyncio.get_running_loop().create_task(caller.step(1))
         await asyncio.sleep(1.0)
-        pair.steps.settled((0, 1))
+        pair.steps.flights.forget((0, 1))
         pair.replica.ledger = Ledger()
         await asyncio.sleep(1.5 * FIRST_DEADLINE_S)
         assert caller.gossip.own.totals["rerouted"] == 1
@@ -347,7 +347,7 @@ def test_one_of_those_asked_for_whom_the_round_is_over_does_not_end_it() -> None
 
     async def play(pair: OneReplica) -> None:
         near = two_free(pair)
-        pair.others[0].serving(0).transitions.phase = Phase(State.OPEN, 5)
+        pair.others[0].serving.of(0).transitions.phase = Phase(State.OPEN, 5)
         for n in range(3):
             assert (await near.step(n)).peer_id == CALLEE
         pair.replica.transitions.phase = Phase(State.OPEN, 5)
@@ -361,7 +361,7 @@ def two_free(pair: OneReplica) -> Caller:
     """Two equal replicas without work, which know their speed and have room for many; and
     somebody who knows both."""
     pair.limits = replace(pair.limits, max_waiting_announced=32, route_wait_s=60.0)
-    pair.steps.entrance.limits = pair.limits
+    pair.steps.admission.limits = pair.limits
     learn(pair.replica, pair.work_s)
     rate = 4 / pair.work_s
     free = replace(pair.second("free"), samples_per_s=rate)
@@ -495,7 +495,7 @@ def test_behind_a_slow_device_few_may_wait_whoever_asks() -> None:
 
     async def play(pair: OneReplica) -> None:
         pair.limits = replace(pair.limits, max_waiting_announced=32, max_waiting_s=240.0)
-        pair.steps.entrance.limits = pair.limits
+        pair.steps.admission.limits = pair.limits
         for work_s, room in ((1.0, 32), (48.0, 10), (400.0, 3)):
             for _ in range(40):
                 pair.replica.measured.service.add(work_s, 1.0)

@@ -7,6 +7,7 @@ import pytest
 from swarmnet.errors import Taken
 from swarmnet.methods.microbatch import Commit
 from swarmnet.simulation.clock import run
+from swarmnet.swarm.pipeline.step import Contested
 from tests.swarm.one_replica import OneReplica
 
 SLOT = 5
@@ -16,14 +17,13 @@ FIRST, SECOND, AGAIN = (n << 16 | SLOT for n in (1, 2, 3))
 def test_a_second_flight_is_refused_until_its_slot_is_free() -> None:
     async def scenario() -> None:
         pair = OneReplica()
-        asked: list[int] = []
-        pair.steps.on_taken = asked.append
         a, b = pair.caller("a", 1e9), pair.caller("b", 1e9)
         await a.step(FIRST)
         with pytest.raises(Taken) as raised:
             await b.step(SECOND)
         assert raised.value.details.get("counted") is None
-        assert asked == [0], "its feeder is asked whether it still has it"
+        asked = pair.steps.events.get_nowait()
+        assert asked == Contested(0), "its feeder is asked whether it still has it"
         await b.step(SECOND + 1)  # another slot
         await a.step(AGAIN)  # its own feeder has given the first one up
         pair.steps.commit(Commit(0, (FIRST,)), "a")

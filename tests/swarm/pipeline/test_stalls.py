@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet.protocol.pipeline.launching import FeederView, Launches
 from swarmnet.simulation.clock import VirtualLoop
-from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 30
@@ -72,7 +72,7 @@ def test_a_machine_that_is_suspended_takes_nobody_for_dead(tmp_path: Path, seed:
 
 
 def test_a_microbatch_that_finds_its_round_closed_everywhere_holds_nobody_up(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer that suspects all feeders for a moment feeds itself, and may do so when the first
     stage has all that it needs, and waits for the norm of the second."""
@@ -96,24 +96,23 @@ def test_a_microbatch_that_finds_its_round_closed_everywhere_holds_nobody_up(
             rounds.is_drained = (  # type: ignore[method-assign]
                 lambda r, ask=is_drained: (r != struck or is_heard()) and ask(r)  # type: ignore[misc]
             )
-        feeder = swarm.members["peer-1"].peer.feeder
-        assert feeder is not None
-        rules = feeder.rules
-        is_feeder, next_slot = rules.is_feeder, rules.next_slot
+        is_feeder, next_slot = FeederView.is_feeder, FeederView.next_slot
 
-        def launches_one(mine: FedRound) -> int | None:
-            if mine.round != struck or launched:
-                return next_slot(mine)
+        def launches_one(known: FeederView, launches: Launches, patience_s: float) -> int | None:
+            is_late = known.own.peer_id == "peer-1" and launches.round == struck
+            if not is_late or launched:
+                return next_slot(known, launches, patience_s)
             launched.append(loop.time())
             return 0
 
-        def feeds() -> bool:
-            if all(r is not None and r.is_closed(struck) for r in first) and not launched:
+        def feeds(known: FeederView) -> bool:
+            is_late = known.own.peer_id == "peer-1" and not launched
+            if is_late and all(r is not None and r.is_closed(struck) for r in first):
                 return True
-            return is_feeder()
+            return is_feeder(known)
 
-        rules.next_slot = launches_one  # type: ignore[method-assign]
-        rules.is_feeder = feeds  # type: ignore[method-assign]
+        monkeypatch.setattr(FeederView, "next_slot", launches_one)
+        monkeypatch.setattr(FeederView, "is_feeder", feeds)
         await swarm.until(lambda: bool(launched))
         await swarm.until_round(struck + 2)
         assert loop.time() - launched[0] < 3.0

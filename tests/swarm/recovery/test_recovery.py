@@ -48,13 +48,8 @@ def start(
     store = store or CheckpointStore(state, swarm.spec, unused=lambda: unused(swarm, folder))
     found = store.available()
     disk = Disk(store, InlineWorker(), EVERY, found, store.unreadable)
-    peer = swarm.start(name, stage=stage, disk=disk, begin_anew=begin_anew)
-    assert peer.feeder is not None
-    on_record = CountedMicrobatches(
-        state / COUNTED_FILE, swarm.spec.run_id, lambda: peer.gossip.own.history
-    )
-    peer.feeder.on_commit, peer.on_history = on_record, on_record.renamed
-    return peer
+    journal = CountedMicrobatches(state / COUNTED_FILE, swarm.spec.run_id)
+    return swarm.start(name, stage=stage, disk=disk, begin_anew=begin_anew, journal=journal)
 
 
 def unused(swarm: Swarm, folder: Path) -> list[Path]:

@@ -316,7 +316,7 @@ def test_a_round_does_not_end_and_takes_nothing_in_while_its_gradient_is_given(
         assert replica is not None
         replica.transitions.give()
         with pytest.raises(NotReady, match="leaving"):
-            peer.steps.entrance.check_room(replica, replica.round, announced=False)
+            peer.steps.admission.check_room(replica, replica.round, announced=False)
         closing = asyncio.create_task(replica.transitions.close_round())
         await asyncio.sleep(1.0)
         assert not closing.done()

@@ -51,9 +51,9 @@ def test_a_place_that_is_kept_is_free_when_the_microbatch_comes() -> None:
     async def play(pair: OneReplica) -> None:
         near = pair.caller("near", 1e9)
         await near.ask(1)
-        assert pair.steps.entrance.num_reserved() == 1
+        assert pair.steps.admission.num_reserved() == 1
         await near.step(1)
-        assert pair.steps.entrance.num_reserved() == 0
+        assert pair.steps.admission.num_reserved() == 0
 
     scenario(play)
 
@@ -64,12 +64,12 @@ def test_a_full_queue_a_past_round_and_a_leaving_peer_say_so() -> None:
         pair.fill()
         await asyncio.sleep(0.1)
         with pytest.raises(Busy):
-            pair.steps.entrance.check_room(pair.replica, 0, announced=False)
+            pair.steps.admission.check_room(pair.replica, 0, announced=False)
         pair.replica.transitions.phase = Phase(State.OPEN, 2)
         with pytest.raises(Stale):
             await asked(near, 7, round_index=1)
         pair.gossip.update(state=LEAVING)
         with pytest.raises(NotReady):
-            pair.steps.entrance.check_room(pair.replica, 2, announced=False)
+            pair.steps.admission.check_room(pair.replica, 2, announced=False)
 
     scenario(play)

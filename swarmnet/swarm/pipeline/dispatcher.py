@@ -1,0 +1,426 @@
+"""The dispatcher: chooses a replica of a stage for a microbatch and calls it, and another one when
+that fails or dies. Where it pays, replicas are asked first when they could begin (`admit`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from swarmnet.errors import (
+    Busy,
+    DeadlineExceeded,
+    NoRoute,
+    NotReady,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    Stale,
+    SwarmnetError,
+    Taken,
+    TransportError,
+)
+from swarmnet.methods.method import Method, ReplyT, RequestT
+from swarmnet.methods.microbatch import (
+    ADMIT,
+    STEP,
+    AdmitRequest,
+    StepProgress,
+    StepReply,
+    StepRequest,
+)
+from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.pipeline import dispatching
+from swarmnet.protocol.pipeline.admission import FullStages, shares_work
+from swarmnet.protocol.pipeline.dispatching import LONGEST_CALL_S, Patience, Search
+from swarmnet.protocol.pipeline.routing import Router
+from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.swarm.calls import call, notify, serve
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.live_calls import PROBE_PART
+from swarmnet.swarm.pipeline.flights import Track
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.transport.base import Handler, Request, Transport
+from swarmnet.wire import Array, Message
+
+log = logging.getLogger("swarmnet.wiring")
+
+ASKED = 8
+"""So many replicas are asked for one microbatch."""
+ASKING_AT_A_TIME = 4
+"""Microbatches for which one caller asks at a time. Many that ask at once all hear of the same free
+replica; the next ones hear of what the first ones took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A microbatch went through the next stages and came back."""
+
+    peer_id: str
+    reply: StepReply
+    grad_inputs: Array | None
+
+
+Accept = Callable[[StepReply, tuple[Array, ...]], Array | None]
+"""Takes the gradient from a reply. Raises `ProtocolViolation` where it is none."""
+
+
+@dataclass(slots=True)
+class _Hop:
+    """One call of a microbatch to one replica."""
+
+    peer_id: str
+    depth: int
+    """Stages behind the replica."""
+    patience: Patience
+    track: Track
+    beyond: tuple[str, ...] | None = None
+    """Through whom it went from there, as far as the replica has told."""
+    _scope: asyncio.Timeout | None = None
+
+    def heard(self, note: Message[StepProgress]) -> None:
+        """The replica tells through whom the microbatch goes from there."""
+        self.patience.heard(_now())
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(self.patience.look_at)
+        path = note.body.path
+        if len(path) > self.depth:
+            raise ProtocolViolation("a path through more stages than there are")
+        self.beyond = path
+        self.track.moved((self.peer_id, *path))
+
+    async def wait(self, answer: asyncio.Task[Message]) -> bool:
+        """True when the call is done, False when the replica is to be asked about it."""
+        try:
+            async with asyncio.timeout_at(self.patience.look_at) as self._scope:
+                await asyncio.wait((answer,))
+                return True
+        except TimeoutError:
+            return answer.done()
+        finally:
+            self._scope = None
+
+
+@dataclass
+class Dispatcher:
+    """Calls to the replicas of stages, this peer's own among them: that is a link of zero
+    length."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    num_stages: int
+    samples_per_call: int
+    rng: random.Random
+    overlaps: bool = False
+    """Replicas may work on the round after the one that their record names."""
+    _own: dict[Method[Any, Any], Handler] = field(default_factory=dict)
+    """This peer's handlers."""
+    _routers: dict[int, Router] = field(default_factory=dict)
+    """By stage."""
+    _full: FullStages = field(default_factory=FullStages)
+    _asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(ASKING_AT_A_TIME))
+
+    def handle(self, method: Method[Any, Any], handler: Handler) -> None:
+        """Serves a method of this peer's stage, to others and to itself."""
+        serve(self.transport, method, handler)
+        self._own[method] = handler
+
+    def router(self, stage_index: int) -> Router:
+        """The router to a stage, told of the replicas that are alive now."""
+        if stage_index not in self._routers:
+            self._routers[stage_index] = Router(
+                random.Random(self.rng.random()),
+                samples_per_call=self.samples_per_call,
+            )
+        router, now = self._routers[stage_index], _now()
+        replicas = self.gossip.view.in_reach(stage_index, now)
+        router.update({r.peer_id: r.samples_per_s for r in replicas}, now)
+        return router
+
+    def shares(self, stage_index: int, arrays: tuple[Array, ...] = ()) -> bool:
+        """As `admission.shares_work`, of what this peer feeds."""
+        upload_s = self.transport.traffic.upload_s(_num_bytes(arrays))
+        return shares_work(upload_s, self.router(stage_index).usual_s)
+
+    def blame(self, stage_index: int, peer_id: str) -> None:
+        """A reply of this peer turned out to be unusable after all."""
+        now = _now()
+        self.router(stage_index).failed(peer_id, now, sent_at=now)
+        self.gossip.add_total("rerouted")
+
+    # ---- a microbatch -----------------------------------------------------------------------
+
+    async def step(
+        self,
+        request: StepRequest,
+        arrays: tuple[Array, ...],
+        *,
+        accept: Accept,
+        track: Track,
+        prefer_self: bool = False,
+        waits_here: bool = False,
+    ) -> Passed:
+        """Sends a microbatch into `request.stage` and returns when its gradient is back.
+
+        A `ProtocolViolation` that `accept` raises counts as a failure of the callee. `track` says
+        where the microbatch is. `prefer_self`: the own replica does it where it can, unless the
+        work is long and its way to others short, for then a free one does. `waits_here`: it may
+        wait in a long queue of the own device. Raises `Stale` when the round is over, `NoRoute`
+        when no replica did it in time, `Refused` when the arrays are to blame.
+        """
+        longest = Deadline.after(_now(), LONGEST_CALL_S)
+        prefers_self = prefer_self and not self.shares(request.stage, arrays)
+        search = Search(request.round, request.stage, request.hint, prefers_self, longest)
+        while not longest.is_over(_now()):
+            asks = self._asks(request.stage, arrays)
+            peer_id = await self._choose(search, request, asks)
+            if peer_id is None:
+                break
+            track.moved((peer_id,))
+            asked = (search.prefers_self and waits_here) or asks
+            body = replace(request, hint=search.hint[1:], asked=asked)
+            hop = self._begin(peer_id, body, arrays, track)
+            try:
+                return await self._attempt(hop, Message(body, arrays), accept)
+            except SwarmnetError as e:
+                if search.is_last_word(peer_id, e, self.gossip.view, _now()):
+                    raise
+                log.debug("stage %d at %s: %s", request.stage, peer_id[-8:], e)
+                search.failed(peer_id, e, hop.beyond)
+        text = f"no replica of stage {request.stage} took the microbatch: {search.last_error}"
+        raise NoRoute(text)
+
+    async def _choose(self, search: Search, request: StepRequest, asks: bool) -> str | None:
+        """None where no replica is to be had in time; where they are only full, by
+        `search.longest`."""
+        stage, view = request.stage, self.gossip.view
+        give_up = Deadline.after(_now(), self.limits.route_wait_s)
+        prefer = search.preferred(self.gossip.own.peer_id if STEP in self._own else None)
+        slack = 0 if self.gossip.is_small and not self.overlaps else 1
+        while True:
+            router, now = self.router(stage), _now()
+            others = dispatching.unfit(
+                view, stage, request.round, request.feeder, slack=slack, now=now
+            )
+            is_known = prefer is not None and router.is_ready(prefer, now, others)
+            if asks and not is_known:
+                async with self._asking:
+                    peer_id = await self._ask_around(router, request, others)
+                now = _now()
+            else:
+                peer_id = router.pick(now, prefer=prefer, exclude=others)
+            if peer_id is not None:
+                return peer_id
+            end = search.longest if self._full.is_full(stage, now) else give_up
+            if end.is_over(now):
+                return None
+            wait_s = dispatching.look_again_s(now, router.ready_at(now), LOOK_AGAIN_S)
+            await self.gossip.changed.wait(wait_s)
+
+    def _begin(
+        self, peer_id: str, request: StepRequest, arrays: tuple[Array, ...], track: Track
+    ) -> _Hop:
+        """A call goes out now."""
+        router, traffic, now = self._routers[request.stage], self.transport.traffic, _now()
+        router.sent(peer_id, now)
+        is_own = peer_id == self.gossip.own.peer_id
+        num_bytes = 0 if is_own else traffic.queued_bytes() + _num_bytes(arrays)
+        depth = self.num_stages - 1 - request.stage
+        patience = Patience.begin(
+            now,
+            router.deadline_s(peer_id),
+            depth=depth,
+            probe_part=PROBE_PART,
+            upload_s=traffic.upload_s(num_bytes),
+        )
+        return _Hop(peer_id, depth, patience, track)
+
+    async def _attempt(self, hop: _Hop, message: Message[StepRequest], accept: Accept) -> Passed:
+        """One call; its outcome is told to the router."""
+        peer_id, stage = hop.peer_id, message.body.stage
+        router, sent_at = self._routers[stage], _now()
+        try:
+            reply = await self._call_patiently(hop, message)
+            body = reply.body
+            if len(body.path) != hop.depth + 1 or body.path[0] != peer_id:
+                raise ProtocolViolation("a step's reply with a path that it cannot have gone")
+            grad_inputs = accept(body, reply.arrays)
+        except Busy as e:
+            router.busy(peer_id, _now(), e.backlog_s)
+            self._full.turned_away(stage, e.backlog_s, _now())
+            raise
+        except (NotReady, Stale, NoRoute):
+            router.busy(peer_id, _now(), LOOK_AGAIN_S)
+            raise
+        except Taken:
+            router.abandoned(peer_id, _now())
+            raise
+        except (TransportError, RemoteError, ProtocolViolation) as e:
+            router.failed(peer_id, _now(), sent_at)
+            self.gossip.add_total("rerouted")
+            if isinstance(e, (TransportError, DeadlineExceeded)):
+                self.gossip.probe(peer_id)
+            raise
+        except asyncio.CancelledError:
+            router.abandoned(peer_id, _now())
+            raise
+        router.succeeded(peer_id, _now(), sent_at)
+        return Passed(peer_id, body, grad_inputs)
+
+    async def _call_patiently(self, hop: _Hop, message: Message[StepRequest]) -> Message[StepReply]:
+        """Raises `DeadlineExceeded` where the callee is silent for longer than `Patience` has for
+        it."""
+        peer_id, patience, traffic = hop.peer_id, hop.patience, self.transport.traffic
+        is_own = peer_id == self.gossip.own.peer_id
+        answer = asyncio.get_running_loop().create_task(
+            self.call(
+                peer_id,
+                STEP,
+                message,
+                timeout_s=LONGEST_CALL_S,
+                on_progress=hop.heard,
+                usual_s=math.inf,
+            )
+        )
+        try:
+            while not await hop.wait(answer):
+                if is_own or not traffic.queued_bytes():  # all of it is sent
+                    has_it = await self._is_at_work(peer_id, message.body, patience.look_s)
+                    if patience.ends(has_it, _now()):
+                        raise DeadlineExceeded(f"no answer for {patience.silence_s:.1f} s")
+                patience.wait_more(_now())
+            return answer.result()
+        finally:
+            if not answer.done():
+                answer.cancel()
+                await asyncio.gather(answer, return_exceptions=True)
+            elif not answer.cancelled():
+                answer.exception()  # seen, where no task waits for it any more
+
+    # ---- asking before a microbatch is sent, and while it is at work there ------------------
+
+    def _asks(self, stage_index: int, arrays: tuple[Array, ...]) -> bool:
+        upload_s = self.transport.traffic.upload_s(_num_bytes(arrays))
+        return self._full.asks(stage_index, upload_s, self.router(stage_index).usual_s, _now())
+
+    async def _ask_around(
+        self, router: Router, request: StepRequest, exclude: Collection[str]
+    ) -> str | None:
+        """Of a few replicas drawn at random, the one with the least work before the microbatch, by
+        its own word; None where none has room. Raises `Stale` where the round is over for all that
+        have an answer."""
+        drawn = router.sample(_now(), ASKED, exclude=exclude)
+        asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
+        answers = await asyncio.gather(*(self._ask(router, p, asked) for p in drawn))
+        told = zip(answers, drawn, strict=True)
+        offers = [(wait_s, p) for wait_s, p in told if isinstance(wait_s, float)]
+        if not offers:
+            over = next((answer for answer in answers if isinstance(answer, Stale)), None)
+            if over is not None:
+                raise over
+            return None
+        peer_id = min(offers)[1]
+        router.take(peer_id)
+        if peer_id != self.gossip.own.peer_id:
+            notify(self.transport, peer_id, ADMIT, Message(replace(asked, comes=True)))
+        return peer_id
+
+    async def _ask(self, router: Router, peer_id: str, asked: AdmitRequest) -> float | Stale | None:
+        """What a replica says, or that the round is over there; None where it has no room, or no
+        answer."""
+        began_at = _now()
+        try:
+            reply = await self.call(peer_id, ADMIT, Message(asked), timeout_s=ANSWER_S)
+            return float(reply.body.wait_s)
+        except Busy as e:
+            self._full.has_no_room(asked.stage, _now())
+            router.put_off(peer_id, _now(), e.backlog_s)
+        except Stale as e:
+            theirs = e.details.get("round")
+            router.put_off(peer_id, _now(), LOOK_AGAIN_S)
+            if isinstance(theirs, int) and theirs > asked.round:
+                return e
+        except NotReady:
+            router.put_off(peer_id, _now(), LOOK_AGAIN_S)
+        except (TransportError, RemoteError, ProtocolViolation) as e:
+            router.sent(peer_id, began_at)
+            router.failed(peer_id, _now(), began_at)
+            if isinstance(e, TransportError):
+                self.gossip.probe(peer_id)
+        return None
+
+    async def _is_at_work(self, peer_id: str, request: StepRequest, silent_s: float) -> bool | None:
+        """Does a callee that has been silent say that it has the microbatch? None where it says
+        nothing."""
+        asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
+        timeout_s, message = min(silent_s, ANSWER_S), Message(asked)
+        try:
+            if peer_id == self.gossip.own.peer_id:
+                reply = await self._call_self(ADMIT, message)
+            else:
+                reply = await call(self.transport, peer_id, ADMIT, message, timeout_s=timeout_s)
+            return reply.body.known
+        except (TransportError, DeadlineExceeded):
+            return None
+        except (SwarmnetError, ProtocolViolation):
+            return False
+
+    # ---- calls ------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        peer_id: str,
+        method: Method[RequestT, ReplyT],
+        message: Message[RequestT],
+        *,
+        timeout_s: float,
+        on_progress: Callable[[Message[Any]], None] | None = None,
+        usual_s: float = 0.0,
+    ) -> Message[ReplyT]:
+        """As `LiveCalls.call`; a call of this peer itself has no end but its answer."""
+        if peer_id == self.gossip.own.peer_id:
+            return await self._call_self(method, message, on_progress)
+        return await self.gossip.liveness.call_while_live(
+            peer_id,
+            method,
+            message,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+            usual_s=usual_s,
+        )
+
+    async def _call_self(
+        self,
+        method: Method[RequestT, ReplyT],
+        message: Message[RequestT],
+        on_progress: Callable[[Message[Any]], None] | None = None,
+    ) -> Message[ReplyT]:
+        """The own handler, as if it were a peer's."""
+        if method not in self._own:
+            raise NotReady("this peer serves no stage")
+        own = self.gossip.own
+        hears = on_progress or (lambda note: None)
+        request = Request(own.peer_id, own.run_id, method.name, message, hears)
+        try:
+            return await self._own[method](request)
+        except ProtocolViolation as e:  # as the transport tells it to another peer
+            raise Refused(str(e)) from None
+        except SwarmnetError:
+            raise
+        except Exception as e:
+            log.exception("%s failed", method.name)
+            raise RemoteError(f"{type(e).__name__}: {e}") from None
+
+
+def _num_bytes(arrays: tuple[Array, ...]) -> int:
+    return sum(a.num_bytes for a in arrays)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
