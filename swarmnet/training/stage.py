@@ -267,15 +267,15 @@ class TorchStage:
 
     def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         """The whole of `forward_pass`, *device*; so the next two."""
-        return TorchStage.forward_pass(self, key, inputs, documents)()
+        return self.forward_pass(key, inputs, documents)()
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
-        return TorchStage.backward_pass(self, key, grad_outputs)()
+        return self.backward_pass(key, grad_outputs)()
 
     def forward_backward(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> LossResult:
-        return TorchStage.loss_pass(self, key, inputs, targets, documents)()
+        return self.loss_pass(key, inputs, targets, documents)()
 
     def retract(self, key: StepKey) -> None:
         kept = self.kept.take_added(key)

@@ -16,7 +16,7 @@ import datetime
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.ranks.leading import LeadStage, following
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
 from swarmnet.training.ranks.rank_stage import RankLayers, RankStage
-from swarmnet.training.ranks.tensor_parallel import part_of
+from swarmnet.training.ranks.tensor_parallel import both_ways, part_of, unchanged
 from swarmnet.training.stage import TorchStage, build_stage
 
 FP16 = "--local fsdp computes in bf16 or fp32, not in fp16; add --precision bf16"
@@ -89,49 +89,24 @@ def open_default_group(
     return init_device_mesh(device.type, (num_ranks,))
 
 
-class _Whole(torch.autograd.Function):
-    """The samples of all ranks from those of each. Backward: this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.num_samples = x.shape[0]
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        start = dist.get_rank() * ctx.num_samples
-        return grads[0][start : start + ctx.num_samples].contiguous()
+def _whole(x: Tensor) -> Tensor:
+    """The samples of all ranks from those of each."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
 
 
-class _Part(torch.autograd.Function):
-    """This rank's samples. Backward: the gradients of all ranks'."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        start, stop = part_of(x.shape[0], dist.get_rank(), dist.get_world_size())
-        return x[start:stop].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        parts = [torch.empty_like(grads[0]) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, grads[0].contiguous())
-        return torch.cat(parts)
+def _part(x: Tensor) -> Tensor:
+    """This rank's samples."""
+    start, stop = part_of(x.shape[0], dist.get_rank(), dist.get_world_size())
+    return x[start:stop].clone()
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over ranks. Backward: nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0]
+def _sum(x: Tensor) -> Tensor:
+    """Over all ranks."""
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
 
 
 class FsdpLayers(RankLayers):
@@ -180,7 +155,7 @@ class FsdpLayers(RankLayers):
             if outputs.shape[0] == targets.shape[0]:  # a batch that is not split
                 return inner(outputs, targets)
             start, stop = part_of(targets.shape[0], rank, num_ranks)
-            return _apply(_Sum, inner(outputs, targets[start:stop]))
+            return both_ways(inner(outputs, targets[start:stop]), _sum, unchanged)
 
         plan = dataclasses.replace(plan, loss=loss)
         shared = SharedFloats(2 * describe_parameters(builders)[-1].stop, fd)
@@ -250,12 +225,12 @@ class FsdpLayers(RankLayers):
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         is_split = x.shape[0] % self._num_ranks == 0
         if is_split:
-            x = _apply(_Part, x)
+            x = both_ways(x, _part, _whole)
             if context is not None and context.positions is not None:
-                context = LayerContext(_apply(_Part, context.positions))
+                context = LayerContext(_part(context.positions))
         x = super().run(key, x, context)
         is_whole = not self.is_last or self._gathers
-        return _apply(_Whole, x) if is_split and is_whole else x
+        return both_ways(x, _whole, _part) if is_split and is_whole else x
 
     @contextlib.contextmanager
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
@@ -265,10 +240,6 @@ class FsdpLayers(RankLayers):
                 yield
         finally:
             self._gathers = False
-
-
-def _apply(function: Any, x: Tensor) -> Tensor:
-    return cast(Tensor, function.apply(x))
 
 
 def build_fsdp_stage(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from swarmnet.batch import Documents
@@ -42,48 +43,29 @@ class LeadStage(RankStage):
     def forward_pass(
         self, key: StepKey, inputs: Array, documents: Documents | None = None
     ) -> Passage[Array]:
-        return undivided(lambda: self.forward(key, inputs, documents))
+        work = super().forward_pass(key, inputs, documents)
+        values = {"key": list(key), "documents": documents}
+        return undivided(lambda: self._together("forward", work, values, (inputs,)))
 
     def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
-        return undivided(lambda: self.backward(key, grad_outputs))
+        work, values = super().backward_pass(key, grad_outputs), {"key": list(key)}
+        return undivided(
+            lambda: self._together("backward", work, values, (grad_outputs,), adds=True)
+        )
 
     def loss_pass(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> Passage[LossResult]:
-        return undivided(lambda: self.forward_backward(key, inputs, targets, documents))
-
-    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
-        return self._together(
-            "forward",
-            lambda: super(LeadStage, self).forward(key, inputs, documents),
-            {"key": list(key), "documents": documents},
-            (inputs,),
-        )
-
-    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
-        return self._together(
-            "backward",
-            lambda: super(LeadStage, self).backward(key, grad_outputs),
-            {"key": list(key)},
-            (grad_outputs,),
-            adds=True,
-        )
-
-    def forward_backward(
-        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
-    ) -> LossResult:
-        return self._together(
-            "forward_backward",
-            lambda: super(LeadStage, self).forward_backward(key, inputs, targets, documents),
-            {"key": list(key), "documents": documents},
-            (inputs, targets),
-            adds=True,
+        work = super().loss_pass(key, inputs, targets, documents)
+        values = {"key": list(key), "documents": documents}
+        arrays = (inputs, targets)
+        return undivided(
+            lambda: self._together("forward_backward", work, values, arrays, adds=True)
         )
 
     def retract(self, key: StepKey) -> None:
-        self._together(
-            "retract", lambda: super(LeadStage, self).retract(key), {"key": list(key)}, adds=True
-        )
+        work = partial(super().retract, key)
+        self._together("retract", work, {"key": list(key)}, adds=True)
 
     def evaluate(
         self,
@@ -92,13 +74,9 @@ class LeadStage(RankStage):
         documents: Documents | None = None,
         round_index: int | None = None,  # no round is open ahead where there are ranks
     ) -> Array | LossResult:
+        work = partial(super().evaluate, inputs, targets, documents)
         arrays = (inputs,) if targets is None else (inputs, targets)
-        return self._together(
-            "evaluate",
-            lambda: super(LeadStage, self).evaluate(inputs, targets, documents),
-            {"documents": documents},
-            arrays,
-        )
+        return self._together("evaluate", work, {"documents": documents}, arrays)
 
     def forget(self, key: StepKey) -> None:
         """From any thread. While a call runs it waits for the end of it, so that it comes between

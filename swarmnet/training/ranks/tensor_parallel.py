@@ -16,7 +16,7 @@ Shapes: B samples, S positions, D width, V tokens, N = B x S.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -179,81 +179,32 @@ class Region:
         return x.chunk(self.num_ranks, dim=SEQUENCE_DIM)[self.rank].contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    """Forward: nothing. Backward: all-reduce."""
+class _BothWays(torch.autograd.Function):
+    """One function of the tensor forward, another one of its gradient backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.region.all_reduce(grads[0]), None
-
-
-class _Reduce(torch.autograd.Function):
-    """Forward: all-reduce. Backward: nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        return region.all_reduce(x)
+    def forward(
+        ctx: Any, x: Tensor, way: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return way(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+        return ctx.back(grads[0]), None, None
 
 
-class _Gather(torch.autograd.Function):
-    """Forward: all-gather. Backward: reduce-scatter, for the ranks use what they got unlike."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        return region.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.region.reduce_scatter(grads[0]), None
+def both_ways(
+    x: Tensor, way: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`way(x)`, whose gradient with respect to `x` is `back` of its own. Neither works in place,
+    and what `way` returns is not `x` itself."""
+    return cast(Tensor, _BothWays.apply(x, way, back))
 
 
-class _ReduceScatter(torch.autograd.Function):
-    """Forward: reduce-scatter. Backward: all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        return region.reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.region.gather(grads[0]), None
-
-
-class _Split(torch.autograd.Function):
-    """Where whole tensors enter a split region. Forward: slice. Backward: all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        return region.slice(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.region.gather(grads[0]), None
-
-
-class _Join(torch.autograd.Function):
-    """Where whole tensors leave a split region. Forward: all-gather. Backward: slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        return region.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.region.slice(grads[0]), None
+def unchanged(x: Tensor) -> Tensor:
+    """A view."""
+    return x.view_as(x)
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -307,23 +258,28 @@ def gather_logits(region: Region, vocab_size: int, logits_BSV: Tensor) -> Tensor
 
 
 def enter(region: Region, x: Tensor) -> Tensor:
-    """Before matrices that are cut by rows."""
-    return cast(Tensor, (_Gather if region.is_split else _Copy).apply(x, region))
+    """Before matrices that are cut by rows. What the ranks have gathered they use unlike, so that
+    its gradient is their sum."""
+    if region.is_split:
+        return both_ways(x, region.gather, region.reduce_scatter)
+    return both_ways(x, unchanged, region.all_reduce)
 
 
 def leave(region: Region, x: Tensor) -> Tensor:
     """After matrices that are cut by columns."""
-    return cast(Tensor, (_ReduceScatter if region.is_split else _Reduce).apply(x, region))
+    if region.is_split:
+        return both_ways(x, region.reduce_scatter, region.gather)
+    return both_ways(x, region.all_reduce, unchanged)
 
 
 def split(region: Region, x: Tensor) -> Tensor:
     """At the beginning of a stage that is not the first."""
-    return cast(Tensor, _Split.apply(x, region)) if region.is_split else x
+    return both_ways(x, region.slice, region.gather) if region.is_split else x
 
 
 def join(region: Region, x: Tensor) -> Tensor:
     """At the end of a stage whose last layer is not the output matrix."""
-    return cast(Tensor, _Join.apply(x, region)) if region.is_split else x
+    return both_ways(x, region.gather, region.slice) if region.is_split else x
 
 
 def parallelize(
