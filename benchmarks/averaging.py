@@ -264,7 +264,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.swarm.update.handover import Handover
     from swarmnet.swarm.update.rounds import ZeroUpdates
     from swarmnet.training.device import DeviceThread, WorkerThread
-    from swarmnet.training.optimizer.shards import build_optimizer
+    from swarmnet.training.optimizer.local_steps import build_optimizer
     from swarmnet.training.stage import build_stage
 
     torch.set_num_threads(1)

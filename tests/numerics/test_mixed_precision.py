@@ -11,7 +11,7 @@ import torch
 
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing, PrecisionName
-from swarmnet.training.optimizer.shards import build_optimizer
+from swarmnet.training.optimizer.local_steps import build_optimizer
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from swarmnet.training.stage import build_stage

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swarmnet.spec import RunSpec
-from swarmnet.training.optimizer.shards import build_optimizer
+from swarmnet.training.optimizer.local_steps import build_optimizer
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from tests.oracles.reference_modes import DelayedReference

@@ -12,7 +12,8 @@ from swarmnet.ports import Data, LossResult
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import to_tensor
-from swarmnet.training.optimizer.shards import ShardedAdamW, build_optimizer
+from swarmnet.training.optimizer.local_steps import build_optimizer
+from swarmnet.training.optimizer.sharded import ShardedOptimizer
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 
@@ -73,7 +74,7 @@ def named(stage: TorchStage, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     return {r.name: flat[r.start : r.stop].view(r.shape) for r in stage.parameter_ranges}
 
 
-def optimizers_of(spec: RunSpec, stages: Sequence[TorchStage]) -> list[ShardedAdamW]:
+def optimizers_of(spec: RunSpec, stages: Sequence[TorchStage]) -> list[ShardedOptimizer]:
     """An optimizer a stage, which owns all of its shards."""
     optimizers = [build_optimizer(spec, stage) for stage in stages]
     for stage, optimizer in zip(stages, optimizers, strict=True):
@@ -84,7 +85,7 @@ def optimizers_of(spec: RunSpec, stages: Sequence[TorchStage]) -> list[ShardedAd
 
 def update(
     stages: Sequence[TorchStage],
-    optimizers: Sequence[ShardedAdamW],
+    optimizers: Sequence[ShardedOptimizer],
     num_tokens: int,
     clip: float,
     r: int,

@@ -17,7 +17,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training import checkpoint
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.checkpoint import FILES, META_FILE, CheckpointError, CheckpointStore
-from swarmnet.training.optimizer.shards import build_optimizer
+from swarmnet.training.optimizer.local_steps import build_optimizer
 from swarmnet.training.stage import TorchStage, build_stage
 from tests.training.specs import small_spec
 

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import NONE
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import OptimizerSpec, RunSpec
 from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
 from swarmnet.training.optimizer.outer import OuterNesterov
+from swarmnet.training.optimizer.sharded import ShardedOptimizer
 from swarmnet.training.optimizer.shards import ShardedAdamW
-from swarmnet.training.optimizer.shards import build_optimizer as build_adamw
 from swarmnet.training.optimizer.store import Store
 from swarmnet.training.stage import TorchStage
 from swarmnet.wire import Array
@@ -44,7 +45,7 @@ class TorchLocalSteps:
         self._optimizer = optimizer
         self._clip = spec.grad_clip_norm
         self._shards = range(len(stage.shard_sizes))
-        self._common: list[Tensor] = [_copy(stage.parameter_shard(j)) for j in self._shards]
+        self._common = [to_tensor(stage.parameter_shard(j)).clone() for j in self._shards]
         self._coming: dict[int, Tensor] = {}
         self._stepped: dict[int, Array] = {}
         self.tokens = [0] * len(self._shards)
@@ -184,15 +185,13 @@ class TorchLocalSteps:
 
 
 def build_local_steps(
-    spec: RunSpec,
-    stage: TorchStage,
-    outer: ShardedAdamW | OuterNesterov,
-    store: Store | None = None,
+    spec: RunSpec, stage: TorchStage, outer: ShardedOptimizer, store: Store | None = None
 ) -> TorchLocalSteps | None:
     """The own steps of a stage's replica; None where the run's mode has none."""
     if not isinstance(outer, OuterNesterov):
         return None
-    optimizer = build_adamw(spec, stage, store, NONE)  # what nobody else steps on is not coded
+    ranges, sizes = stage.parameter_ranges, stage.shard_sizes
+    optimizer = ShardedAdamW(ranges, sizes, spec.optimizer, store)  # nobody else steps on it
     return TorchLocalSteps(stage, optimizer, outer, spec.optimizer)
 
 
@@ -200,20 +199,15 @@ def build_optimizer(
     spec: RunSpec, stage: TorchStage, store: Store | None = None
 ) -> ShardedAdamW | OuterNesterov:
     """What the owners of a stage's shards step with, by the run's mode; it owns none yet."""
-    sync = spec.sync
-    if sync.mode not in ("local", "gossip"):
-        return build_adamw(spec, stage, store)
-    momentum = sync.gossip_momentum if sync.mode == "gossip" else sync.outer_momentum
+    sync, ranges, sizes = spec.sync, stage.parameter_ranges, stage.shard_sizes
+    if sync.mode not in (LOCAL, GOSSIP):
+        return ShardedAdamW(ranges, sizes, spec.optimizer, store, sync.codec)
     return OuterNesterov(
-        stage.shard_sizes,
+        sizes,
         sync.outer_learning_rate,
-        momentum,
+        sync.gossip_momentum if sync.mode == GOSSIP else sync.outer_momentum,
         spec.sync_warmup_rounds,
         spec.optimizer.rounds - 1,
         store,
         sync.codec,
     )
-
-
-def _copy(array: Array) -> Tensor:
-    return to_tensor(array).clone()

@@ -12,7 +12,7 @@ import torch
 
 from swarmnet.errors import UserError
 from swarmnet.training.data import open_data
-from swarmnet.training.optimizer.shards import build_optimizer
+from swarmnet.training.optimizer.local_steps import build_optimizer
 from swarmnet.training.optimizer.store import DiskStore, MemoryStore, open_store
 from swarmnet.training.stage import build_stage
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
