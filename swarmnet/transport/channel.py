@@ -15,7 +15,7 @@ from swarmnet.identity import Identity
 from swarmnet.methods.contact import TICKET
 from swarmnet.protocol.membership.addresses import to_dial
 from swarmnet.protocol.membership.peer_ids import machine_of
-from swarmnet.protocol.membership.seats import split_seat
+from swarmnet.protocol.membership.seats import seat_id, split_seat
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.timing import ANSWER_S, CONNECT_S
 from swarmnet.transport.base import (
@@ -31,9 +31,9 @@ from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.links import DirectLinks
+from swarmnet.transport.local_calls import LocalCalls
 from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.transport.relay import CIRCUIT, Relays, peer_behind
-from swarmnet.transport.seats import LocalCalls, Seat
 from swarmnet.wire import Message
 
 CALLS_PER_S, CALLS_BURST = 5_000.0, 20_000.0
@@ -216,7 +216,7 @@ class ChannelTransport:
     def seat(self, seat: int) -> Seat:
         """A further peer on this machine (`protocol.membership.seats`), from 1; the first is this
         one."""
-        return Seat(self, self.handlers, seat)
+        return Seat(self, seat)
 
     def limit_upload(self, bytes_per_s: float | None) -> None:
         """Caps what all channels together send; None = no cap."""
@@ -258,3 +258,75 @@ class ChannelTransport:
     def has_grant(self, peer_id: str) -> bool:
         """May a peer be called through this one?"""
         return self.relays is not None and self.relays.has_grant(peer_id)
+
+
+class Seat:
+    """A further peer behind a machine's channels, with an id of its own
+    (`protocol.membership.seats`); the first is the `ChannelTransport` itself. On the wire its
+    messages say from which seat to which they go."""
+
+    def __init__(self, machine: ChannelTransport, seat: int) -> None:
+        """`seat`: from 1."""
+        self.peer_id = seat_id(machine.peer_id, seat)
+        self.seat = seat
+        self.traffic: Traffic = machine.traffic
+        """The machine's: a link is shared."""
+        self._machine = machine
+        self._callbacks: list[Callable[[str], None]] = []
+        """That the machine's channels tell."""
+        machine.handlers.open_seat(seat)
+
+    def addresses(self) -> list[str]:
+        return self._machine.addresses()
+
+    def set_run(self, run_id: str) -> None:
+        if run_id != self._machine.run_id:
+            self._machine.set_run(run_id)
+
+    def handle(self, method: str, handler: Handler) -> None:
+        self._machine.handlers.add(method, handler, self.seat)
+
+    def guard(self, gate: Gate) -> None:
+        self._machine.handlers.guard(gate, self.seat)
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        self._machine.learn(peer_id, addresses)
+
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
+        return await self._machine.dial(address, timeout_s)
+
+    async def call(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        on_progress: Callable[[Message], None] | None = None,
+    ) -> Message:
+        return await self._machine.call(
+            peer_id, method, message, timeout_s=timeout_s, on_progress=on_progress, seat=self.seat
+        )
+
+    async def drop(self, peer_id: str) -> None:
+        await self._machine.drop(peer_id)
+
+    def notify(self, peer_id: str, method: str, message: Message) -> None:
+        self._machine.notify(peer_id, method, message, seat=self.seat)
+
+    def connected(self) -> list[str]:
+        return [*self._machine.connected(), self._machine.peer_id]
+
+    def on_connected(self, callback: Callable[[str], None]) -> None:
+        self._callbacks.append(callback)
+        self._machine.channels.on_connected(callback)
+
+    def on_disconnected(self, callback: Callable[[str], None]) -> None:
+        self._callbacks.append(callback)
+        self._machine.channels.on_disconnected(callback)
+
+    async def close(self) -> None:
+        """Nothing is served here any more, and nothing heard; the machine's channels stay."""
+        self._machine.handlers.remove_seat(self.seat)
+        for callback in self._callbacks:
+            self._machine.channels.forget(callback)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from swarmnet.errors import NotReady
+from swarmnet.errors import NotReady, SwarmnetError
 from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import Envelope, Gate, Handler, Request
 from swarmnet.transport.calls.heads import Route
+from swarmnet.transport.calls.remote_errors import as_remote
 from swarmnet.wire import Message, Packed, unpack_plain
+
+log = logging.getLogger("swarmnet.transport")
 
 T = TypeVar("T")
 
@@ -111,6 +115,35 @@ class Handlers:
             body = unpack_plain(body.data)
         request = Request(peer_id, run_id, method, Message(body, message.arrays), progress)
         return await handler(request)
+
+    async def answer_or_refuse(
+        self,
+        route: Route,
+        remote: str,
+        run_id: str,
+        method: str,
+        message: Message,
+        progress: Callable[[Message], None],
+    ) -> Message:
+        """As `answer`, but raises `RemoteError` alone, as the caller will see it."""
+        try:
+            return await self.answer(route, remote, run_id, method, message, progress)
+        except SwarmnetError as e:
+            raise as_remote(e) from None
+        except Exception as e:
+            log.exception("%s failed", method)
+            raise as_remote(e) from None
+
+    async def hear(
+        self, route: Route, remote: str, run_id: str, method: str, message: Message
+    ) -> None:
+        """A notification: nobody waits for its outcome."""
+        try:
+            await self.answer(route, remote, run_id, method, message, lambda _: None)
+        except SwarmnetError as e:
+            log.debug("%s from %s: %s", method, seat_id(remote, route[0])[-8:], e)
+        except Exception:
+            log.exception("%s failed", method)
 
     # ---- tasks ------------------------------------------------------------------------------
 

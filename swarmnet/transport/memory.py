@@ -22,7 +22,6 @@ from swarmnet.errors import (
     DeadlineExceeded,
     ProtocolViolation,
     RemoteError,
-    SwarmnetError,
     Unreachable,
 )
 from swarmnet.protocol.leftovers import Leftovers
@@ -490,7 +489,8 @@ class MemoryTransport:
 
     def notified(self, caller: MemoryTransport, method: str, message: Message) -> None:
         """A notification has arrived."""
-        self._handlers.start(caller.peer_id, self._hear(caller, method, message))
+        work = self._handlers.hear(FIRST_SEATS, caller.peer_id, caller.run_id, method, message)
+        self._handlers.start(caller.peer_id, work)
 
     async def _serve(
         self, caller: MemoryTransport, call_id: int, method: str, message: Message
@@ -504,14 +504,11 @@ class MemoryTransport:
             self._send(caller.peer_id, method, sent, lambda: caller.calls.progress(call_id, sent))
 
         try:
-            answer = await self._handlers.answer(
+            answer = await self._handlers.answer_or_refuse(
                 FIRST_SEATS, caller.peer_id, caller.run_id, method, message, progress
             )
             reply = self._hub.in_transit(REPLY, answer)
-        except SwarmnetError as e:
-            self._send_error(caller, call_id, method, as_remote(e))
-        except Exception as e:
-            log.exception("%s failed", method)
+        except (RemoteError, ProtocolViolation) as e:
             self._send_error(caller, call_id, method, as_remote(e))
         else:
             self._send(
@@ -538,16 +535,6 @@ class MemoryTransport:
                 caller.calls.fail(call_id, parse_error(described))
 
         self._send(caller.peer_id, method, Message(described), arrived)
-
-    async def _hear(self, caller: MemoryTransport, method: str, message: Message) -> None:
-        try:
-            await self._handlers.answer(
-                FIRST_SEATS, caller.peer_id, caller.run_id, method, message, lambda _: None
-            )
-        except SwarmnetError as e:
-            log.debug("%s from %s: %s", method, caller.peer_id[-8:], e)
-        except Exception:
-            log.exception("%s failed", method)
 
 
 def _nothing() -> None:

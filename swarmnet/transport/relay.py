@@ -19,15 +19,15 @@ import re
 import secrets
 import struct
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 
 from swarmnet.errors import AddressError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet.identity import Identity, verify
-from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Traffic
+from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier
 from swarmnet.transport.direct import Certificate, client_context
-from swarmnet.transport.pacing import Pacer
+from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.transport.racing import Way
 
 log = logging.getLogger("swarmnet.transport")
@@ -53,17 +53,6 @@ RELAYED = "relay"
 """What forwarded bytes are counted under."""
 
 
-class Home(Protocol):
-    """The channels that run through these circuits."""
-
-    traffic: Traffic
-    pacer: Pacer
-
-    def connected(self) -> list[str]: ...
-
-    def accept(self, stream: ByteStream) -> None: ...
-
-
 def split_circuit(address: str) -> tuple[str, str, str] | None:
     """(the relay's address, its peer id, the callee's peer id or "") of a circuit address."""
     found = CIRCUIT_ADDRESS.fullmatch(address)
@@ -82,14 +71,15 @@ def peer_behind(address: str) -> str:
 class Relays:
     """Circuits of one peer: those that it uses, and those that it joins for others."""
 
-    def __init__(self, identity: Identity, carrier: Carrier, home: Home) -> None:
+    def __init__(self, identity: Identity, carrier: Carrier, channels: OpenChannels) -> None:
+        """`channels`: those that run through these circuits, too."""
         self.num_used = 0
         """Circuits that this peer is an end of, since its start."""
         self.num_joined = 0
         """Circuits between others that run through this peer now."""
         self._identity = identity
         self._carrier = carrier
-        self._home = home
+        self._channels = channels
         self._certificate = Certificate()
         self._context = client_context()
         self._known: dict[str, dict[str, str]] = {}
@@ -149,7 +139,7 @@ class Relays:
 
     def ways(self, peer_id: str) -> list[Way]:
         """How to open a stream to a peer through its relays, those first that are connected."""
-        near = self._home.connected()
+        near = self._channels.connected()
         relays = self._known.get(peer_id, {})
         order = sorted(relays, key=lambda r: r not in near)
         return [lambda r=r: self._through(r, relays[r], peer_id) for r in order]  # type: ignore[misc]
@@ -167,7 +157,7 @@ class Relays:
             self._needed[peer_id] = None
 
     async def _through(self, relay_id: str, address: str, peer_id: str) -> ByteStream:
-        if relay_id not in self._home.connected():
+        if relay_id not in self._channels.connected():
             await self._carrier.connect(address)
         stream = await self._carrier.open(relay_id, RELAY_PROTOCOL)
         transport: asyncio.Transport = stream.transport
@@ -265,7 +255,7 @@ class Relays:
             transport.abort()
             raise
         self.num_used += 1
-        self._home.accept(ByteStream(caller, transport, visitor.rest(), keep=(stream, talk)))
+        self._channels.accept(ByteStream(caller, transport, visitor.rest(), keep=(stream, talk)))
 
     async def _join(self, talk: Talk, stream: ByteStream, callee: str) -> None:
         """The caller `stream.remote` wants to be joined with a peer that is connected here."""
@@ -292,7 +282,7 @@ class Relays:
             raise
 
     def _why_not(self, caller: str, callee: str) -> str:
-        if not self.has_grant(callee) or callee not in self._home.connected():
+        if not self.has_grant(callee) or callee not in self._channels.connected():
             return "the relay keeps no place for it"
         ends = [end for circuit in self._circuits for end in circuit.ends]
         if len(self._circuits) >= MAX_CIRCUITS:
@@ -313,18 +303,18 @@ class Relays:
 
     def forwarded(self, num_bytes: int) -> bool:
         """Counts bytes of a circuit; False where the cap on the upload wants a pause."""
-        self._home.traffic.add_received(RELAYED, num_bytes)
-        self._home.traffic.add_sent(RELAYED, num_bytes)
-        self._home.pacer.sent(num_bytes)
-        return self._home.pacer.may_send()
+        self._channels.traffic.add_received(RELAYED, num_bytes)
+        self._channels.traffic.add_sent(RELAYED, num_bytes)
+        self._channels.pacer.sent(num_bytes)
+        return self._channels.pacer.may_send()
 
     def pause(self, half: Half) -> None:
         """Goes on with a half when the cap on the upload allows."""
-        self._home.pacer.wait(half)
+        self._channels.pacer.wait(half)
 
     def forget(self, half: Half) -> None:
         """It waits no more."""
-        self._home.pacer.forget(half)
+        self._channels.pacer.forget(half)
 
 
 def _claim(role: bytes, fingerprint: bytes, nonce: bytes, other: str) -> bytes:
