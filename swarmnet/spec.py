@@ -940,37 +940,30 @@ class RunSpec(_Table):
         warmup = old.warmup_rounds
         if warmup >= rounds:
             warmup = warmup * max(rounds, 0) // max(old.rounds, warmup + 1)
-        values = self.model_dump()
-        values["optimizer"] |= {"rounds": rounds, "warmup_rounds": warmup}
-        values["data"]["epochs"] = 0.0
-        return _validate(values, "--rounds")
+        optimizer = {"rounds": rounds, "warmup_rounds": warmup}
+        return self._changed("--rounds", optimizer=optimizer, data={"epochs": 0.0})
 
     def with_sequence_length(self, sequence_length: int) -> RunSpec:
         """This run with samples of so many tokens. Raises `SpecError`."""
-        values = self.model_dump()
-        values["data"]["sequence_length"] = sequence_length
-        return _validate(values, "[data] sequence_length")
+        changes = {"sequence_length": sequence_length}
+        return self._changed("[data] sequence_length", data=changes)
 
     def with_data(
         self, *, rounds: int, fingerprint: str, held_out: str = "", held_out_least: str = ""
     ) -> RunSpec:
         """This run with what only its data tell: rounds in place of epochs, the fingerprints
         (`held_out`: of `held_out_paths`), and what is held out at least. Raises `SpecError`."""
-        values = self.model_dump()
-        values["optimizer"]["rounds"] = rounds
-        values["data"] |= {
+        data = {
             "epochs": 0.0,
             "fingerprint": fingerprint,
             "held_out_fingerprint": held_out,
             "held_out_least": held_out_least or self.data.held_out_least,
         }
-        return _validate(values, "[data] epochs")
+        return self._changed("[data] epochs", optimizer={"rounds": rounds}, data=data)
 
     def with_held_out_documents(self) -> RunSpec:
         """This run with a document held out where less than a sample is asked for."""
-        values = self.model_dump()
-        values["data"]["held_out_least"] = "document"
-        return _validate(values, "[data] held_out_fraction")
+        return self._changed("[data] held_out_fraction", data={"held_out_least": "document"})
 
     def with_values(self, values: Mapping[str, Any]) -> RunSpec:
         """A run of these values. Raises `SpecError`."""
@@ -981,13 +974,19 @@ class RunSpec(_Table):
         since its `run_id` is another."""
         if builder == self.model.builder:
             return self
-        values = self.model_dump()
-        values["model"]["builder"] = builder
-        return _validate(values, "--builder")
+        return self._changed("--builder", model={"builder": builder})
 
     def with_seed(self, seed: int) -> RunSpec:
         """This run with another seed."""
         return _validate(self.model_dump() | {"seed": seed}, "--seed")
+
+    def _changed(self, source: str, **tables: dict[str, Any]) -> RunSpec:
+        """This run with other values in its tables. Raises `SpecError`; `source` begins its
+        line."""
+        values = self.model_dump()
+        for table, changes in tables.items():
+            values[table] |= changes
+        return _validate(values, source)
 
 
 TABLES: dict[str, type[_Table]] = {
@@ -1102,28 +1101,22 @@ def _explain(error: ValidationError) -> str:
 
 
 def _explain_unknown(loc: tuple[str, ...]) -> str:
-    key = loc[-1]
-    if len(loc) == 1:
-        near = _nearest(key, _keys(RunSpec))
-        as_table = [table for table, cls in TABLES.items() if key in _keys(cls)]
-        if as_table:
-            return f"{key} is unknown outside a table; it belongs to [{as_table[0]}]"
-        if near in TABLES:
-            return f"[{key}] is unknown; did you mean [{near}]?"
-        known = ", ".join(RunSpec.model_fields)
-        return f"{key} is unknown; " + (f"did you mean {near}?" if near else f"known are {known}")
-    if loc[:2] == ("data", "source"):
-        near, fields = _nearest(key, _keys(SourceSpec)), _keys(SourceSpec)
-        hint = f"did you mean {near}?" if near else f"known are {', '.join(fields)}"
-        return f"[[data.source]] {key} is unknown; {hint}"
-    table = loc[0]
-    fields = _keys(TABLES[table])
-    near = _nearest(key, fields)
-    elsewhere = [t for t, cls in TABLES.items() if key in _keys(cls)]
+    key, is_top, is_source = loc[-1], len(loc) == 1, loc[:2] == ("data", "source")
+    table: type[BaseModel] = RunSpec
+    where = ""
+    if is_source:
+        table, where = SourceSpec, "[[data.source]] "
+    elif not is_top:
+        table, where = TABLES.get(loc[0], FileSpec), f"[{loc[0]}] "
+    elsewhere = "" if is_source else next((t for t, c in TABLES.items() if key in _keys(c)), "")
     if elsewhere:
-        return f"[{table}] {key} is unknown; it belongs to [{elsewhere[0]}]"
-    hint = f"did you mean {near}?" if near else f"known are {', '.join(fields)}"
-    return f"[{table}] {key} is unknown; {hint}"
+        outside = " outside a table" if is_top else ""
+        return f"{where}{key} is unknown{outside}; it belongs to [{elsewhere}]"
+    near = _nearest(key, _keys(table))
+    if is_top and near in TABLES:
+        return f"[{key}] is unknown; did you mean [{near}]?"
+    hint = f"did you mean {near}?" if near else f"known are {', '.join(_keys(table))}"
+    return f"{where}{key} is unknown; {hint}"
 
 
 def _keys(table: type[BaseModel]) -> list[str]:
