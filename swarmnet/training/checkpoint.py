@@ -29,7 +29,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError
@@ -41,10 +40,10 @@ from swarmnet.files import is_full
 from swarmnet.ports import CodingErrors, OwnSteps, Saved, Snapshot, Unused
 from swarmnet.protocol.saved_rounds import STRIDES
 from swarmnet.spec import RunSpec
-from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
+from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.held_out_losses import add_losses, best_round, read_losses
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
-from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.models.base import ParameterRange, flat_of
 from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.wire import Array
 
@@ -299,15 +298,11 @@ class CheckpointStore:
             return None
         start = sum(sizes[:shard_index])
         stop = start + sizes[shard_index]
-        flat = np.zeros(stop - start, dtype=np.float32)
-        files = MappedFiles()
+        files, ranges = MappedFiles(), stage_parameter_ranges(self._model, meta.stage)
         stored = {one.name: one for one in stored_tensors(path / STAGE_FILE)}
-        for r in stage_parameter_ranges(self._model, meta.stage):
-            first, last = max(start, r.start), min(stop, r.stop)
-            if first < last:
-                part = files.read(stored[r.name], first - r.start, last - r.start)
-                flat[first - start : last - start] = part
-        return from_numpy(flat)
+        return from_tensor(
+            flat_of(ranges, start, stop, lambda r, *part: files.read(stored[r.name], *part))
+        )
 
     def _found(self, unreadable: list[str] | None = None) -> list[tuple[Path, Meta]]:
         """Every complete checkpoint of this run and its folder, the oldest round first; with those

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from swarmnet.errors import SpecError
@@ -32,7 +30,7 @@ from swarmnet.training.checkpoint import (
 )
 from swarmnet.training.ended_moments import EndedMoments, misfit
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
-from swarmnet.training.models.base import ParameterRange, initial_buffers, tied_names
+from swarmnet.training.models.base import ParameterRange, flat_of, initial_buffers, tied_names
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, read_base
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.models.source_weights import shard_hash
@@ -207,17 +205,12 @@ class CheckpointWeights:
 
     def flat(self, ranges: Sequence[ParameterRange], start: int, stop: int) -> Tensor:
         """As `initial_weights.Weights`."""
-        found = np.empty(stop - start, dtype=np.float32)
-        for r in ranges:
-            first, last = max(start, r.start), min(stop, r.stop)
-            if first < last and r.name in self._buffers:
-                whole = self._buffers[r.name].float().flatten()
-                found[first - start : last - start] = whole[first - r.start : last - r.start]
-            elif first < last:
-                stored = self._stored[self._tied.get(r.name, r.name)]
-                part = self._files.read(stored, first - r.start, last - r.start)
-                found[first - start : last - start] = part
-        return torch.from_numpy(found)
+        return flat_of(ranges, start, stop, self._read)
+
+    def _read(self, r: ParameterRange, first: int, last: int) -> Tensor:
+        if r.name in self._buffers:
+            return self._buffers[r.name].flatten()[first:last]
+        return self._files.read(self._stored[self._tied.get(r.name, r.name)], first, last)
 
     def moments(self, stage: int, shard: int) -> Tensor | None:
         """As `EndedWeights`."""

@@ -69,7 +69,7 @@ class EndedMoments:
         size = self._sizes[stage][shard]
         parts = [self._files.read(one, 0, size) for one in (held.mean, held.square)]
         steps = torch.tensor([float(held.steps)])
-        return torch.cat([*map(torch.from_numpy, parts), steps])
+        return torch.cat([*parts, steps])
 
 
 def misfit(old: RunSpec, new: RunSpec, layout: InitialLayout) -> str:

@@ -252,6 +252,31 @@ def ranges_of(named: Iterable[tuple[str, Tensor]]) -> tuple[ParameterRange, ...]
     return tuple(ranges)
 
 
+def overlaps(
+    ranges: Iterable[ParameterRange], start: int, stop: int
+) -> Iterator[tuple[ParameterRange, int, int, slice]]:
+    """Which parameters elements [start, stop) of a flat vector are of: each with the range [first,
+    last) of its own elements, and where among the wanted ones they are."""
+    for r in ranges:
+        first, last = max(start, r.start), min(stop, r.stop)
+        if first < last:
+            yield r, first - r.start, last - r.start, slice(first - start, last - start)
+
+
+def flat_of(
+    ranges: Iterable[ParameterRange],
+    start: int,
+    stop: int,
+    read: Callable[[ParameterRange, int, int], Tensor],
+) -> Tensor:
+    """Elements [start, stop) of a flat vector, fp32; `read(r, first, last)`: elements of one
+    parameter."""
+    flat = torch.empty(stop - start)
+    for r, first, last, place in overlaps(ranges, start, stop):
+        flat[place] = read(r, first, last)
+    return flat
+
+
 def own_parameters(
     layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
 ) -> list[tuple[str, nn.Parameter]]:

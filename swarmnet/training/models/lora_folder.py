@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from swarmnet.errors import SpecError
 from swarmnet.needs import install_command
 from swarmnet.spec import LORA_ALPHA, LORA_RANK, LoraSpec
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
-from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.models.base import ParameterRange, flat_of
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -107,13 +105,9 @@ class AdapterWeights:
 
     def flat(self, ranges: Sequence[ParameterRange], start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a stage's flat vector, fp32. Raises `SpecError`."""
-        found = np.empty(stop - start, dtype=np.float32)
-        for r in ranges:
-            first, last = max(start, r.start), min(stop, r.stop)
-            if first < last:
-                part = self._files.read(self._stored[r.name], first - r.start, last - r.start)
-                found[first - start : last - start] = part
-        return torch.from_numpy(found)
+        return flat_of(
+            ranges, start, stop, lambda r, *part: self._files.read(self._stored[r.name], *part)
+        )
 
 
 def adapter_config(lora: LoraSpec, base: str) -> dict[str, Any]:

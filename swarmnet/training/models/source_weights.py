@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import SpecError
-from swarmnet.training.mapped_tensors import ITEM_TYPES, MappedFiles, Stored, stored_tensors
+from swarmnet.training.mapped_tensors import MappedFiles, Stored, stored_tensors
 from swarmnet.training.models.adapter import causal_shell
-from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.models.base import ParameterRange, flat_of
 from swarmnet.training.models.model_config import load_config
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -60,8 +60,8 @@ class SourceWeights:
             raise SpecError(f"{folder}: it has no tensor for {missing[0]}")
         self.unused = _without_place(unused, config, folder)
         """Tensors that transformers leaves out."""
-        kinds = [one.kind for parts in self._parts.values() for one in parts]
-        self.dtype = ITEM_TYPES[max(sorted(set(kinds)), key=kinds.count)][0]
+        dtypes = [one.dtype for parts in self._parts.values() for one in parts]
+        self.dtype = max(sorted(set(dtypes)), key=dtypes.count)
         """Of most tensors."""
 
     def _tie(self, name: str, owner: str) -> None:
@@ -70,10 +70,10 @@ class SourceWeights:
         there, here = self._parts.get(owner), self._parts.get(name)
         if there and here:
             size = sum(one.num_elements for one in there)
-            parts = ((at, min(at + READ_ELEMENTS, size)) for at in range(0, size, READ_ELEMENTS))
             is_same = size == sum(one.num_elements for one in here) and all(
-                np.array_equal(self._part(name, *part), self._part(owner, *part), equal_nan=True)
-                for part in parts
+                _is_same(self._part(name, at, stop), self._part(owner, at, stop))
+                for at in range(0, size, READ_ELEMENTS)
+                for stop in (min(at + READ_ELEMENTS, size),)
             )
             if not is_same:
                 raise SpecError(
@@ -84,10 +84,15 @@ class SourceWeights:
         if one is not None:
             self._parts[name] = self._parts[owner] = one
 
-    def _part(self, name: str, start: int, stop: int) -> np.ndarray:
-        found = np.empty(stop - start, dtype=np.float32)
-        self._copy(name, start, stop, found)
-        return found
+    def _part(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a parameter, whose tensors lie one after the other."""
+        parts, at = [], 0
+        for one in self._parts[name]:
+            first, last = max(start, at), min(stop, at + one.num_elements)
+            if first < last:
+                parts.append(self._files.read(one, first - at, last - at))
+            at += one.num_elements
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def check(self, ranges: Sequence[ParameterRange]) -> None:
         """Raises `SpecError` where a tensor has another size than its parameter."""
@@ -100,22 +105,11 @@ class SourceWeights:
 
     def flat(self, ranges: Sequence[ParameterRange], start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a stage's flat vector, fp32. Raises `SpecError`."""
-        found = np.empty(stop - start, dtype=np.float32)
-        for r in ranges:
-            first, last = max(start, r.start), min(stop, r.stop)
-            if first < last:
-                within = found[first - start : last - start]
-                self._copy(r.name, first - r.start, last - r.start, within)
-        return torch.from_numpy(found)
+        return flat_of(ranges, start, stop, lambda r, *part: self._part(r.name, *part))
 
-    def _copy(self, name: str, start: int, stop: int, target: np.ndarray) -> None:
-        at = 0
-        for one in self._parts[name]:
-            first, last = max(start, at), min(stop, at + one.num_elements)
-            if first < last:
-                values = self._files.read(one, first - at, last - at)
-                target[first - start : last - start] = values
-            at += one.num_elements
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return np.array_equal(a.numpy(), b.numpy(), equal_nan=True)
 
 
 def shard_hash(values: Tensor) -> bytes:
