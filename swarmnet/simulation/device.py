@@ -145,15 +145,10 @@ class SyntheticDevice:
         return SyntheticSeat(self)
 
     async def run(
-        self,
-        kind: str,
-        work: Callable[[], T],
-        turn: int = 0,
-        check: Check | None = None,
-        seat: SyntheticSeat | None = None,
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
     ) -> T:
         """Raises as `timed`."""
-        return (await self.timed(kind, work, turn, check, seat))[0]
+        return (await self.timed(kind, work, turn, check))[0]
 
     async def timed(
         self,
@@ -352,8 +347,8 @@ class SyntheticSeat:
     async def run(
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
     ) -> T:
-        """Raises as `SyntheticDevice.run`."""
-        return await self._device.run(kind, work, turn, check, self)
+        """Raises as `SyntheticDevice.timed`."""
+        return (await self.timed(kind, work, turn, check))[0]
 
     async def timed(
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None

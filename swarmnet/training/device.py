@@ -153,10 +153,11 @@ class _CodingThread:
             del work  # do not keep its tensors alive while waiting
 
 
-class _WorkThread:
-    """A thread that does one piece of work at a time, by priority, then by age."""
+class WorkerThread:
+    """A thread that does one piece of work at a time, by priority, then by age. For averaging,
+    digests and data, or for the disk, it is a `ports.Worker`; a `DeviceThread` has one too."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str = "averaging") -> None:
         self.busy_s = 0.0
         self.num_waiting = 0
         self.max_share: float | None = None
@@ -176,6 +177,10 @@ class _WorkThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
+    async def run(self, work: Callable[[], T]) -> T:
+        """Raises as `timed`."""
+        return (await self.timed(OTHER, (), work))[0]
+
     async def timed(
         self,
         kind: str,
@@ -184,6 +189,8 @@ class _WorkThread:
         seat: DeviceSeat | None = None,
         check: Check | None = None,
     ) -> tuple[T, float]:
+        """As `ports.Device.timed`. Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` once
+        closed."""
         loop = asyncio.get_running_loop()
         item = _Item(kind, work, loop, loop.create_future(), seat, check)
         if isinstance(work, Passage):
@@ -212,6 +219,7 @@ class _WorkThread:
             return sum(entry[0] < first_after for entry in self._heap) + (self._at is not None)
 
     def at_work(self) -> Piece | None:
+        """The piece of work that runs; None for none."""
         with self._condition:
             at = self._at or self._leaving
             if at is None:
@@ -221,6 +229,7 @@ class _WorkThread:
             return Piece(at.number, kind.longest_s if is_known else None)
 
     async def close(self) -> None:
+        """Refuses what waits, lets what runs finish. Idempotent."""
         with self._condition:
             self._closed = True
             waiting, self._heap = self._heap, []
@@ -349,7 +358,7 @@ class _WorkThread:
                 self._at = None
             self.busy_s += item.worked_s
             if item.seat is not None:
-                item.seat.busy_s += item.worked_s
+                item.seat.worked_s += item.worked_s
             self.num_waiting -= 1
             if error is None:  # what nobody wanted any more was not done
                 kind = self._kinds[item.kind]
@@ -364,14 +373,17 @@ class _WorkThread:
                 self._condition.wait(left_s)
 
 
-class DeviceThread:
-    """The queue before one device; implements `ports.Device`."""
+class DeviceSeat:
+    """A device as one of the peers that work on it sees it; implements `ports.Device`."""
 
-    def __init__(self) -> None:
-        self._thread = _WorkThread("device")
+    def __init__(self, thread: WorkerThread) -> None:
+        self.worked_s = 0.0
+        """What the device has worked for this seat."""
+        self._thread = thread
 
     @property
     def num_waiting(self) -> int:
+        """Of everybody's work."""
         return self._thread.num_waiting
 
     def waiting_until(self, turn: int) -> int:
@@ -380,10 +392,40 @@ class DeviceThread:
 
     @property
     def busy_s(self) -> float:
+        return self.worked_s
+
+    async def run(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> T:
+        """As the port says; raises as `WorkerThread.timed`."""
+        return (await self.timed(kind, work, turn, check))[0]
+
+    async def timed(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> tuple[T, float]:
+        """As the port says; raises as `WorkerThread.timed`."""
+        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), work, self, check)
+
+    def seat(self) -> DeviceSeat:
+        """As the port says."""
+        return DeviceSeat(self._thread)
+
+    async def close(self) -> None:
+        """The device is its machine's to close."""
+
+
+class DeviceThread(DeviceSeat):
+    """The whole device, with the queue before it."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerThread("device"))
+
+    @property
+    def busy_s(self) -> float:
         return self._thread.busy_s
 
     def at_work(self) -> Piece | None:
-        """The piece of work that runs; None for none."""
+        """As `WorkerThread.at_work`."""
         return self._thread.at_work()
 
     @property
@@ -396,82 +438,8 @@ class DeviceThread:
         proportion. None = no cap."""
         self._thread.max_share = share
 
-    async def run(
-        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
-    ) -> T:
-        """As the port says. Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` once
-        closed."""
-        return (await self.timed(kind, work, turn, check))[0]
-
-    async def timed(
-        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
-    ) -> tuple[T, float]:
-        """As the port says; raises as `run`."""
-        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), work, None, check)
-
-    def seat(self) -> DeviceSeat:
-        """As the port says."""
-        return DeviceSeat(self._thread)
-
     async def close(self) -> None:
-        """Refuses what waits, lets what runs finish. Idempotent."""
-        await self._thread.close()
-
-
-class DeviceSeat:
-    """A device that others work on too, as one of them sees it; implements `ports.Device`."""
-
-    def __init__(self, thread: _WorkThread) -> None:
-        self.busy_s = 0.0
-        """Of its own work."""
-        self._thread = thread
-
-    @property
-    def num_waiting(self) -> int:
-        """Of everybody's work."""
-        return self._thread.num_waiting
-
-    def waiting_until(self, turn: int) -> int:
-        """As the port says."""
-        return self._thread.waiting_until(turn)
-
-    async def run(
-        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
-    ) -> T:
-        """Raises as `DeviceThread.run`."""
-        return (await self.timed(kind, work, turn, check))[0]
-
-    async def timed(
-        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
-    ) -> tuple[T, float]:
-        """As the port says; raises as `run`."""
-        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), work, self, check)
-
-    def seat(self) -> DeviceSeat:
-        """As the port says."""
-        return DeviceSeat(self._thread)
-
-    async def close(self) -> None:
-        """The device is its machine's to close."""
-
-
-class WorkerThread:
-    """A thread for averaging, digests and data, or for the disk; implements
-    `ports.Worker`."""
-
-    def __init__(self, name: str = "averaging") -> None:
-        self._thread = _WorkThread(name)
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` when closed."""
-        return (await self._thread.timed(OTHER, (), work))[0]
-
-    def at_work(self) -> Piece | None:
-        """The piece of work that runs; None for none."""
-        return self._thread.at_work()
-
-    async def close(self) -> None:
-        """Refuses what waits, lets what runs finish. Idempotent."""
+        """As `WorkerThread.close`."""
         await self._thread.close()
 
 
