@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from hashlib import blake2b
 
-from peer.commands.simulate import SimulateOptions, run_scenario, scenario_of
+from peer.commands.simulate import run_scenario, scenario_of
+from peer.options import SimulateOptions
 from swarmnet.protocol.membership.assignment import (
     Move,
     Staff,

@@ -40,7 +40,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script runs as it stands
 
 from benchmarks.assignments import ADAPTIVE, STATIC, SWARM, with_assignment
-from peer.commands.simulate import SimulateOptions, run_scenario, scenario_of
+from peer.commands.simulate import run_scenario, scenario_of
+from peer.options import SimulateOptions
 from swarmnet.protocol.codecs import INT4, INT6, INT8, NONE
 from swarmnet.simulation.breakdown import EXCHANGE, WORKING
 from swarmnet.simulation.coding import CPU, GPU

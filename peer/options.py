@@ -1,5 +1,6 @@
-"""What a person says on the command line. The groups of options are the groups of `--help`: the
-common ones first, in each group and among the groups."""
+"""What a person says on the command line: the options of each command, but for what
+`swarmnet.runtime.options` has of a peer. The common ones come first, in each group of `--help` and
+among the groups."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
-from peer.machine.limits import LimitOptions
 from swarmnet.runtime.options import (
-    ANY_INTERFACE,
-    ActivationsName,
-    DeviceName,
-    LocalName,
-    PrecisionName,
-    TransportName,
+    MACHINE,
+    MAX_PORT,
+    RUN,
+    ComputeOptions,
+    DeviceOption,
+    InviteOption,
+    LinkOptions,
+    RoundsOption,
+    SeedOption,
+    TransportOption,
 )
 
 ScreenName = Literal["auto", "plain", "shared", "quiet"]
@@ -24,45 +28,13 @@ ScreenName = Literal["auto", "plain", "shared", "quiet"]
 of all prints those about the run. `quiet`: the address only."""
 
 LOOPBACK = "127.0.0.1"
-INVITE_VARIABLE = "SWARMNET_INVITE"
-"""Of the environment: what `--invite` says, unseen by the machine's other users."""
-MAX_PORT = 65_535
+LIMITS, OUTPUT = "Limits", "Output"
 
-RUN, MODEL, NETWORK = "This run", "Model and data", "Network"
-MACHINE, LIMITS, OUTPUT = "This machine", "Limits", "Output"
-
-TransportOption = Annotated[
-    TransportName,
-    typer.Option(help="What carries the bytes; peers with either train together."),
-]
-NoDirectOption = Annotated[
-    bool,
-    typer.Option("--no-direct", help="Move everything over libp2p; no direct TLS connections."),
-]
 DebugOption = Annotated[
     bool, typer.Option("--debug", help="Show a traceback with an error, and more of the log.")
 ]
 PlainOption = Annotated[
     bool, typer.Option("--plain", help="Plain lines instead of the live screen.")
-]
-RoundsOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Length of the run, in place of the spec's.")
-]
-SeedOption = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="Seed of the run, in place of the spec's.")
-]
-InviteOption = Annotated[
-    str,
-    typer.Option(
-        metavar="INVITE",
-        envvar=INVITE_VARIABLE,
-        show_envvar=False,
-        help="The invite to a closed run, or the file that holds it.",
-    ),
-]
-DeviceOption = Annotated[
-    DeviceName,
-    typer.Option(help="What computes. auto: the GPUs that torch can use, else the CPU."),
 ]
 DtypeOption = Annotated[
     Literal["", "fp32", "bf16", "fp16"],
@@ -71,42 +43,6 @@ DtypeOption = Annotated[
         help="Of the weights that are written: fp32, bf16 or fp16. Default: that of the model "
         "which the run began from, else fp32.",
         show_default=False,
-    ),
-]
-StateDirsOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="DIR",
-        help="Take it from the checkpoints in these peers' state folders; repeat it until "
-        "every stage is there.",
-    ),
-]
-RoundOption = Annotated[
-    int | None,
-    typer.Option(
-        "--round", min=0, help="Of the rounds that were saved, this one. Default: the newest."
-    ),
-]
-MergeOption = Annotated[
-    bool,
-    typer.Option(
-        "--merge",
-        help="Where adapters are trained ([lora]), write the whole model: adapters are added "
-        "to the weights. Without it they are written alone, as a PEFT adapter.",
-    ),
-]
-ModelFolderOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="For adapters: where this machine has their model. An adapter names it as its base. "
-        "With --merge it is read, else it comes from the peers, or from what they have kept.",
-    ),
-]
-RunIdOption = Annotated[
-    str,
-    typer.Option(
-        "--run-id", help="Of the run (its beginning will do), where the folders hold several."
     ),
 ]
 DashboardOption = Annotated[
@@ -132,255 +68,8 @@ def default_spec_path() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class RunGroup:
-    """Which run, and this peer's part in it."""
-
-    panel: ClassVar[str] = RUN
-
-    spec: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Start a new run from this run.toml."),
-    ] = None
-    join: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ADDR",
-            help="Join the run behind this address; repeat it to name several peers. "
-            "@FILE: the addresses in a file.",
-        ),
-    ] = None
-    invite: InviteOption = ""
-    rounds: RoundsOption = None
-    seed: SeedOption = None
-    stage: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="K", help="Serve this stage. Default: the one that needs you most."
-        ),
-    ] = None
-    stages: Annotated[
-        str,
-        typer.Option(
-            metavar="N|auto",
-            help="Serve so many stages. auto: as many as this machine has room for and the swarm "
-            "needs.",
-        ),
-    ] = "1"
-    exit_when_done: Annotated[
-        bool,
-        typer.Option("--exit-when-done", help="End with the run; else stay and serve the model."),
-    ] = False
-    patience: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="Give up when nobody has answered for so long. Default: keep trying.",
-        ),
-    ] = None
-    begin_anew: Annotated[
-        bool,
-        typer.Option(
-            "--begin-anew",
-            help="Where nobody is at work in the run: begin from initial parameters, not from the "
-            "checkpoints that peers have. They stay on the disks.",
-        ),
-    ] = False
-
-
-@dataclass(frozen=True, slots=True)
-class ModelGroup:
-    """Where this machine has what the run names."""
-
-    panel: ClassVar[str] = MODEL
-
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Where this machine has the run's data; repeat it for several. A peer that joins "
-            "reads no files that you have not named, but Python's standard library where the run "
-            "is about that.",
-        ),
-    ] = None
-    serve_data: Annotated[
-        bool,
-        typer.Option(
-            "--serve-data",
-            help="Give the run's data, as tokens, to its members, who can feed when you are gone.",
-        ),
-    ] = False
-    fetch_data: Annotated[
-        bool | None,
-        typer.Option(
-            "--fetch-data/--no-fetch-data",
-            help="Get the run's data from peers that give them. Default: up to 2 GiB, while few "
-            "peers have them.",
-            show_default=False,
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="Where this machine has the run's tokenizer.json, where the run has one.",
-        ),
-    ] = ""
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where this machine has the model that the run began from: its weights are given "
-            "to others, or complete a whole model that is exported.",
-        ),
-    ] = None
-    builder: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE:FUNCTION", help="Where this machine has the code of a custom model."
-        ),
-    ] = ""
-    no_feed: Annotated[
-        bool, typer.Option("--no-feed", help="Compute only; start no microbatches.")
-    ] = False
-
-
-@dataclass(frozen=True, slots=True)
-class LinkGroup:
-    """What carries the bytes."""
-
-    panel: ClassVar[str] = NETWORK
-
-    transport: TransportOption = "p2pd"
-    no_direct: NoDirectOption = False
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkGroup:
-    """Where a peer listens, and what it tells others of that."""
-
-    panel: ClassVar[str] = NETWORK
-
-    port: Annotated[
-        int,
-        typer.Option(
-            min=0, max=MAX_PORT, metavar="PORT", help="Listen on this port; 0 = any that is free."
-        ),
-    ] = 0
-    announce: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ADDR",
-            help="Tell others this address too (port forwarding, for example).",
-        ),
-    ] = None
-    host: Annotated[
-        str, typer.Option(metavar="HOST", help="Listen on the interface with this address.")
-    ] = ANY_INTERFACE
-    direct_port: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=MAX_PORT,
-            metavar="PORT",
-            help="Listen for direct connections on this port (1024 or above); 0 = any that is "
-            "free.",
-        ),
-    ] = 0
-    no_relay: Annotated[
-        bool,
-        typer.Option(
-            "--no-relay", help="Carry nothing between other peers that cannot dial each other."
-        ),
-    ] = False
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeGroup:
-    """How a machine computes."""
-
-    panel: ClassVar[str] = MACHINE
-
-    device: DeviceOption = "auto"
-    precision: Annotated[
-        PrecisionName,
-        typer.Option(
-            help="Of this machine's passes; what peers exchange does not depend on it. "
-            "auto: as the run says."
-        ),
-    ] = "auto"
-    activations: Annotated[
-        ActivationsName,
-        typer.Option(
-            metavar="POLICY",
-            help="Kept between forward and backward: keep, blocks, recompute, offload, or auto "
-            "(as the run says, else by free memory).",
-        ),
-    ] = "auto"
-    tp: Annotated[
-        int | None,
-        typer.Option(
-            "--tp",
-            min=1,
-            max=64,
-            metavar="N",
-            help="Cut every layer over N ranks of this machine. Default: all GPUs it sees, else 1.",
-        ),
-    ] = None
-    local: Annotated[
-        LocalName,
-        typer.Option(
-            help="What the ranks of --tp share out: the width of layers, or (fsdp) the samples, "
-            "with parameters and gradients sharded.",
-        ),
-    ] = "tensor"
-    sequence_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--sequence-parallel", help="With --tp: split norms and residuals by positions too."
-        ),
-    ] = False
-    compile: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile the layers (torch.compile): slow to start."),
-    ] = False
-
-
-@dataclass(frozen=True, slots=True)
-class StateGroup:
-    """What a machine keeps, and how many of its cores work."""
-
-    panel: ClassVar[str] = MACHINE
-
-    threads: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Threads to compute with; 0 = torch's choice."),
-    ] = 0
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Keep this peer's identity and checkpoints here. Default: peer-N in "
-            "~/.local/state/swarmnet.",
-        ),
-    ] = None
-    checkpoint_every: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Rounds between checkpoints of the stage; 0 = none."),
-    ] = 10
-    keep_checkpoints: Annotated[
-        int,
-        typer.Option(
-            min=2,
-            metavar="N",
-            help="Keep the newest so many checkpoints, and up to 3 for slower disks.",
-        ),
-    ] = 2
-
-
-@dataclass(frozen=True, slots=True)
-class LimitGroup:
-    """What a machine's owner lets its peer take."""
+class LimitOptions:
+    """What a machine's owner lets its peer take; "none" = no limit."""
 
     panel: ClassVar[str] = LIMITS
 
@@ -400,12 +89,12 @@ class LimitGroup:
         ),
     ] = None
     hours: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(
             metavar="SPAN",
             help="Work at these local hours only: 22:00-07:00. Repeat it for several.",
         ),
-    ] = None
+    ] = ()
     pause_when_busy: Annotated[
         bool | None,
         typer.Option(
@@ -414,20 +103,9 @@ class LimitGroup:
         ),
     ] = None
 
-    def changes(self, paused: bool | None = None) -> LimitOptions:
-        """What of it changes the limits in a state folder."""
-        return LimitOptions(
-            self.max_upload,
-            self.max_memory,
-            self.max_device_share,
-            tuple(self.hours or ()),
-            self.pause_when_busy,
-            paused,
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class PauseGroup:
+class PauseOptions:
     """Whose limits `swarmnet limits` changes."""
 
     panel: ClassVar[str] = MACHINE
@@ -444,7 +122,7 @@ class PauseGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputGroup:
+class OutputOptions:
     """What a peer prints, writes and serves."""
 
     panel: ClassVar[str] = OUTPUT
@@ -505,14 +183,14 @@ class OutputGroup:
         return "shared" if self.shared_log else "plain" if self.plain else "auto"
 
 
-@dataclass(frozen=True, slots=True)
-class LocalGroup:
+@dataclass(frozen=True, kw_only=True)
+class LocalRunOptions:
     """Which run `swarmnet local` makes, of how many peers."""
 
     panel: ClassVar[str] = RUN
 
-    peers: Annotated[
-        int, typer.Option(min=1, max=256, metavar="N", help="Peer processes to start.")
+    num_peers: Annotated[
+        int, typer.Option("--peers", min=1, max=256, metavar="N", help="Peer processes to start.")
     ] = 4
     spec: Annotated[
         Path | None,
@@ -530,11 +208,11 @@ class LocalGroup:
     invite: InviteOption = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalMachineGroup:
-    """What `swarmnet local` takes of its machine."""
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions(LocalRunOptions, LinkOptions, ComputeOptions):
+    """Options of `swarmnet local`; link and computing are those of each peer."""
 
-    panel: ClassVar[str] = MACHINE
+    panel: ClassVar[str] = OUTPUT
 
     threads: Annotated[
         int,
@@ -542,16 +220,9 @@ class LocalMachineGroup:
             min=0,
             metavar="N",
             help="Threads of each peer; 0 = this machine's cores, shared out.",
+            rich_help_panel=MACHINE,
         ),
     ] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LocalOutputGroup:
-    """What `swarmnet local` prints, writes and serves."""
-
-    panel: ClassVar[str] = OUTPUT
-
     out: Annotated[
         Path | None,
         typer.Option(
@@ -566,9 +237,13 @@ class LocalOutputGroup:
     plain: PlainOption = False
     debug: DebugOption = False
 
+    @property
+    def screen(self) -> ScreenName:
+        return "plain" if self.plain else "auto"
 
-@dataclass(frozen=True, slots=True)
-class SwarmGroup:
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmOptions:
     """What `swarmnet simulate` makes a swarm of."""
 
     panel: ClassVar[str] = "The swarm"
@@ -599,10 +274,13 @@ class SwarmGroup:
     speed_ratio: Annotated[
         float, typer.Option(min=1.0, metavar="RATIO", help="Fastest machine over slowest.")
     ] = 10.0
-    service: Annotated[
+    service_s: Annotated[
         float,
         typer.Option(
-            min=0.01, metavar="SECONDS", help="Of a sequence in a stage, at middle speed."
+            "--service",
+            min=0.01,
+            metavar="SECONDS",
+            help="Of a sequence in a stage, at middle speed.",
         ),
     ] = 4.0
     sequences: Annotated[
@@ -636,15 +314,17 @@ class SwarmGroup:
     ] = None
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyGroup:
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
     """How the simulated swarm goes about it."""
 
     panel: ClassVar[str] = "Policies"
 
     sync: Annotated[
         Literal["zero", "delayed", "auto", "local", "gossip"] | None,
-        typer.Option(help="When replicas exchange what. Default: delayed; zero in a sweep."),
+        typer.Option(
+            help="When replicas exchange what. Default: delayed; zero in a sweep.",
+        ),
     ] = None
     local_steps: Annotated[
         int,
@@ -656,9 +336,9 @@ class PolicyGroup:
     ] = 10
 
 
-@dataclass(frozen=True, slots=True)
-class CheckGroup:
-    """What is looked for, and what is printed."""
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(SwarmOptions, PolicyOptions):
+    """What `swarmnet simulate` simulates, what it looks for, and what it prints."""
 
     panel: ClassVar[str] = OUTPUT
 
@@ -673,26 +353,30 @@ class CheckGroup:
     replay: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="SEED", help="Run this seed of the sweep and print its events."
+            min=0,
+            metavar="SEED",
+            help="Run this seed of the sweep and print its events.",
         ),
     ] = None
-    check_every: Annotated[
+    check_every_s: Annotated[
         float,
         typer.Option(
+            "--check-every",
             min=0.0,
             metavar="SECONDS",
             help="Between looks at all peers; 0 for automatic.",
         ),
     ] = 0.0
     plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw what happened into PNG.")
+        Path | None,
+        typer.Option(metavar="PNG", help="Draw what happened into PNG."),
     ] = None
     as_json: JsonOption = False
     debug: DebugOption = False
 
 
 @dataclass(frozen=True, slots=True)
-class TextGroup:
+class TextOptions:
     """What the model is asked to write, and where the run is."""
 
     panel: ClassVar[str] = "The text"
@@ -700,9 +384,7 @@ class TextGroup:
         str | None,
         typer.Argument(help="A text to go on with; with --chat a message to answer."),
     ] = None
-    join: Annotated[list[str] | None, typer.Option(metavar="ADDR", help="Any peer of the run.")] = (
-        None
-    )
+    join: Annotated[tuple[str, ...], typer.Option(metavar="ADDR", help="Any peer of the run.")] = ()
     chat: Annotated[
         bool,
         typer.Option(
@@ -745,7 +427,7 @@ class TextGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingGroup:
+class SamplingOptions:
     """How each token is chosen: transformers' names. None: as the model's files say."""
 
     panel: ClassVar[str] = "Each token"
@@ -776,3 +458,222 @@ class SamplingGroup:
     repetition_penalty: Annotated[
         float | None, typer.Option(metavar="X", help="Above 1: repeat less.")
     ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class StatusOptions:
+    """What `swarmnet status` looks at."""
+
+    address: Annotated[str, typer.Argument(metavar="ADDR", help="Any peer of the run.")]
+    as_json: JsonOption = False
+    watch: Annotated[bool, typer.Option("--watch", help="Keep looking, until Ctrl-C.")] = False
+    transport: TransportOption = "p2pd"
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What `swarmnet doctor` checks."""
+
+    join: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="ADDR", help="A peer of the run: checks the way there and back."),
+    ] = ()
+    spec: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Check against what this run.toml needs.")
+    ] = None
+    port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="The port that peers will listen on.")
+    ] = 0
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the peer will keep its state.")
+    ] = None
+    transport: TransportOption = "p2pd"
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = (
+        False
+    )
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class InviteOptions:
+    """What `swarmnet invite` is asked for."""
+
+    key: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="The owner's secret key; made where there is none."),
+    ]
+    spec: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Invite to the run of this run.toml.")
+    ] = None
+    join: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="ADDR", help="Invite to the live run behind this address."),
+    ] = ()
+    valid: Annotated[str, typer.Option(metavar="TIME", help="For how long: 90m, 12h, 30d, 4w.")] = (
+        "30d"
+    )
+    peer_id: Annotated[
+        str,
+        typer.Option(
+            "--peer", metavar="PEER_ID", help="For this peer only. Default: whoever holds it."
+        ),
+    ] = ""
+    rounds: RoundsOption = None
+    seed: SeedOption = None
+    transport: TransportOption = "p2pd"
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class CountedOptions:
+    """Whose counts `swarmnet counted` shows."""
+
+    state_dirs: Annotated[
+        tuple[Path, ...],
+        typer.Argument(metavar="DIR...", help="State folders of the run's feeders."),
+    ]
+    run_id: Annotated[
+        str, typer.Option("--run-id", help="Of the run, where the folders have seen several.")
+    ] = ""
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object a round, with the microbatches' ids.")
+    ] = False
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Which data `swarmnet data` shows."""
+
+    spec: Annotated[Path, typer.Argument(metavar="FILE", help="The run.")]
+    data: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="PATH", help="Where this machine has the run's data."),
+    ] = ()
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FILE", help="Where this machine has the tokenizer.json.")
+    ] = ""
+    samples: Annotated[int, typer.Option(min=0, help="Of each source, to be shown.")] = 2
+    as_json: JsonOption = False
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What `swarmnet plan` reckons with."""
+
+    spec: Annotated[Path, typer.Option(metavar="FILE", help="The run.")]
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 1
+    in_flight: Annotated[
+        int, typer.Option(min=0, help="Microbatches between forward and backward at a replica.")
+    ] = 4
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16", "mixed"],
+        typer.Option(
+            help="Of the passes; auto: as the run says. mixed: the ZeRO paper's 16 bytes."
+        ),
+    ] = "auto"
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Time the layers on this machine, and print how to cut them."
+        ),
+    ] = False
+    write: Annotated[
+        bool, typer.Option("--write", help="With --measure: put the cut into the run's file.")
+    ] = False
+    device: DeviceOption = "auto"
+    as_json: JsonOption = False
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardOptions:
+    """What `swarmnet dashboard` shows, and where."""
+
+    join: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="ADDR",
+            help="Show the live run behind this address; repeat it to name several peers. "
+            "@FILE: the addresses in a file.",
+        ),
+    ] = ()
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show a run again, from what --metrics has written."),
+    ] = None
+    port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="Port of the page; 0 = any that is free.")
+    ] = 8080
+    host: Annotated[
+        str, typer.Option(help="Address to show it on; by default for this machine only.")
+    ] = LOOPBACK
+    transport: TransportOption = "p2pd"
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSourceOptions:
+    """Where `swarmnet export` has the model from, and the folder that it makes."""
+
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")]
+    join: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="ADDR", help="Take the model from the live run behind this address."),
+    ] = ()
+    state_dir: Annotated[
+        tuple[Path, ...],
+        typer.Option(
+            metavar="DIR",
+            help="Take it from the checkpoints in these peers' state folders; repeat it until "
+            "every stage is there.",
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportModelOptions:
+    """Which model is meant, and how it is written."""
+
+    round: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the rounds that were saved, this one. Default: the newest."),
+    ] = None
+    best: Annotated[
+        bool, typer.Option("--best", help="The saved round with the lowest held-out loss.")
+    ] = False
+    dtype: DtypeOption = ""
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Where adapters are trained ([lora]), write the whole model: adapters are added "
+            "to the weights. Without it they are written alone, as a PEFT adapter.",
+        ),
+    ] = False
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="For adapters: where this machine has their model. An adapter names it as its "
+            "base. With --merge it is read, else it comes from the peers, or from what they have "
+            "kept.",
+        ),
+    ] = None
+    run_id: Annotated[
+        str,
+        typer.Option(
+            "--run-id", help="Of the run (its beginning will do), where the folders hold several."
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportLinkOptions:
+    """How `swarmnet export` reaches a live run."""
+
+    invite: InviteOption = ""
+    transport: TransportOption = "p2pd"
+    debug: DebugOption = False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from peer.console import without_controls
+from peer.options import DataOptions
 from swarmnet.batch import IGNORED
 from swarmnet.errors import DataError
 from swarmnet.spec import RunSpec
@@ -22,17 +22,6 @@ from swarmnet.training.data.resolving import num_rounds, open_to_start, with_len
 
 OPENS, CLOSES = "⟦", "⟧"
 """Around text that is not learned."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataOptions:
-    """Of the command line."""
-
-    spec: Path
-    data: tuple[str, ...]
-    tokenizer: str
-    samples: int
-    as_json: bool
 
 
 def show_data(options: DataOptions, console: Console) -> None:

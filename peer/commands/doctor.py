@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.markup import escape
 from peer.commands.doctor_nat import check_nat, is_loopback
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
+from peer.options import DoctorOptions
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import (
@@ -35,7 +36,7 @@ from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
-from swarmnet.runtime.options import ANY_INTERFACE, TransportName
+from swarmnet.runtime.options import ANY_INTERFACE
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.calls import call
 from swarmnet.transport.base import Transport
@@ -59,18 +60,6 @@ MAX_CLOCK_ERROR_S = 30.0
 SLOW_UPLOAD_BYTES_PER_S = 250_000
 PROBE_TIMEOUT_S = 40.0
 GIB, MIB = 1 << 30, 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorOptions:
-    """Of the command line."""
-
-    join: Sequence[str] = ()
-    spec: Path | None = None
-    port: int = 0
-    state_dir: Path | None = None
-    transport: TransportName = "p2pd"
-    as_json: bool = False
 
 
 async def run_doctor(options: DoctorOptions, console: Console) -> int:

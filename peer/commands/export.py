@@ -14,6 +14,7 @@ from torch import Tensor
 
 from peer.commands.base_weights import fetch_base, has_base, kept_base
 from peer.commands.model_folder import Trained, check_out, write_folder
+from peer.options import ExportModelOptions
 from swarmnet.errors import UserError
 from swarmnet.files import write_whole
 from swarmnet.ports import Worker
@@ -46,26 +47,13 @@ PARTS = ".part"
 Found = Sequence[tuple[Path, Meta]]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which checkpoints are meant, where a person says so."""
+@dataclass(frozen=True, kw_only=True)
+class Wanted(ExportModelOptions):
+    """Which checkpoints are meant, and how the model is written."""
 
-    round: int | None = None
-    """None: the newest."""
-    run_id: str = ""
-    """The beginning of the run's id; empty where the folders hold one run only."""
-    best: bool = False
-    """The one with the lowest held-out loss."""
-    dtype: str = ""
-    """Of the weights: a key of `model_folder.DTYPES`; empty for that of the model which the run
-    began from."""
-    merge: bool = False
-    """Adapters are added to the model that they were trained for."""
-    weights: Path | None = None
-    """That model's folder, where it is on this machine."""
     base: str = ""
-    """That model as a person writes it: a folder, or ORG/NAME of the hub; empty where only its name
-    is known."""
+    """The model that adapters were trained for, as a person writes it: a folder, or ORG/NAME of the
+    hub; empty where only its name is known."""
 
     def check(self, spec: RunSpec) -> None:
         """Raises `UserError` where it does not go with the run."""

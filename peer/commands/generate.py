@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from peer.options import LOOPBACK, TextGroup
+from peer.options import LOOPBACK, TextOptions
 from swarmnet.errors import UserError
 from swarmnet.runtime.observer import Observer
 from swarmnet.runtime.options import UsageError
@@ -35,7 +35,7 @@ BESIDE = (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, GENERATION_FILE)
 Put = Callable[[str], None]
 
 
-def check_options(text: TextGroup) -> None:
+def check_options(text: TextOptions) -> None:
     """Raises `UsageError`."""
     if not text.join:
         raise UsageError("give --join ADDR: any peer of the run")
@@ -47,12 +47,12 @@ def check_options(text: TextGroup) -> None:
         raise UsageError('give a text to go on with: swarmnet generate --join ADDR "Once"')
 
 
-async def generate_text(text: TextGroup, options: Mapping[str, Any]) -> None:
+async def generate_text(text: TextOptions, options: Mapping[str, Any]) -> None:
     """Does what was asked for. `options`: of `Sampling`, None for what was not said. Raises
     `SwarmnetError`."""
     Sampling().with_options(options)  # wrong ones are known at once
     async with await Observer.join(
-        text.join or (), transport=text.transport, invite=text.invite
+        text.join, transport=text.transport, invite=text.invite
     ) as observer:
         longest_text(observer.spec)
         writer = await open_writer(observer, text.tokenizer, exact=text.exact)

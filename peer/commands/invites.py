@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
+from peer.options import InviteOptions
 from swarmnet.admission import Invite
 from swarmnet.errors import DataError, UserError
 from swarmnet.identity import Identity, is_peer_id
 from swarmnet.runtime.joining.starting import start_run
-from swarmnet.runtime.options import TransportName
 from swarmnet.spec import RunSpec
 
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
@@ -27,21 +24,6 @@ def parse_duration_s(text: str) -> int:
     if not 0 < duration_s <= LONGEST_S:
         raise UserError(f"--valid {text[:32]!r}: say 90m, 12h, 30d or 4w, at most ten years")
     return duration_s
-
-
-@dataclass(frozen=True, slots=True)
-class InviteOptions:
-    """What `swarmnet invite` is asked for."""
-
-    key: Path
-    """The owner's key; made where there is none."""
-    spec: Path | None = None
-    join: Sequence[str] = ()
-    rounds: int | None = None
-    seed: int | None = None
-    valid: str = "30d"
-    peer_id: str = ""
-    transport: TransportName = "p2pd"
 
 
 async def issue_invite(options: InviteOptions) -> str:

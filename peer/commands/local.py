@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from peer.observe.report import Reporter, open_page
 from peer.observe.screen import peers_table
 from peer.observe.text import number, size
 from peer.observe.view_model import Summary
-from peer.options import INVITE_VARIABLE, LOOPBACK, ScreenName, default_spec_path
+from peer.option_groups import arguments_for
+from peer.options import LOOPBACK, LocalOptions, default_spec_path
 from peer.processes import (
     PEER_COMMAND,
     STOP_STEPS,
@@ -36,14 +36,7 @@ from peer.processes import (
 )
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.joining.starting import start_run
-from swarmnet.runtime.options import (
-    ActivationsName,
-    DeviceName,
-    LocalName,
-    PrecisionName,
-    TransportName,
-    UsageError,
-)
+from swarmnet.runtime.options import INVITE_VARIABLE, ComputeOptions, LinkOptions, UsageError
 from swarmnet.spec import BYTES_TOKENIZER, HELD_OUT_NAME, PYTHON_STDLIB, RunSpec, describe
 from swarmnet.swarm.lifecycle.departure import LONGEST_DRAIN_S
 from swarmnet.swarm.recovery.checkpointing import LAST_SAVE_S
@@ -61,45 +54,6 @@ SAMPLE_S, SAMPLE_WAIT_S = 20.0, 60.0
 """After the first, what has been written is shown; after the second, nothing."""
 SAVE_WAIT_S = LONGEST_DRAIN_S + LAST_SAVE_S
 """What peers may take for what the model is written from."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalOptions:
-    """Options of `swarmnet local`."""
-
-    num_peers: int
-    spec: Path | None = None
-    """None = the embedded default."""
-    rounds: int | None = None
-    seed: int | None = None
-    metrics: Path | None = None
-    transport: TransportName = "p2pd"
-    direct: bool = True
-    """Bulk transfers over direct TLS connections."""
-    threads: int = 0
-    """Torch threads of each peer, or of each of its ranks."""
-    tp: int | None = None
-    """Ranks of each peer."""
-    sequence_parallel: bool = False
-    local: LocalName = "tensor"
-    device: DeviceName = "auto"
-    precision: PrecisionName = "auto"
-    activations: ActivationsName = "auto"
-    compile: bool = False
-    """All four of each peer."""
-    screen: ScreenName = "auto"
-    debug: bool = False
-    chaos: str = ""
-    """Faults on purpose; see `peer.commands.chaos`."""
-    invite: str = ""
-    """To a closed run."""
-    dashboard: int | None = None
-    """Show the web page on this port; None = not at all."""
-    dashboard_host: str = LOOPBACK
-    out: Path | None = None
-    """The folder to write the model to, at the end or when this is stopped."""
-    dtype: str = ""
-    """Of its weights, as `export --dtype`."""
 
 
 async def run_local(
@@ -142,8 +96,8 @@ async def run_local(
                 _wait_for_saving(processes, reporter)
             await processes.stop()
             if options.out is not None:
-                dtype, base = options.dtype, started.model
-                await asyncio.to_thread(_export, dtype, base, options.out, processes, reporter)
+                base = started.model
+                await asyncio.to_thread(_export, options, base, options.out, processes, reporter)
 
 
 def _wait_for_saving(processes: PeerProcesses, reporter: Reporter) -> None:
@@ -156,14 +110,16 @@ def _wait_for_saving(processes: PeerProcesses, reporter: Reporter) -> None:
         )
 
 
-def _export(dtype: str, base: str, out: Path, processes: PeerProcesses, reporter: Reporter) -> None:
+def _export(
+    options: LocalOptions, base: str, out: Path, processes: PeerProcesses, reporter: Reporter
+) -> None:
     """Writes the model that the peers have saved when they ended; why not, in a line. `base`: as in
     `Wanted`."""
     from peer.commands.export import Wanted, export_checkpoints
 
     folders = [processes.folder / child.name for child in processes.children]
     try:
-        line = export_checkpoints(folders, out, Wanted(dtype=dtype, base=base))
+        line = export_checkpoints(folders, out, Wanted(dtype=options.dtype, base=base))
     except UserError as error:
         line = f"the model was not written: {error}"
         if any(processes.folder.glob("*/checkpoints")):
@@ -250,22 +206,10 @@ async def _start_newcomer(
 
 
 def _shared_arguments(options: LocalOptions) -> list[str]:
-    arguments = ["--host", LOOPBACK, "--transport", options.transport, "--plain"]
-    if not options.direct:
-        arguments.append("--no-direct")
+    arguments = ["--host", LOOPBACK, "--plain"]
+    arguments += arguments_for(options, LinkOptions) + arguments_for(options, ComputeOptions)
     if options.threads:
         arguments += ["--threads", str(options.threads)]
-    if options.tp is not None:
-        arguments += ["--tp", str(options.tp)]
-    if options.sequence_parallel:
-        arguments.append("--sequence-parallel")
-    if options.local != "tensor":
-        arguments += ["--local", options.local]
-    for name in ("device", "precision", "activations"):
-        if getattr(options, name) != "auto":
-            arguments += [f"--{name}", getattr(options, name)]
-    if options.compile:
-        arguments.append("--compile")
     if options.debug:
         arguments.append("--debug")
     return arguments

@@ -11,19 +11,10 @@ from typing import Any
 from peer.machine.limit_keeper import Keeper
 from peer.machine.limits import LIMITS_FILE, change_limits
 from peer.machine.memory_cap import MemoryCap, stage_needs, tree_bytes
-from peer.options import (
-    ComputeGroup,
-    LimitGroup,
-    LinkGroup,
-    ModelGroup,
-    NetworkGroup,
-    OutputGroup,
-    RunGroup,
-    StateGroup,
-)
+from peer.options import LimitOptions, OutputOptions
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.joining.ready import ready_target
-from swarmnet.runtime.options import PeerOptions, UsageError
+from swarmnet.runtime.options import AUTO_STAGES, PeerChoices, PeerOptions, UsageError
 from swarmnet.runtime.run import Extra, RunningPeer
 from swarmnet.runtime.state_dir import claimed_state_dir
 from swarmnet.spec import RunSpec
@@ -33,16 +24,7 @@ FIRST_DIRECT_PORT = 1024
 MAX_SEATS = 64
 
 
-def serve(
-    run: RunGroup,
-    model: ModelGroup,
-    network: NetworkGroup,
-    link: LinkGroup,
-    compute: ComputeGroup,
-    state: StateGroup,
-    limits: LimitGroup,
-    output: OutputGroup,
-) -> None:
+def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> None:
     """Runs a peer until it has left. Raises `UsageError` where options do not go together, and what
     `run_peer` raises."""
     from peer.loop import Stopped
@@ -51,27 +33,14 @@ def serve(
     from peer.observe.metrics import open_metrics
     from swarmnet.runtime.run import run_peer
 
-    check(run, network, compute)
-    with claimed_state_dir(state.state_dir) as folder:
+    check(choices)
+    with claimed_state_dir(choices.state_dir) as folder:
         options = PeerOptions(
-            folder,
-            **asdict(compute),
-            **_of_run(run),
-            **_of_network(network, link),
-            data=tuple(model.data or ()),
-            serve_data=model.serve_data,
-            fetch_data=model.fetch_data,
-            tokenizer=model.tokenizer,
-            weights=model.weights,
-            builder=model.builder,
-            feed=not model.no_feed,
-            threads=state.threads,
-            checkpoint_every=state.checkpoint_every,
-            keep_checkpoints=state.keep_checkpoints,
+            **asdict(choices) | {"state_dir": folder},
             ready_file=None if output.ready_file is None else ready_target(output.ready_file),
             is_quiet=output.quiet,
         )
-        change_limits(folder, limits.changes())
+        change_limits(folder, limits)
         page = None
         if output.dashboard is not None:
             page = (output.dashboard_host, listen(output.dashboard_host, output.dashboard))
@@ -83,47 +52,19 @@ def serve(
                 pass  # how a peer ends
 
 
-def _of_run(run: RunGroup) -> dict[str, Any]:
-    """What the library calls it."""
-    return {
-        "spec": run.spec,
-        "join": tuple(run.join or ()),
-        "patience_s": run.patience,
-        "rounds": run.rounds,
-        "seed": run.seed,
-        "stage": run.stage,
-        "stages": run.stages,
-        "begin_anew": run.begin_anew,
-        "exit_when_done": run.exit_when_done,
-        "invite": run.invite,
-    }
-
-
-def _of_network(network: NetworkGroup, link: LinkGroup) -> dict[str, Any]:
-    return {
-        "host": network.host,
-        "port": network.port,
-        "announce": tuple(network.announce or ()),
-        "relay": not network.no_relay,
-        "direct_port": network.direct_port,
-        "transport": link.transport,
-        "direct": not link.no_direct,
-    }
-
-
-def check(run: RunGroup, network: NetworkGroup, compute: ComputeGroup) -> None:
+def check(choices: PeerChoices) -> None:
     """Raises `UsageError` where options do not go together."""
-    if (run.spec is None) == (not run.join):
+    if (choices.spec is None) == (not choices.join):
         raise UsageError("give --spec FILE to start a run, or --join ADDR to join one")
-    if run.join and (run.rounds is not None or run.seed is not None):
+    if choices.join and (choices.rounds is not None or choices.seed is not None):
         raise UsageError("--rounds and --seed go with --spec; who joins takes the run's")
-    stages = run.stages
+    stages = choices.stages
     is_number = stages.isascii() and stages.isdigit() and 1 <= int(stages) <= MAX_SEATS
-    if stages != "auto" and not is_number:
+    if stages != AUTO_STAGES and not is_number:
         raise UsageError(f"--stages {stages}: a number from 1 to {MAX_SEATS}, or auto")
-    if stages != "1" and compute.tp is not None and compute.tp > 1:
+    if stages != "1" and choices.tp is not None and choices.tp > 1:
         raise UsageError("--stages goes with one rank: the ranks of --tp serve one stage")
-    if 0 < network.direct_port < FIRST_DIRECT_PORT:
+    if 0 < choices.direct_port < FIRST_DIRECT_PORT:
         raise UsageError(f"--direct-port: 0, or {FIRST_DIRECT_PORT} and above")
 
 
@@ -137,7 +78,7 @@ class Shown:
     limits: Callable[[], str]
 
 
-def extras(output: OutputGroup, options: PeerOptions, metrics: Any, page: Any) -> list[Extra]:
+def extras(output: OutputOptions, options: PeerOptions, metrics: Any, page: Any) -> list[Extra]:
     """What runs beside a peer, in the order in which it begins. `metrics`: an open file of events,
     or None; `page`: host and socket of the web page, or None."""
     keepers: list[Keeper] = []

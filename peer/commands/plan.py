@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from peer.options import PlanOptions
 from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.memory.activation_choice import POLICIES, known_activations
@@ -26,17 +26,6 @@ from swarmnet.training.memory.plan import (
     optimizer_share,
     plan_memory,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """Of the command line."""
-
-    spec: Path
-    replicas: int
-    in_flight: int
-    precision: str
-    as_json: bool
 
 
 def show_plan(options: PlanOptions, console: Console) -> None:

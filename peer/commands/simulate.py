@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from json import dumps
 from pathlib import Path
 from statistics import median
@@ -20,17 +20,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from peer.options import SimulateOptions
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.needs import install_command
-from swarmnet.protocol.codecs import INT8
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, ZERO
 from swarmnet.runtime.options import UsageError
 from swarmnet.simulation.churn import ChurnRates, read_trace
-from swarmnet.simulation.coding import CPU, DEVICE_KINDS, Coding
+from swarmnet.simulation.coding import DEVICE_KINDS, Coding
 from swarmnet.simulation.network import BITS, FAST_LINK, MEGABIT, Link
 from swarmnet.simulation.scenario import (
-    MICROBATCHES_PER_REPLICA,
-    SERVICE_S,
     Result,
     Sample,
     Scenario,
@@ -48,58 +46,11 @@ NO_ROUND = (
 PROGRESS_S = 20.0
 """Between two lines of a long simulation."""
 
-LOCAL_STEPS = 10
 HOME, FAST = "home", "fast"
 
 
 class InvariantFailed(SwarmnetError):
     """A simulated swarm did what it must not do."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulateOptions:
-    """What to simulate."""
-
-    peers: int = 40
-    stages: int = 4
-    hours: float = 0.1
-    churn: float = 0.3
-    """Part of the peers that is replaced in an hour."""
-    seed: int = 0
-    speed_ratio: float = 10.0
-    """Fastest machine over slowest."""
-    links: str = HOME
-    """`home`, `fast`, or Mbit/s each way and ms between two peers: `100/50`."""
-    service_s: float = SERVICE_S
-    """Of a microbatch in a stage, at a machine of middle speed."""
-    sequences: int = 1
-    """Of a microbatch."""
-    microbatches: int = MICROBATCHES_PER_REPLICA
-    """Of a round, for each replica of a stage."""
-    codec: str = INT8
-    """`[pipeline] codec`."""
-    update_codec: str = ""
-    """`[sync] codec`; empty for that of a run which does not say."""
-    device: str = CPU
-    """Of every machine: one of `simulation.coding.DEVICE_KINDS`."""
-    coding_speed: float | None = None
-    """Of all codecs, over one core; 0 where coding takes no time. None: that of the kind of
-    device."""
-    sync: str = ""
-    """A mode of `protocol.sync_modes`; empty for `delayed`, and for `zero` in the small
-    swarms."""
-    local_steps: int = LOCAL_STEPS
-    """Rounds between two exchanges, in the modes `local` and `gossip`; small swarms draw it."""
-    check_every_s: float = 0.0
-    """Between two looks at all peers by the checks of invariants; 0 for automatic."""
-    trace: Path | None = None
-    """Churn events, one JSON object a line, in place of `churn`."""
-    sweep: int = 0
-    """Run so many small swarms with every kind of fault instead, from `seed` on."""
-    replay: int | None = None
-    """Run this seed of the sweep and print its event log."""
-    plot: Path | None = None
-    as_json: bool = False
 
 
 def run_simulation(options: SimulateOptions, say: Say = print) -> None:
@@ -233,7 +184,7 @@ def scenario_of(options: SimulateOptions) -> Scenario:
     )
 
 
-def _update_codec(mode: str, codec: str) -> str:
+def _update_codec(mode: str, codec: str | None) -> str:
     """As a run would have it. Raises `UserError` where none can."""
     try:
         return chosen_update_codec(SyncSpec.model_validate({"mode": mode, "codec": codec or AUTO}))

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from peer.options import LimitOptions
 from swarmnet.errors import UserError
 from swarmnet.files import text_of, write_whole
 from swarmnet.protocol.resource_limits import (
@@ -65,47 +66,24 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """By key of the file: the field of `OwnerLimits`, and how it is read."""
 
 
-@dataclass(frozen=True, slots=True)
-class LimitOptions:
-    """What a command line says about limits; None = nothing, "none" = no limit."""
-
-    max_upload: str | None = None
-    max_memory: str | None = None
-    max_device_share: str | None = None
-    hours: tuple[str, ...] = ()
-    pause_when_busy: bool | None = None
-    paused: bool | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self == LimitOptions()
-
-    def applied_to(self, limits: OwnerLimits) -> OwnerLimits:
-        """Raises `UserError`."""
-        given: dict[str, Any] = {
-            "max_upload": self.max_upload,
-            "max_memory": self.max_memory,
-            "max_device_share": self.max_device_share,
-            "hours": list(self.hours) or None,
-            "pause_when_busy": self.pause_when_busy,
-            "paused": self.paused,
-        }
-        changes: dict[str, Any] = {}
-        for key, value in given.items():
-            if value is None:
-                continue
-            field, read = READERS[key]
-            if value in (NO_LIMIT, [NO_LIMIT]):
-                changes[field] = () if key == "hours" else None
-                continue
-            try:
-                changes[field] = read(value)
-            except ValueError as e:
-                raise UserError(f"--{key.replace('_', '-')}: {e}") from None
+def changed(limits: OwnerLimits, options: LimitOptions, paused: bool | None) -> OwnerLimits:
+    """The limits after what a command line says; None = nothing. Raises `UserError`."""
+    changes: dict[str, Any] = {}
+    for key, value in (asdict(options) | {"paused": paused}).items():
+        if value is None or value == ():
+            continue
+        field, read = READERS[key]
+        if value in (NO_LIMIT, (NO_LIMIT,)):
+            changes[field] = () if key == "hours" else None
+            continue
         try:
-            return replace(limits, **changes)
+            changes[field] = read(list(value) if key == "hours" else value)
         except ValueError as e:
-            raise UserError(str(e)) from None
+            raise UserError(f"--{key.replace('_', '-')}: {e}") from None
+    try:
+        return replace(limits, **changes)
+    except ValueError as e:
+        raise UserError(str(e)) from None
 
 
 def read_limits(path: Path) -> OwnerLimits:
@@ -170,12 +148,15 @@ def write_limits(path: Path, limits: OwnerLimits) -> None:
         raise UserError(f"cannot write {path}: {e.strerror}") from None
 
 
-def change_limits(state_dir: Path, options: LimitOptions) -> OwnerLimits:
+def change_limits(
+    state_dir: Path, options: LimitOptions, paused: bool | None = None
+) -> OwnerLimits:
     """Reads, changes where something is asked for, writes. Raises `UserError`."""
     path = state_dir / LIMITS_FILE
     before = read_limits(path)
-    after = options.applied_to(before)
-    if after != before or (not options.is_empty and not path.exists()):
+    after = changed(before, options, paused)
+    is_asked = options != LimitOptions() or paused is not None
+    if after != before or (is_asked and not path.exists()):
         write_limits(path, after)
     return after
 

@@ -1,11 +1,14 @@
 """What a person says about one machine's part in a run, as opposed to `swarmnet.spec`, which
-is the same on every machine."""
+is the same on every machine. Beside a field are its bounds and its text of `--help`: the commands
+are made of these classes (`peer.option_groups`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+import typer
 
 from swarmnet.errors import UserError
 from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
@@ -19,84 +22,302 @@ ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
 ANY_INTERFACE = "0.0.0.0"
 AUTO_STAGES = "auto"
 """As `PeerOptions.stages`: by what this machine has and the swarm needs."""
+MAX_PORT = 65_535
+INVITE_VARIABLE = "SWARMNET_INVITE"
+"""Of the environment: what `--invite` says, unseen by the machine's other users."""
+
+RUN, MODEL, NETWORK, MACHINE = "This run", "Model and data", "Network", "This machine"
+
+TransportOption = Annotated[
+    TransportName,
+    typer.Option(help="What carries the bytes; peers with either train together."),
+]
+RoundsOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Length of the run, in place of the spec's.")
+]
+SeedOption = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Seed of the run, in place of the spec's.")
+]
+InviteOption = Annotated[
+    str,
+    typer.Option(
+        metavar="INVITE",
+        envvar=INVITE_VARIABLE,
+        show_envvar=False,
+        help="The invite to a closed run, or the file that holds it.",
+    ),
+]
+DeviceOption = Annotated[
+    DeviceName,
+    typer.Option(help="What computes. auto: the GPUs that torch can use, else the CPU."),
+]
 
 
-@dataclass(frozen=True, slots=True)
-class PeerOptions:
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Which run, and this peer's part in it."""
+
+    panel: ClassVar[str] = RUN
+
+    spec: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start a new run from this run.toml."),
+    ] = None
+    join: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="ADDR",
+            help="Join the run behind this address; repeat it to name several peers. "
+            "@FILE: the addresses in a file.",
+        ),
+    ] = ()
+    invite: InviteOption = ""
+    rounds: RoundsOption = None
+    seed: SeedOption = None
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="K", help="Serve this stage. Default: the one that needs you most."
+        ),
+    ] = None
+    stages: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Serve so many stages. auto: as many as this machine has room for and the swarm "
+            "needs.",
+        ),
+    ] = "1"
+    exit_when_done: Annotated[
+        bool,
+        typer.Option("--exit-when-done", help="End with the run; else stay and serve the model."),
+    ] = False
+    patience_s: Annotated[
+        float | None,
+        typer.Option(
+            "--patience",
+            min=0.0,
+            metavar="SECONDS",
+            help="Give up when nobody has answered for so long. Default: keep trying.",
+        ),
+    ] = None
+    begin_anew: Annotated[
+        bool,
+        typer.Option(
+            "--begin-anew",
+            help="Where nobody is at work in the run: begin from initial parameters, not from the "
+            "checkpoints that peers have. They stay on the disks.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Where this machine has what the run names."""
+
+    panel: ClassVar[str] = MODEL
+
+    data: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="PATH",
+            help="Where this machine has the run's data; repeat it for several. A peer that joins "
+            "reads no files that you have not named, but Python's standard library where the run "
+            "is about that.",
+        ),
+    ] = ()
+    serve_data: Annotated[
+        bool,
+        typer.Option(
+            "--serve-data",
+            help="Give the run's data, as tokens, to its members, who can feed when you are gone.",
+        ),
+    ] = False
+    fetch_data: Annotated[
+        bool | None,
+        typer.Option(
+            "--fetch-data/--no-fetch-data",
+            help="Get the run's data from peers that give them. Default: up to 2 GiB, while few "
+            "peers have them.",
+            show_default=False,
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Where this machine has the run's tokenizer.json, where the run has one.",
+        ),
+    ] = ""
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where this machine has the model that the run began from: its weights are given "
+            "to others, or complete a whole model that is exported.",
+        ),
+    ] = None
+    builder: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE:FUNCTION", help="Where this machine has the code of a custom model."
+        ),
+    ] = ""
+    feed: Annotated[
+        bool, typer.Option("--no-feed", help="Compute only; start no microbatches.")
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """Where a peer listens, and what it tells others of that."""
+
+    panel: ClassVar[str] = NETWORK
+
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MAX_PORT, metavar="PORT", help="Listen on this port; 0 = any that is free."
+        ),
+    ] = 0
+    announce: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="ADDR",
+            help="Tell others this address too (port forwarding, for example).",
+        ),
+    ] = ()
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Listen on the interface with this address.")
+    ] = ANY_INTERFACE
+    direct_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MAX_PORT,
+            metavar="PORT",
+            help="Listen for direct connections on this port (1024 or above); 0 = any that is "
+            "free.",
+        ),
+    ] = 0
+    relay: Annotated[
+        bool,
+        typer.Option(
+            "--no-relay", help="Carry nothing between other peers that cannot dial each other."
+        ),
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """What carries the bytes."""
+
+    panel: ClassVar[str] = NETWORK
+
+    transport: TransportOption = "p2pd"
+    direct: Annotated[
+        bool,
+        typer.Option("--no-direct", help="Move everything over libp2p; no direct TLS connections."),
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """How a machine computes."""
+
+    panel: ClassVar[str] = MACHINE
+
+    device: DeviceOption = "auto"
+    precision: Annotated[
+        PrecisionName,
+        typer.Option(
+            help="Of this machine's passes; what peers exchange does not depend on it. "
+            "auto: as the run says."
+        ),
+    ] = "auto"
+    activations: Annotated[
+        ActivationsName,
+        typer.Option(
+            metavar="POLICY",
+            help="Kept between forward and backward: keep, blocks, recompute, offload, or auto "
+            "(as the run says, else by free memory).",
+        ),
+    ] = "auto"
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp",
+            min=1,
+            max=64,
+            metavar="N",
+            help="Cut every layer over N ranks of this machine. Default: all GPUs it sees, else 1.",
+        ),
+    ] = None
+    local: Annotated[
+        LocalName,
+        typer.Option(
+            help="What the ranks of --tp share out: the width of layers, or (fsdp) the samples, "
+            "with parameters and gradients sharded.",
+        ),
+    ] = "tensor"
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel", help="With --tp: split norms and residuals by positions too."
+        ),
+    ] = False
+    compile: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile the layers (torch.compile): slow to start."),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """What a machine keeps, and how many of its cores work."""
+
+    panel: ClassVar[str] = MACHINE
+
+    threads: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Threads to compute with; 0 = torch's choice."),
+    ] = 0
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep this peer's identity and checkpoints here. Default: peer-N in "
+            "~/.local/state/swarmnet.",
+        ),
+    ] = None
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Rounds between checkpoints of the stage; 0 = none."),
+    ] = 10
+    keep_checkpoints: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="Keep the newest so many checkpoints, and up to 3 for slower disks.",
+        ),
+    ] = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerChoices(
+    RunOptions, ModelOptions, NetworkOptions, LinkOptions, ComputeOptions, StateOptions
+):
+    """All that a person may choose of a peer."""
+
+
+@dataclass(frozen=True)
+class PeerOptions(PeerChoices):
     """Options of one peer. Exactly one of `spec` and `join` is given."""
 
-    state_dir: Path
+    state_dir: Path = field()  # without the default of the base
     """Where this peer keeps its identity and its checkpoints; nobody else uses it (see
     `swarmnet.runtime.state_dir`)."""
-    spec: Path | None = None
-    """Start a new run from this file."""
-    join: tuple[str, ...] = ()
-    """Join the run that these addresses belong to; the first that answers is enough. `@FILE`: the
-    addresses in a file."""
-    patience_s: float | None = None
-    """With `join`: give up when nobody has answered for so long; None = never."""
-    rounds: int | None = None
-    """With `spec`: another length of the run."""
-    seed: int | None = None
-    """With `spec`: another seed."""
-    stage: int | None = None
-    """Serve this stage; None = the one that needs this peer most."""
-    stages: str = "1"
-    """How many stages to serve: a number, or `AUTO_STAGES`."""
-    host: str = ANY_INTERFACE
-    """Address of the interface to listen on."""
-    port: int = 0
-    """0 = any that is free."""
-    announce: tuple[str, ...] = ()
-    """Addresses to tell others besides those of the interfaces (behind NAT, for example)."""
-    transport: TransportName = "p2pd"
-    direct: bool = True
-    """Bulk transfers over direct TLS connections, where peers can reach each other."""
-    relay: bool = True
-    """Carries data between others that cannot dial each other, where it can be dialled itself."""
-    direct_port: int = 0
-    """Where to listen for them; 0 = any that is free."""
-    data: tuple[str, ...] = ()
-    """Where this machine has the data, in place of the spec's `paths`."""
-    serve_data: bool = False
-    """Give the data, as tokens, to members of the run that ask."""
-    fetch_data: bool | None = None
-    """Get them from others; None: where they are not large and few peers have them."""
-    tokenizer: str = ""
-    """Where this machine has the run's tokenizer.json, in place of the spec's `tokenizer`."""
-    weights: Path | None = None
-    """The folder of the model that the run began from: this peer gives its weights to others."""
-    builder: str = ""
-    """Where this machine has a custom model's code, in place of the spec's `builder`."""
-    feed: bool = True
-    """Read data and start microbatches, where there is data."""
-    threads: int = 0
-    """Threads of torch; 0 = torch's choice."""
-    tp: int | None = None
-    """Ranks of this peer, each with a part of every layer; None = one for each GPU."""
-    sequence_parallel: bool = False
-    """With several ranks: norms and residuals are split over them too."""
-    local: LocalName = "tensor"
-    """What ranks are for: a part of every layer, or a part of every microbatch with parameters and
-    gradients sharded ("fsdp")."""
-    device: DeviceName = "auto"
-    """What computes; `auto`: GPUs, where there are any."""
-    precision: PrecisionName = "auto"
-    """Of this machine's passes, in place of the run's."""
-    activations: ActivationsName = "auto"
-    """What this machine keeps between the passes, in place of what the run says."""
-    compile: bool = False
-    """`torch.compile` the layers."""
-    checkpoint_every: int = 10
-    """Rounds between two checkpoints of this peer's stage; 0 = none."""
-    begin_anew: bool = False
-    """Where nobody is at work in the run: from its initial parameters, whatever anybody has."""
-    keep_checkpoints: int = 2
-    """The newest so many stay."""
-    invite: str = ""
-    """The invite to a closed run, or the file that it is in; kept in the state folder."""
-    exit_when_done: bool = False
-    """End when the run has done its rounds, instead of staying to serve the model."""
     ready_file: Path | None = None
     """Written when this peer listens, or a folder for a file of its own; see
     `swarmnet.runtime.joining.ready`."""

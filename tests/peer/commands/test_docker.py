@@ -21,7 +21,7 @@ import typer.main
 import yaml
 
 from peer.cli import app
-from peer.options import INVITE_VARIABLE
+from swarmnet.runtime.options import INVITE_VARIABLE
 from swarmnet.spec import load_spec
 
 ROOT = Path(__file__).parents[3]

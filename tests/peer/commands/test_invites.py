@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from peer.commands.invites import InviteOptions, issue_invite, parse_duration_s
-from peer.options import default_spec_path
+from peer.commands.invites import issue_invite, parse_duration_s
+from peer.options import InviteOptions, default_spec_path
 from swarmnet.admission import Invite
 from swarmnet.errors import SpecError, UserError
 from swarmnet.identity import Identity

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from peer.commands import local
-from peer.commands.local import LocalOptions, run_local
-from peer.options import default_spec_path
+from peer.commands.local import run_local
+from peer.options import LocalOptions, default_spec_path
 from peer.processes import remove_stale_folders
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.joining.starting import start_run
@@ -47,7 +47,7 @@ def ready_pids(root: Path) -> list[int]:
 
 
 def options(**values: object) -> LocalOptions:
-    return replace(LocalOptions(num_peers=3, rounds=ROUNDS, screen="plain"), **values)  # type: ignore[arg-type]
+    return replace(LocalOptions(num_peers=3, rounds=ROUNDS, plain=True), **values)  # type: ignore[arg-type]
 
 
 def run(tmp_path: Path, mode: str, observer: FakeObserver, **values: object) -> None:

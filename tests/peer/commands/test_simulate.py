@@ -11,7 +11,8 @@ import pytest
 from matplotlib.image import imread
 
 from peer.cli import run_command
-from peer.commands.simulate import SimulateOptions, scenario_of
+from peer.commands.simulate import scenario_of
+from peer.options import SimulateOptions
 
 SHORT = ["simulate", "--peers", "4", "--stages", "2", "--hours", "0.01", "--links", "fast"]
 

@@ -13,7 +13,6 @@ from peer.cli import run_command
 from peer.machine.limit_keeper import MEASURE_EVERY_S, Keeper
 from peer.machine.limits import (
     LIMITS_FILE,
-    LimitOptions,
     change_limits,
     limits_text,
     parse_limits,
@@ -22,7 +21,7 @@ from peer.machine.limits import (
 )
 from peer.machine.memory_cap import MemoryCap, StageNeed, stage_needs
 from peer.machine.others_load import OthersLoad, load_of_others
-from peer.options import default_spec_path
+from peer.options import LimitOptions, default_spec_path
 from swarmnet.errors import UserError
 from swarmnet.protocol.resource_limits import BUSY_AFTER_S, QUIET_AFTER_S, OwnerLimits
 from swarmnet.spec import load_spec
