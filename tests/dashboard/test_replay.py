@@ -15,10 +15,8 @@ from peer.observe.dashboard.replay import MAX_FRAMES, check_file, make_film
 from peer.observe.events import (
     Event,
     HeldOut,
-    Migrated,
     PeerJoined,
     PeerLost,
-    Rerouted,
     RoundFinished,
     event_from_json,
 )
@@ -76,27 +74,6 @@ def test_a_film_ends_where_the_run_did(tmp_path: Path) -> None:
     assert [e["kind"] for e in page["events"]].count("peer_lost") == 1
     early = shown(film, len(film["frames"]) // 2)
     assert early["peers"]["c"]["live"]
-
-
-def test_a_film_without_states_is_worked_out_from_events(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    events = [
-        PeerJoined(10.0, "a", 0),
-        PeerJoined(11.0, "b", 1),
-        PeerJoined(12.0, "c", 0),
-        RoundFinished(13.0, 0, 3.5, 8, 80, 1.0, 80.0, 3),
-        Migrated(14.0, "c", 0, 1),
-        Rerouted(15.0, "a", 4),
-        PeerLost(16.0, "b", 1, False),
-    ]
-    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in events))
-    page = shown(make_film(path))
-    assert [(s["num_replicas"]) for s in page["model"]["stages"]] == [1, 1]
-    assert page["peers"]["b"]["state"] == "lost"
-    assert page["peers"]["c"]["stage"] == 1
-    assert page["peers"]["a"]["rerouted"] == 4
-    assert page["model"]["loss"] == 3.5
-    assert len(page["events"]) == 6
 
 
 def test_long_runs_make_short_films(tmp_path: Path) -> None:
@@ -175,7 +152,7 @@ def test_damaged_lines_do_no_harm(
     path.write_text("\n".join([*text, json.dumps(whole.to_json()), '{"event": "peer_lo']))
     film = make_film(path)
     json.dumps(film)
-    assert "sound" in shown(film)["peers"] or any("model" in f for f in film["frames"])
+    assert any(event["peer"] == "sound" for event in shown(film)["events"])
 
 
 def test_events_survive_the_file() -> None:

@@ -1,7 +1,7 @@
 """A film of a run, made of its metrics file: what the page was told then, message by message.
 
-A metrics file has an event a line, and every so often (`state`) all that a screen shows. Files
-without these are played too: who was where is then worked out from the events alone.
+A metrics file has an event a line, and every so often (`state`), from the first look on, all that a
+screen shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, event_json, thin
-from peer.observe.events import COUNTED, Event, event_from_json
+from peer.observe.events import Event, event_from_json
 from swarmnet.errors import UserError
 from swarmnet.spec import MAX_STAGES
 
@@ -69,9 +69,7 @@ class _Run:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.about: Frame = {"name": path.name, "num_stages": 0, "rounds": 0, "description": ""}
-        self._has_states = False
         self._peers: dict[str, Frame] = {}
-        self._round = 0
         self._split: Frame = {}
 
     def messages(self) -> Iterator[Frame]:
@@ -84,10 +82,7 @@ class _Run:
             event = event_from_json(values)
             if event is None:
                 continue
-            message = self._of_event(event, values)
-            if not self._has_states:
-                message |= self._guess(event, values)
-            yield {"kind": "tick", "t": t, **message}
+            yield {"kind": "tick", "t": t, **self._of_event(event, values)}
 
     def _state(self, t: float, values: dict[str, Any]) -> Iterator[Frame]:
         about, model, peers = (values.get(k) for k in ("about", "model", "peers"))
@@ -96,7 +91,6 @@ class _Run:
         num_stages = about.get("num_stages")
         is_number = isinstance(num_stages, int) and 0 <= num_stages <= MAX_STAGES
         if is_number and isinstance(model.get("stages"), list):
-            self._has_states = True
             self.about |= about
             split = model.get("split")
             self._split = split if isinstance(split, dict) else {}
@@ -117,80 +111,6 @@ class _Run:
         if name == "checkpoint_saved":
             return {}
         return {"events": [event_json(event, int(self.about["rounds"]))]}
-
-    def _guess(self, event: Event, values: dict[str, Any]) -> Frame:
-        """Peers and stages as the events tell them."""
-        name, peer_id = values["event"], values.get("peer_id")
-        changed: dict[str, Frame] = {}
-        if name == "round":
-            self._round = values["round"] + 1
-        elif isinstance(peer_id, str) and name in ("peer_joined", "peer_lost", "migrated"):
-            stage = getattr(event, "to_stage", getattr(event, "stage", -1))
-            left = "left" if values.get("clean") else "lost"
-            state = left if name == "peer_lost" else "active"
-            row = _row(peer_id, stage, state, values["time_unix_s"])
-            self._peers[peer_id] = changed[peer_id] = row
-            self.about["num_stages"] = max(self.about["num_stages"], stage + 1)
-        elif isinstance(peer_id, str) and peer_id in self._peers and name in COUNTED_NAMES:
-            row = {**self._peers[peer_id]}
-            row["rerouted"] += values["count"] if name == "rerouted" else 0
-            self._peers[peer_id] = changed[peer_id] = row
-        self.about["rounds"] = max(self.about["rounds"], self._round)
-        return {"model": self._model(values), **({"peers": changed} if changed else {})}
-
-    def _model(self, values: dict[str, Any]) -> Frame:
-        live = [p for p in self._peers.values() if p["live"]]
-        counts = [sum(p["stage"] == k for p in live) for k in range(int(self.about["num_stages"]))]
-        stages = [
-            {
-                "stage": k,
-                "num_replicas": n,
-                "num_joining": 0,
-                "samples_per_s": 0.0,
-                "risk": ""
-                if n > 1
-                else f"stage {k}: one failure from loss"
-                if n
-                else f"stage {k} has nobody: training waits",
-            }
-            for k, n in enumerate(counts)
-        ]
-        is_round = values["event"] == "round"
-        return {
-            "round": self._round,
-            "rounds": int(self.about["rounds"]),
-            "stages": stages,
-            "num_live": len(live),
-            **(
-                {"loss": values["loss"], "tokens_per_s": values["tokens_per_s"]} if is_round else {}
-            ),
-        }
-
-
-COUNTED_NAMES = frozenset(kind.name for kind in COUNTED.values())
-
-
-def _row(peer_id: str, stage: int, state: str, t: float) -> Frame:
-    return {
-        "peer_id": peer_id,
-        "stage": stage,
-        "state": state,
-        "live": state == "active",
-        "round": 0,
-        "samples_per_s": 0.0,
-        "queue_length": 0,
-        "sent_bytes": 0,
-        "received_bytes": 0,
-        "links": 0,
-        "direct_links": 0,
-        "direct_sent_bytes": 0,
-        "rerouted": 0,
-        "agent": "",
-        "started_unix_s": t,
-        "upload_bytes_per_s": 0.0,
-        "busy": 0.0,
-        "has_data": False,
-    }
 
 
 def _joined(messages: Iterator[Frame]) -> Iterator[Frame]:
