@@ -120,75 +120,6 @@ class Migrated(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Rerouted(Event):
-    """A peer sent microbatches another way because a peer failed them."""
-
-    name: ClassVar[str] = "rerouted"
-
-    peer_id: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Retracted(Event):
-    """A peer took the contributions of orphaned microbatches out again."""
-
-    name: ClassVar[str] = "retracted"
-
-    peer_id: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class SamplesLost(Event):
-    """Samples that were counted and yet are in no update."""
-
-    name: ClassVar[str] = "samples_lost"
-
-    peer_id: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotsDoubled(Event):
-    """Slots that two feeders counted, over different replicas: they are in the update twice."""
-
-    name: ClassVar[str] = "slots_doubled"
-    peer_id: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Diverged(Event):
-    """After a partition a peer gave up its result of a round for that of others."""
-
-    name: ClassVar[str] = "diverged"
-
-    peer_id: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardReset(Event):
-    """All holders of a shard's optimizer state were lost; it began again from zero."""
-
-    name: ClassVar[str] = "shard_reset"
-
-    peer_id: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPromoted(Event):
-    """A peer became the primary of shards whose primary was lost."""
-
-    name: ClassVar[str] = "shard_promoted"
-
-    peer_id: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class SyncMode(Event):
     """Mode `auto` has chosen how exchanges go, from a round on."""
 
@@ -199,26 +130,6 @@ class SyncMode(Event):
     round_s: float
     """Seconds that a round is open."""
     exchange_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSaved(Event):
-    """A peer wrote checkpoints."""
-
-    name: ClassVar[str] = "checkpoint_saved"
-
-    peer_id: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class ContributionsClipped(Event):
-    """A primary cut gradients of replicas of its stage to the median norm."""
-
-    name: ClassVar[str] = "contributions_clipped"
-
-    peer_id: str
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,41 +145,66 @@ class ContributionDropped(Event):
     """The primary that says so."""
 
 
-COUNTED: dict[str, type[Any]] = {
-    "rerouted": Rerouted,
-    "retracted": Retracted,
-    "samples_lost": SamplesLost,
-    "slots_doubled": SlotsDoubled,
-    "diverged": Diverged,
-    "shard_reset": ShardReset,
-    "shard_promoted": ShardPromoted,
-    "checkpoints": CheckpointSaved,
-    "contributions_clipped": ContributionsClipped,
+CHECKPOINT_SAVED = "checkpoint_saved"
+COUNTED = {
+    "rerouted": "rerouted",  # microbatches sent another way because a peer failed them
+    "retracted": "retracted",  # contributions of orphaned microbatches, taken out again
+    "samples_lost": "samples_lost",  # they were counted and yet are in no update
+    "slots_doubled": "slots_doubled",  # by two feeders, over different replicas: twice in an update
+    "diverged": "diverged",  # after a partition the result of others was taken over
+    "shard_reset": "shard_reset",  # all holders of its optimizer state were lost
+    "shard_promoted": "shard_promoted",  # the peer became its primary, the one before being lost
+    "checkpoints": CHECKPOINT_SAVED,
+    "contributions_clipped": "contributions_clipped",  # cut to the median norm
 }
-"""Keys of `Record.totals` whose growth is an event."""
+"""Names of `Counted` events, by the key of `Record.totals` whose growth they tell."""
 
 
-_PLAIN: tuple[type[Any], ...] = (
-    RoundFinished,
-    HeldOut,
-    PeerJoined,
-    PeerPaused,
-    PeerResumed,
-    PeerLost,
-    Migrated,
-    SyncMode,
-    ContributionDropped,
-)
-KINDS: dict[str, type[Any]] = {kind.name: kind for kind in (*_PLAIN, *COUNTED.values())}
+@dataclass(frozen=True, slots=True)
+class Counted(Event):
+    """Something that a peer counts happened to it."""
+
+    what: str
+    """A value of `COUNTED`."""
+    peer_id: str
+    count: int
+
+    def to_json(self) -> dict[str, Any]:
+        values = Event.to_json(self)
+        values["event"] = values.pop("what")
+        return values
+
+
+def is_for_programs(event: Event) -> bool:
+    """In the metrics, and told to no person."""
+    return isinstance(event, Counted) and event.what == CHECKPOINT_SAVED
+
+
+KINDS: dict[str, type[Any]] = {
+    kind.name: kind
+    for kind in (
+        RoundFinished,
+        HeldOut,
+        PeerJoined,
+        PeerPaused,
+        PeerResumed,
+        PeerLost,
+        Migrated,
+        SyncMode,
+        ContributionDropped,
+    )
+} | dict.fromkeys(COUNTED.values(), Counted)
 """By name."""
 
 
 def event_from_json(values: dict[str, Any]) -> Event | None:
     """The reverse of `to_json`; None for what is no such event, is damaged, or is of another
     version."""
-    kind = KINDS.get(str(values.get("event")))
+    name = str(values.get("event"))
+    kind = KINDS.get(name)
     if kind is None:
         return None
+    values = {**values, "what": name}
     given: dict[str, Any] = {}
     for f in fields(kind):
         value = values.get(f.name, _MISSING)

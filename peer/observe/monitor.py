@@ -1,6 +1,6 @@
 """Watching a run through the records that gossip brings.
 
-Records say what *is*; people and programs want to know what *happened*. `Monitor` compares
+Records say what *is*; people and programs want to know what *happened*. `RunMonitor` compares
 successive views and tells the difference as events, each once. Pure: time is an argument.
 
 A round r is finished when the feeders' committed samples of r reached the global batch and
@@ -20,6 +20,7 @@ import numpy as np
 from peer.observe.events import (
     COUNTED,
     ContributionDropped,
+    Counted,
     Event,
     HeldOut,
     Migrated,
@@ -88,7 +89,7 @@ class _Sum:
     loss_sum: float
 
 
-class Monitor:
+class RunMonitor:
     """The onlooker. Give it every view through `observe`; read `view_model` and `summary` at any
     time.
 
@@ -212,7 +213,7 @@ class Monitor:
             if is_old and key == "sent_bytes":
                 self._sent_before += grown
             if key in COUNTED and not is_old:
-                events.append(COUNTED[key](unix_s, record.peer_id, grown))
+                events.append(Counted(unix_s, COUNTED[key], record.peer_id, grown))
         return events
 
     def _observe_gone(self, records: Sequence[Record], unix_s: float) -> list[Event]:

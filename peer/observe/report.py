@@ -15,7 +15,7 @@ from peer.console import make_console
 from peer.observe.dashboard.hub import Hub, state_of
 from peer.observe.events import Event, PeerJoined
 from peer.observe.metrics import MetricsFile
-from peer.observe.monitor import Monitor
+from peer.observe.monitor import RunMonitor
 from peer.observe.screen import PeerConsole, Screen
 from peer.observe.text import short_id
 from peer.observe.view_model import ViewModel
@@ -62,9 +62,9 @@ class Running(Protocol):
         """What its owner lets it take, and why it is paused; a line, or nothing."""
 
 
-def monitor_of(spec: RunSpec) -> Monitor:
+def monitor_of(spec: RunSpec) -> RunMonitor:
     """A monitor for a run."""
-    return Monitor(
+    return RunMonitor(
         num_stages=spec.pipeline.num_stages,
         global_batch=spec.pipeline.global_batch,
         samples_per_slot=spec.pipeline.microbatch,

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.console import without_controls
-from peer.observe.events import CheckpointSaved, Event, RoundFinished
+from peer.observe.events import Event, RoundFinished, is_for_programs
 from peer.observe.text import coverage, number, sentence, short_id, size
 from peer.observe.view_model import PeerRow, StageRow, ViewModel
 from peer.options import ScreenName
@@ -63,10 +63,6 @@ class Screen:
         self._is_mute = False
         """Nothing can be printed any more."""
         self._coverage = ""
-        # Checkpoints are for the metrics; a live screen shows the rounds itself.
-        self._untold: tuple[type[Event], ...] = (CheckpointSaved,)
-        if self.is_live:
-            self._untold += (RoundFinished,)
 
     def __enter__(self) -> Screen:
         if self.is_live:
@@ -119,7 +115,10 @@ class Screen:
         if self.is_quiet:
             return
         for event in events:
-            if not isinstance(event, self._untold):
+            # A live screen shows the rounds itself.
+            if not is_for_programs(event) and not (
+                self.is_live and isinstance(event, RoundFinished)
+            ):
                 self.say(sentence(event, model.rounds))
         live, now = self._live, self.console.get_time()
         if live is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from peer.observe.events import (
-    CheckpointSaved,
     ContributionDropped,
-    ContributionsClipped,
-    Diverged,
+    Counted,
     Event,
     HeldOut,
     Migrated,
@@ -14,13 +12,7 @@ from peer.observe.events import (
     PeerLost,
     PeerPaused,
     PeerResumed,
-    Rerouted,
-    Retracted,
     RoundFinished,
-    SamplesLost,
-    ShardPromoted,
-    ShardReset,
-    SlotsDoubled,
     SyncMode,
 )
 from peer.observe.view_model import ViewModel
@@ -28,6 +20,19 @@ from swarmnet.protocol.membership.peer_ids import SEPARATOR
 
 ID_CHARACTERS = 8
 """The end of a peer id tells peers apart; its beginning is the same for all keys of a kind."""
+
+COUNTED_SENTENCES = {
+    "rerouted": "peer {peer} sent {count} microbatches another way",
+    "retracted": "peer {peer} took {count} orphans out again",
+    "samples_lost": "peer {peer} lost {count} samples",
+    "slots_doubled": "{count} slots of a round were counted by two feeders",
+    "diverged": "peer {peer} took over the result of the other side of a cut",
+    "shard_reset": "optimizer state of {count} shards was lost with all its holders",
+    "shard_promoted": "peer {peer} took over {count} shards",
+    "contributions_clipped": "peer {peer} cut {count} gradients to the median norm: "
+    "far larger than the others'",
+    "checkpoint_saved": "peer {peer} saved a checkpoint",
+}
 
 
 def short_id(peer_id: str) -> str:
@@ -84,32 +89,15 @@ def sentence(event: Event, rounds: int) -> str:
         case Migrated():
             moved = f"from stage {event.from_stage} to stage {event.to_stage}"
             return f"peer {short_id(event.peer_id)} moved {moved}"
-        case Rerouted():
-            return f"peer {short_id(event.peer_id)} sent {event.count} microbatches another way"
-        case Retracted():
-            return f"peer {short_id(event.peer_id)} took {event.count} orphans out again"
-        case SamplesLost():
-            return f"peer {short_id(event.peer_id)} lost {event.count} samples"
-        case SlotsDoubled():
-            return f"{event.count} slots of a round were counted by two feeders"
-        case Diverged():
-            return f"peer {short_id(event.peer_id)} took over the result of the other side of a cut"
-        case ShardReset():
-            return f"optimizer state of {event.count} shards was lost with all its holders"
-        case ShardPromoted():
-            return f"peer {short_id(event.peer_id)} took over {event.count} shards"
-        case ContributionsClipped():
-            return (
-                f"peer {short_id(event.peer_id)} cut {event.count} gradients to the median norm: "
-                "far larger than the others'"
+        case Counted():
+            return COUNTED_SENTENCES[event.what].format(
+                peer=short_id(event.peer_id), count=event.count
             )
         case ContributionDropped():
             return (
                 f"peer {short_id(event.peer_id)} sent gradients of {event.count} shards that are "
                 "not finite; they do not count"
             )
-        case CheckpointSaved():
-            return f"peer {short_id(event.peer_id)} saved a checkpoint"
     return event.name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peer.observe.dashboard.hub import Hub
-from peer.observe.monitor import Monitor
+from peer.observe.monitor import RunMonitor
 from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record
 from swarmnet.spec import RunSpec, parse_spec
 from tests.protocol.making import counted
@@ -54,7 +54,7 @@ class Played:
     def __init__(self, num_stages: int = 2, rounds: int = 100) -> None:
         self.spec = spec_of(num_stages, rounds)
         self.hub = Hub(self.spec)
-        self.monitor = Monitor(
+        self.monitor = RunMonitor(
             num_stages=num_stages, global_batch=GLOBAL_BATCH, samples_per_slot=1, rounds=rounds
         )
         self.now = 0.0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, MAX_ROUNDS_KEPT
 from peer.observe.dashboard.replay import MAX_FRAMES, check_file, make_film
 from peer.observe.events import (
+    Counted,
     Event,
     HeldOut,
     PeerJoined,
@@ -156,5 +157,9 @@ def test_damaged_lines_do_no_harm(
 
 
 def test_events_survive_the_file() -> None:
-    for event in (PeerLost(1.0, "a", 2, True), RoundFinished(2.0, 3, 1.5, 8, 80, 0.5, 160.0, 4)):
+    for event in (
+        PeerLost(1.0, "a", 2, True),
+        RoundFinished(2.0, 3, 1.5, 8, 80, 0.5, 160.0, 4),
+        Counted(3.0, "shard_reset", "a", 2),
+    ):
         assert event_from_json(json.loads(json.dumps(event.to_json()))) == event

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from peer.observe.events import CheckpointSaved, Event, HeldOut, RoundFinished
+from peer.observe.events import Event, HeldOut, RoundFinished, is_for_programs
 from peer.observe.text import sentence
 from peer.observe.view_model import PeerRow, ViewModel
 from swarmnet.spec import RunSpec, describe
@@ -143,7 +143,7 @@ class Hub:
                 self._new_rounds.append(round_point(event, model))
             elif isinstance(event, HeldOut):
                 self._new_held_out.append([event.round, event.time_unix_s, event.loss])
-            elif not isinstance(event, CheckpointSaved):
+            elif not is_for_programs(event):
                 self._new_events.append(event_json(event, model.rounds))
         if now - self._told_at < TICK_S:
             return

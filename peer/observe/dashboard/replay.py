@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, event_json, thin
-from peer.observe.events import Event, event_from_json
+from peer.observe.events import Event, event_from_json, is_for_programs
 from swarmnet.errors import UserError
 from swarmnet.spec import MAX_STAGES
 
@@ -108,7 +108,7 @@ class _Run:
             return {"rounds": [[*head, values["seconds"] or None, values["peers"], *split]]}
         if name == "held_out":
             return {"held_out": [[values["round"], t, values["loss"]]]}
-        if name == "checkpoint_saved":
+        if is_for_programs(event):
             return {}
         return {"events": [event_json(event, int(self.about["rounds"]))]}
 

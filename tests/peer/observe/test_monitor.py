@@ -15,16 +15,15 @@ from rich.console import Console
 from peer.commands.local import summary_table
 from peer.observe.events import (
     ContributionDropped,
+    Counted,
     Event,
     Migrated,
     PeerJoined,
     PeerLost,
-    Rerouted,
     RoundFinished,
-    ShardReset,
     SyncMode,
 )
-from peer.observe.monitor import MAX_FORGOTTEN, Monitor, newest_held_out
+from peer.observe.monitor import MAX_FORGOTTEN, RunMonitor, newest_held_out
 from peer.observe.text import sentence
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -65,7 +64,7 @@ class Onlooker:
     """A monitor and a clock that advances a second a look."""
 
     def __init__(self, *, num_stages: int = 2, rounds: int = 100) -> None:
-        self.monitor = Monitor(
+        self.monitor = RunMonitor(
             num_stages=num_stages, global_batch=GLOBAL_BATCH, samples_per_slot=1, rounds=rounds
         )
         self.now = 0.0
@@ -101,10 +100,10 @@ def test_what_others_did_before_this_onlooker_came_is_no_news() -> None:
     old = record("b", 1, started_unix_s=1e9 - 600, totals={"rerouted": 7}, strikes={"x": 1})
     young = record("c", 1, started_unix_s=1e9 + 2, totals={"rerouted": 2})
     assert onlooker.look(own, old) == [PeerJoined(1e9 + 2, "b", 1)]
-    assert Rerouted(1e9 + 3, "c", 2) in onlooker.look(own, old, young)
+    assert Counted(1e9 + 3, "rerouted", "c", 2) in onlooker.look(own, old, young)
     old = replace(old, totals={"rerouted": 9}, strikes={"x": 2})
-    assert [e for e in onlooker.look(own, old, young) if isinstance(e, Rerouted)] == [
-        Rerouted(1e9 + 4, "b", 2)
+    assert [e for e in onlooker.look(own, old, young) if isinstance(e, Counted)] == [
+        Counted(1e9 + 4, "rerouted", "b", 2)
     ]
 
 
@@ -226,12 +225,15 @@ def test_only_a_change_of_the_stage_that_was_served_is_a_migration() -> None:
 def test_growing_counters_become_events_but_not_the_past() -> None:
     onlooker = Onlooker()
     a = record("a", totals={"rerouted": 5, "sent_bytes": 100})
-    assert not [e for e in onlooker.look(a) if isinstance(e, Rerouted)]
+    assert not [e for e in onlooker.look(a) if isinstance(e, Counted)]
     a = replace(a, totals={"rerouted": 7, "shard_reset": 1, "sent_bytes": 300})
-    assert onlooker.look(a) == [Rerouted(1e9 + 2, "a", 2), ShardReset(1e9 + 2, "a", 1)]
+    assert onlooker.look(a) == [
+        Counted(1e9 + 2, "rerouted", "a", 2),
+        Counted(1e9 + 2, "shard_reset", "a", 1),
+    ]
     assert onlooker.look(a) == []
     restarted = replace(a, incarnation=2, totals={"rerouted": 1})
-    assert onlooker.look(restarted) == [Rerouted(1e9 + 4, "a", 1)]
+    assert onlooker.look(restarted) == [Counted(1e9 + 4, "rerouted", "a", 1)]
     assert onlooker.monitor.view_model().totals["rerouted"] == 8
 
 
@@ -250,11 +252,11 @@ def test_who_comes_back_after_it_was_forgotten_counts_once() -> None:
     assert onlooker.look(a) == [
         PeerJoined(1e9 + 6, "a", 0),
         ContributionDropped(1e9 + 6, "x", 2, "a"),
-        Rerouted(1e9 + 6, "a", 1),
+        Counted(1e9 + 6, "rerouted", "a", 1),
     ]
     onlooker.look()
     restarted = replace(a, incarnation=2, totals={"rerouted": 2}, strikes={})
-    assert Rerouted(1e9 + 8, "a", 2) in onlooker.look(restarted)
+    assert Counted(1e9 + 8, "rerouted", "a", 2) in onlooker.look(restarted)
     assert onlooker.monitor.view_model().totals["rerouted"] == 10
 
 
@@ -269,10 +271,15 @@ def test_what_is_kept_of_the_forgotten_is_bounded() -> None:
     assert onlooker.monitor.view_model().totals["rerouted"] == MAX_FORGOTTEN + 2
 
 
+def test_a_counted_event_has_its_name_in_the_metrics() -> None:
+    values = Counted(2.0, "checkpoint_saved", "a", 3).to_json()
+    assert values == {"event": "checkpoint_saved", "peer_id": "a", "count": 3, "time_unix_s": 2.0}
+
+
 def test_event_names_are_those_of_the_contract() -> None:
     from peer.observe import events
 
-    names = {cls(0.0, "a", 1).to_json()["event"] for cls in events.COUNTED.values()}
+    names = {Counted(0.0, what, "a", 1).to_json()["event"] for what in events.COUNTED.values()}
     names |= {PeerJoined(0.0, "a", 1).name, PeerLost(0.0, "a", 1, True).name}
     names.add(Migrated(0.0, "a", 1, 0).name)
     names.add(ContributionDropped(0.0, "a", 1, "b").name)

@@ -16,7 +16,7 @@ from rich.console import Console
 from peer.commands.status import show_status, watch_status
 from peer.observe.events import HeldOut, PeerJoined, RoundFinished
 from peer.observe.metrics import MetricsFile
-from peer.observe.monitor import Monitor
+from peer.observe.monitor import RunMonitor
 from peer.observe.report import Reporter
 from peer.observe.screen import PeerConsole, Screen
 from peer.observe.text import sentence, size
@@ -33,7 +33,7 @@ ROUND = RoundFinished(5.0, 2, 3.25, 8, 80, 2.0, 40.0, 4)
 
 
 def model_of(spec: RunSpec, *records: Record) -> ViewModel:
-    monitor = Monitor(
+    monitor = RunMonitor(
         num_stages=2,
         global_batch=spec.pipeline.global_batch,
         samples_per_slot=spec.pipeline.microbatch,
