@@ -46,8 +46,7 @@ async def show_live(
             monitor, loop = monitor_of(observer.spec), asyncio.get_running_loop()
             while True:
                 now, unix_s = loop.time(), time.time()
-                live = frozenset(record.peer_id for record in observer.view.live(now))
-                events = monitor.observe(observer.view.records(), live, now, unix_s)
+                events = monitor.look(observer.view, now, unix_s)
                 hub.tell(monitor.view_model(), events, now, unix_s)
                 await observer.wait_news(LOOK_EVERY_S)
                 await asyncio.sleep(LOOK_PAUSE_S)

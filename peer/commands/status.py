@@ -66,9 +66,7 @@ async def watch_status(
         until = None if look_s is None else loop.time() + look_s
         with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
             while until is None or loop.time() < until:
-                now = loop.time()
-                alive = frozenset(record.peer_id for record in observer.view.live(now))
-                monitor.observe(observer.view.records(), alive, now, time.time())
+                monitor.look(observer.view, loop.time(), time.time())
                 live.update(dashboard(observer.spec, monitor.view_model()), refresh=True)
                 await observer.wait_news(NEWS_WAIT_S)
                 await asyncio.sleep(LOOK_PAUSE_S)
@@ -83,8 +81,7 @@ async def _look(observer: RunObserver, look_s: float) -> ViewModel:
     monitor = monitor_of(observer.spec)
     until = loop.time() + look_s
     while (now := loop.time()) < until:
-        live = frozenset(record.peer_id for record in observer.view.live(now))
-        monitor.observe(observer.view.records(), live, now, time.time())
+        monitor.look(observer.view, now, time.time())
         await observer.wait_news(min(NEWS_WAIT_S, max(0.0, until - loop.time())))
         await asyncio.sleep(LOOK_PAUSE_S)
     return monitor.view_model()

@@ -48,6 +48,7 @@ from swarmnet.protocol.membership.records import (
     RoundCount,
 )
 from swarmnet.protocol.membership.records import HeldOut as Measured
+from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.update.auto_mode import merge
 
 RECENT_ROUNDS = 5
@@ -90,7 +91,7 @@ class _Sum:
 
 
 class RunMonitor:
-    """The onlooker. Give it every view through `observe`; read `view_model` and `summary` at any
+    """The onlooker. Give it every view through `look`; read `view_model` and `summary` at any
     time.
 
     Args:
@@ -137,6 +138,11 @@ class RunMonitor:
         self._tokens_timed = self._tokens_watched = 0
 
     # -- looking ---------------------------------------------------------------------------
+
+    def look(self, view: View, now: float, unix_s: float) -> list[Event]:
+        """As `observe`. `now`: by the clock of the view."""
+        live = frozenset(record.peer_id for record in view.live(now))
+        return self.observe(view.records(), live, now, unix_s)
 
     def observe(
         self, records: Sequence[Record], live: Collection[str], now: float, unix_s: float

@@ -106,8 +106,7 @@ class Reporter:
     def look(self, view: View, now: float, unix_s: float, limits: str = "") -> list[Event]:
         """Tells screen and file what is new in `view`. `now`: the clock of the view, seconds;
         `unix_s`: for the events; `limits`: of this machine's peer."""
-        live = frozenset(record.peer_id for record in view.live(now))
-        events = self.monitor.observe(view.records(), live, now, unix_s)
+        events = self.monitor.look(view, now, unix_s)
         model = self.monitor.view_model()
         if self.metrics is not None:
             try:
