@@ -21,6 +21,7 @@
         ├── NoRoute            it found no replica of the next stage
         ├── WrongRun           it trains another run
         ├── WrongVersion       it speaks another version of the protocol
+        ├── Unsupported        it does not know the method: its program is another version
         └── Refused            it found the request itself wrong
 
 A `RemoteError` travels: its `code` and `details` are put on the wire by the callee and the
@@ -149,6 +150,12 @@ class WrongVersion(RemoteError):
     code = "wrong_version"
 
 
+class Unsupported(RemoteError):
+    """The peer does not know the method that was called, and will not know it later."""
+
+    code = "unsupported"
+
+
 class Refused(RemoteError):
     """The peer found the request itself wrong (schema, shape, dtype, not finite)."""
 
@@ -167,6 +174,7 @@ REMOTE_ERRORS: dict[str, type[RemoteError]] = {
         NoRoute,
         WrongRun,
         WrongVersion,
+        Unsupported,
         Refused,
     )
 }

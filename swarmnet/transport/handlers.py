@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from swarmnet.errors import NotReady, SwarmnetError
+from swarmnet.errors import NotReady, RemoteError, SwarmnetError, Unsupported
 from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import Envelope, Gate, Handler, Request
@@ -84,7 +84,7 @@ class Handlers:
         that is known before its body is decoded and its arrays have come."""
         caller, target = route
         if envelope.method not in self._by_seat.get(target, ()):
-            raise NotReady(f"{envelope.method[:64]} is not served here")
+            raise self._unserved(envelope.method, target)
         gate = self._gates.get(target)
         if gate is not None:
             gate.check(replace(envelope, remote=seat_id(envelope.remote, caller)))
@@ -99,13 +99,13 @@ class Handlers:
         progress: Callable[[Message], None],
     ) -> Message:
         """What the handler of a method says to a seat of the machine `remote`. Raises `NotReady`
-        where there is none, what the gate of the callee's seat raises, and what the handler
-        raises."""
+        or `Unsupported` where there is none, what the gate of the callee's seat raises, and what
+        the handler raises."""
         caller, target = route
         handlers = self._by_seat.get(target)
         handler = None if handlers is None else handlers.get(method)
         if handler is None:
-            raise NotReady(f"{method[:64]} is not served here")
+            raise self._unserved(method, target)
         peer_id, body, gate = seat_id(remote, caller), message.body, self._gates.get(target)
         if gate is not None:
             num_bytes = len(body.data) if isinstance(body, Packed) else 0
@@ -144,6 +144,14 @@ class Handlers:
             log.debug("%s from %s: %s", method, seat_id(remote, route[0])[-8:], e)
         except Exception:
             log.exception("%s failed", method)
+
+    def _unserved(self, method: str, seat: int) -> RemoteError:
+        """What a call of a method without a handler is answered. It may be served later where the
+        seat's gate knows it, or where there is no gate yet to ask."""
+        gate = self._gates.get(seat)
+        if gate is None or gate.knows(method):
+            return NotReady(f"{method[:64]} is not served here")
+        return Unsupported(f"{method[:64]} is no method here; do without, or ask a newer peer")
 
     # ---- tasks ------------------------------------------------------------------------------
 

@@ -22,8 +22,9 @@ from swarmnet.errors import (
     RemoteError,
     Stale,
     Unreachable,
+    Unsupported,
 )
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Envelope, Request, Transport
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.loopback import LoopbackHub
 from swarmnet.transport.memory import MemoryHub
@@ -155,6 +156,46 @@ def test_errors_travel_with_code_text_and_details(play: Callable[[Scenario], Non
             await w.call("m")
         with pytest.raises(NotReady, match="nothing is not served"):
             await w.call("nothing")
+
+    play(scenario)
+
+
+class Knows:
+    """A gate that knows some methods, and lets in everybody."""
+
+    def __init__(self, *methods: str) -> None:
+        self.methods = methods
+
+    def knows(self, method: str) -> bool:
+        return method in self.methods
+
+    def has_standing(self, machine: str) -> bool:
+        return True
+
+    def check(self, envelope: Envelope) -> None:
+        assert envelope.method in self.methods
+
+    def enter(self, envelope: Envelope, body: Any) -> Any:
+        assert envelope.method in self.methods
+
+
+def test_who_calls_a_method_that_nobody_knows_hears_that_no_waiting_helps(
+    play: Callable[[Scenario], None],
+) -> None:
+    async def scenario(w: World) -> None:
+        with pytest.raises(NotReady):  # in no run yet, it cannot say what it will know there
+            await w.call("later")
+        w.b.guard(Knows("served", "later"))
+        w.b.handle("served", echo)
+        await w.call("served")
+        with pytest.raises(NotReady, match="later is not served"):
+            await w.call("later")
+        arrays = (Array("uint8", (3,), b"123"),)
+        for body, sent in ((None, ()), ({"k": 1}, arrays)):
+            with pytest.raises(Unsupported, match="of-2030 is no method here"):
+                await w.call("of-2030", body, *sent)
+        w.a.notify(w.b.peer_id, "of-2030", Message())
+        await w.call("served")
 
     play(scenario)
 

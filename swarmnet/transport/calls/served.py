@@ -54,7 +54,8 @@ class Service(Protocol):
         message: Message,
         progress: Callable[[Message], None],
     ) -> Message:
-        """What the handler of a method says. Raises `NotReady` where there is none."""
+        """What the handler of a method says. Raises `NotReady` or `Unsupported` where there is
+        none."""
 
 
 class Caller(Protocol):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgpack
 import pytest
 
 from swarmnet.errors import ProtocolViolation
@@ -57,6 +58,37 @@ def test_what_cannot_be_is_refused(false: Record, why: str) -> None:
         assert site.records.take_all([signed(false), signed(record("c"))]), "the other is taken"
         assert site.view.get("b") is None
         assert site.view.get("c") is not None
+
+    run(scenario())
+
+
+def of_a_later_version(before: Record, **said: object) -> SignedRecord:
+    """As a program would write it that knows more."""
+    plain = msgpack.unpackb(pack(before))
+    return SignedRecord(msgpack.packb({**plain, **said}), b"")
+
+
+def test_of_a_record_in_an_unknown_state_the_one_before_holds() -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        site.records.take(signed(record("b", 2)))
+        for unknown in ({"state": "dreaming"}, {"state": 3}, {"state": ""}):
+            newer = of_a_later_version(record("b", 3), **unknown)
+            with pytest.raises(ProtocolViolation, match="state"):
+                site.records.take(newer)
+        assert site.view.get("b") == record("b", 2)
+        assert site.records.envelopes(["b"]) == (signed(record("b", 2)),)
+
+    run(scenario())
+
+
+def test_unknown_keys_of_a_record_are_passed_over_and_passed_on() -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        newer = of_a_later_version(record("b", 2), dreams=[{"of": b"sheep"}])
+        assert site.records.take(newer)
+        assert site.view.get("b") == record("b", 2)
+        assert site.records.envelopes(["b"]) == (newer,)
 
     run(scenario())
 
