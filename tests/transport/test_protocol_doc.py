@@ -7,16 +7,25 @@ import inspect
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
+import rfc8785
+from pydantic import BaseModel
 
 from swarmnet import errors, identity
 from swarmnet.methods import method, microbatch, ranges
 from swarmnet.methods.table import METHODS
 from swarmnet.protocol import backoff, codecs, slots, timing, upgrade
-from swarmnet.protocol.membership import records
+from swarmnet.protocol.membership import failure_detector, records, view
+from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update import placement
-from swarmnet.swarm.membership import discovery, relaying
+from swarmnet.spec import TABLES, FileSpec, RunSpec, SourceSpec
+from swarmnet.swarm.membership import discovery, known_records, looks, pace, relaying
+from swarmnet.swarm.pipeline import feeder
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
+from swarmnet.swarm.update import members
 from swarmnet.transport import base, dialer, direct, frames, links, open_channels, relay
 from swarmnet.transport.calls import (
     channel,
@@ -34,6 +43,7 @@ from tests.transport.test_frames import read
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs" / "protocol.md").read_text()
+LIMITS = Limits()
 NAMES = set(re.findall(r"`([a-z_0-9]+)", DOC))
 
 
@@ -202,7 +212,57 @@ def test_every_field_is_named(cls: type) -> None:
         f"at most {microbatch.MAX_PATH:,} peer ids",
         f"at most {ranges.MAX_IDS:,})",
         f"newest rounds, ascending: `{dataclasses.fields(records.RoundCount)[0].name}`",
+        f"news of it in the last {failure_detector.SILENCE_S:.0f} s (in swarms of more than "
+        f"{pace.PUSH_FANOUT} live peers",
+        f"not answered in {looks.PROBE_TIMEOUT_S:.0f} s, or in "
+        f"{looks.PROBE_TIMEOUT_S + timing.CONNECT_S:.0f} s where a channel",
+        f"a channel to it is open, for {failure_detector.SUSPECT_S:.0f} s",
+        f"no news for {known_records.FORGET_AFTER_S / 60:.0f} minutes is forgotten",
+        f"At most {view.MAX_PEERS:,} records are known",
+        f"last {feeder.MAX_REFUSED} microbatches were refused, for {feeder.REST_S:.0f} s",
+        f"With more than {progress.FEW_FEEDERS} feeders ours",
+        f"`round` is at least r - {members.BEHIND_ROUNDS} (",
+        f"more than {placement.MOST_DRAWN} owners the parts are their weights",
+        f"At a callee {2 * LIMITS.max_serving} such calls of all peers together may be open, of "
+        f"which {LIMITS.max_serving} are copied",
+        f"(`backlog_s`: {LOOK_AGAIN_S})",
+        f"Ours asks for {LIMITS.max_fetching} shards at a time, each of any donor, {MAX_TRIES} "
+        f"times, and {LOOK_AGAIN_S} s after",
+        f"It waits {LIMITS.fetch_timeout_s:.0f} s for a reply to begin",
     ],
 )
 def test_numbers_and_names_are_those_of_the_code(said: str) -> None:
     assert said in re.sub(r"\s+", " ", DOC)
+
+
+def written(model: type[BaseModel]) -> str:
+    """The keys of a table of a canonical spec, with their defaults as it would write them."""
+    found = []
+    for name, field in model.model_fields.items():
+        if field.alias:  # filled in before there is a canonical spec
+            continue
+        default = field.get_default(call_default_factory=True)
+        if field.is_required() or isinstance(default, BaseModel) or default is None:
+            found.append(f"`{name}`")
+            continue
+        found.append(f"`{name}` {rfc8785.dumps(plain(default)).decode()}")
+    return ", ".join(found)
+
+
+def plain(default: object) -> Any:
+    return list(default) if isinstance(default, tuple) else default
+
+
+def test_the_keys_of_a_spec_and_their_defaults_are_listed() -> None:
+    tables = {
+        "": RunSpec,
+        **TABLES,
+        "data.source": SourceSpec,
+        "files": FileSpec,
+    }
+    rows = [
+        f"| {f'`{name}`' if name else 'the spec'} | {written(cls)} |"
+        for name, cls in tables.items()
+    ]
+    table = "\n".join(["| table | keys, and defaults |", "|---|---|", *rows])
+    assert table in DOC, f"\n{table}"
