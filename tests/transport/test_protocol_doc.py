@@ -18,14 +18,12 @@ from swarmnet.methods import method, microbatch, ranges
 from swarmnet.methods.table import METHODS
 from swarmnet.protocol import backoff, codecs, slots, timing, upgrade
 from swarmnet.protocol.membership import failure_detector, records, view
-from swarmnet.protocol.pipeline import progress
-from swarmnet.protocol.update import placement
+from swarmnet.protocol.pipeline import feeding, progress
+from swarmnet.protocol.update import members, placement
 from swarmnet.spec import TABLES, FileSpec, RunSpec, SourceSpec
 from swarmnet.swarm.membership import discovery, known_records, looks, pace, relaying
-from swarmnet.swarm.pipeline import feeder
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
-from swarmnet.swarm.update import members
 from swarmnet.transport import base, dialer, direct, frames, links, open_channels, relay
 from swarmnet.transport.calls import (
     channel,
@@ -219,7 +217,7 @@ def test_every_field_is_named(cls: type) -> None:
         f"a channel to it is open, for {failure_detector.SUSPECT_S:.0f} s",
         f"no news for {known_records.FORGET_AFTER_S / 60:.0f} minutes is forgotten",
         f"At most {view.MAX_PEERS:,} records are known",
-        f"last {feeder.MAX_REFUSED} microbatches were refused, for {feeder.REST_S:.0f} s",
+        f"last {feeding.MAX_REFUSED} microbatches were refused, for {feeding.REST_S:.0f} s",
         f"With more than {progress.FEW_FEEDERS} feeders ours",
         f"`round` is at least r - {members.BEHIND_ROUNDS} (",
         f"more than {placement.MOST_DRAWN} owners the parts are their weights",
