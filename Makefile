@@ -17,7 +17,7 @@ test-all: test
 
 # The update of a shard through every order of events of deep worlds, and random schedules.
 explore: .venv/installed
-	$(BIN)/python -m tests.protocol.update.deep 50000
+	$(BIN)/python -m tests.protocol.update.explorer.deep 50000
 
 lint: .venv/installed
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports

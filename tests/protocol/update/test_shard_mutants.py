@@ -2,15 +2,15 @@
 
 `mutants.json` says what does: a scenario that is explored, or, for what cannot be seen by
 exploring, a test of a race. After a change of the rules, `python -m
-tests.protocol.update.find_mutants` brings it up to date, and prints what nothing finds."""
+tests.protocol.update.explorer.find_mutants` brings it up to date, and prints what nothing finds."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.protocol.update import test_shard_races
-from tests.protocol.update.find_mutants import EXPLORED, KNOWN, SAME, is_found_by, load
-from tests.protocol.update.mutants import all_mutants, build
+from tests.protocol.update.explorer.find_mutants import EXPLORED, KNOWN, SAME, is_found_by, load
+from tests.protocol.update.explorer.mutants import all_mutants, build
 
 FOUND_BY = load()
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.protocol.update.exploring import Wanderer, explore
-from tests.protocol.update.scenarios import ONE_OF_EACH, SMALL, any_scenario
+from tests.protocol.update.explorer.exploring import Wanderer, explore
+from tests.protocol.update.explorer.scenarios import ONE_OF_EACH, SMALL, any_scenario
 
 WORLDS, SCHEDULES = 60, 30
 

@@ -13,7 +13,7 @@ from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import DEAD, Standing
 from swarmnet.protocol.update.shard_facts import IS_OVER, Facts
 from swarmnet.protocol.update.shard_update import ShardUpdate
-from tests.protocol.update.small_world import (
+from tests.protocol.update.explorer.small_world import (
     Actor,
     Local,
     Message,

@@ -1,6 +1,6 @@
 """`make explore`: the deep worlds in every order, and very many random schedules.
 
-    python -m tests.protocol.update.deep [number of random schedules]
+    python -m tests.protocol.update.explorer.deep [number of random schedules]
 
 Each world, and each hundred schedules, has a process of its own."""
 
@@ -10,9 +10,9 @@ import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.protocol.update.exploring import Wanderer, explore
-from tests.protocol.update.scenarios import DEEP, SMALL, any_scenario
-from tests.protocol.update.small_world import Broken
+from tests.protocol.update.explorer.exploring import Wanderer, explore
+from tests.protocol.update.explorer.scenarios import DEEP, SMALL, any_scenario
+from tests.protocol.update.explorer.small_world import Broken
 
 WORLDS = SMALL | DEEP
 LIMIT = 6_000_000

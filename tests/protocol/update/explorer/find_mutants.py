@@ -1,4 +1,7 @@
-"""What finds a mutant of the update of a shard: `python -m tests.protocol.update.find_mutants`."""
+"""What finds a mutant of the update of a shard:
+
+python -m tests.protocol.update.explorer.find_mutants
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.protocol.update.shard_update import ShardUpdate
-from tests.protocol.update import small_world, test_shard_races
-from tests.protocol.update.exploring import explore
-from tests.protocol.update.mutants import all_mutants, build
-from tests.protocol.update.scenarios import SMALL
-from tests.protocol.update.small_world import Scenario
+from tests.protocol.update import test_shard_races
+from tests.protocol.update.explorer import small_world
+from tests.protocol.update.explorer.exploring import explore
+from tests.protocol.update.explorer.mutants import all_mutants, build
+from tests.protocol.update.explorer.scenarios import SMALL
+from tests.protocol.update.explorer.small_world import Scenario
 
 KNOWN = ShardUpdate
 PATH = Path(__file__).with_name("mutants.json")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.protocol.update.interned import MASK, Interned, Rest
-from tests.protocol.update.small_world import FACTS, Local
+from tests.protocol.update.explorer.interned import MASK, Interned, Rest
+from tests.protocol.update.explorer.small_world import FACTS, Local
 
 
 def end_in_words(net: Interned, world: int) -> str:

@@ -12,10 +12,10 @@ import random
 from array import array
 from dataclasses import dataclass
 
-from tests.protocol.update.invariants import check_end, is_good_end, is_parted
-from tests.protocol.update.moves import Faults
-from tests.protocol.update.small_world import Broken, Scenario
-from tests.protocol.update.wording import end_in_words, label
+from tests.protocol.update.explorer.invariants import check_end, is_good_end, is_parted
+from tests.protocol.update.explorer.moves import Faults
+from tests.protocol.update.explorer.small_world import Broken, Scenario
+from tests.protocol.update.explorer.wording import end_in_words, label
 
 
 @dataclass(frozen=True)

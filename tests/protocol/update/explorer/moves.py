@@ -8,9 +8,9 @@ from typing import Any
 
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import DEAD, HUNG
-from tests.protocol.update.interned import BITS, GONE, MASK, NOBODY, Interned, Rest
-from tests.protocol.update.invariants import take_result
-from tests.protocol.update.small_world import Actor, Broken, Message, Outcome
+from tests.protocol.update.explorer.interned import BITS, GONE, MASK, NOBODY, Interned, Rest
+from tests.protocol.update.explorer.invariants import take_result
+from tests.protocol.update.explorer.small_world import Actor, Broken, Message, Outcome
 
 
 class Moves(Interned):

@@ -12,7 +12,7 @@ from typing import Any
 
 from swarmnet.protocol.update import shard_facts, shard_rules, shard_update
 from swarmnet.protocol.update.shard_facts import Facts
-from tests.protocol.update.small_world import Broken
+from tests.protocol.update.explorer.small_world import Broken
 
 MOST_ROUNDS = 300
 FACTS_RULES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.protocol.update.small_world import Scenario
+from tests.protocol.update.explorer.small_world import Scenario
 
 SMALL = {
     "calm": Scenario(),

@@ -6,8 +6,8 @@ from typing import Any
 
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.shard_facts import DECIDED
-from tests.protocol.update.interned import GONE, MASK, Interned, Rest
-from tests.protocol.update.small_world import UNTOUCHED, Broken, Local
+from tests.protocol.update.explorer.interned import GONE, MASK, Interned, Rest
+from tests.protocol.update.explorer.small_world import UNTOUCHED, Broken, Local
 
 
 def has_result(net: Interned, local: int) -> bool:
