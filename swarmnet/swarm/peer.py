@@ -39,12 +39,10 @@ from swarmnet.swarm.generation.service import GenerateService
 from swarmnet.swarm.initial.data import DataService, LateData
 from swarmnet.swarm.initial.files import FileService
 from swarmnet.swarm.initial.weights import WeightService
-from swarmnet.swarm.lifecycle.meeting import meet
-from swarmnet.swarm.lifecycle.moving import Mover
-from swarmnet.swarm.lifecycle.opening import Openings, Renamed
+from swarmnet.swarm.lifecycle.arrival import StageChoice, meet
+from swarmnet.swarm.lifecycle.departure import Mover
+from swarmnet.swarm.lifecycle.opening import Openings, Renamed, Speed
 from swarmnet.swarm.lifecycle.served_stage import ServedStage
-from swarmnet.swarm.lifecycle.speed import Speed
-from swarmnet.swarm.lifecycle.stage_choice import StageChoice
 from swarmnet.swarm.lifecycle.stand_by import StandBy
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
@@ -234,7 +232,6 @@ class Peer:
             resource_limits=self.resource_limits,
             speed=self._speed,
             rng=self.rng,
-            wanted=lambda: self.wanted_stage,
         )
         self.mover = Mover(
             gossip,
@@ -245,7 +242,7 @@ class Peer:
             resource_limits=self.resource_limits,
             steps=self.steps,
             rng=self.rng,
-            wanted=lambda: self.wanted_stage,
+            wanted=self.wanted_stage,
         )
         self._weights = (
             WeightService(
@@ -345,7 +342,7 @@ class Peer:
     async def _serve_stages(self) -> None:
         """Takes the stage that needs this peer most, then others; returns when it must pause."""
         await self._speed.measure()
-        target: int | None = await self._stage_choice.claim()
+        target: int | None = await self._stage_choice.claim(self.wanted_stage)
         while target is not None:
             target = await self._serve_stage(target)
             # The next stage may need all of the memory that this one had.
@@ -409,7 +406,7 @@ class Peer:
     async def _until_moved(self, served: ServedStage) -> int | None:
         """Serves a stage, as `_serve_stage`."""
         serving = Tasks("serve")
-        balancing = serving.start(self.mover.balance(served))
+        balancing = serving.start(self.mover.balance(served.departure))
         pausing = serving.start(self._stand_by.until_paused())
         running = serving.start(self._run(served))
         feeding = [serving.start(self.feeder.run(served.replica))] if self.feeder else []

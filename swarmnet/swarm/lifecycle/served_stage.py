@@ -11,11 +11,12 @@ from typing import Any
 from swarmnet.errors import NotReady
 from swarmnet.methods.method import Callee
 from swarmnet.methods.table import METHODS
+from swarmnet.protocol import empty_stage
 from swarmnet.protocol import recovery as recovering
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVING
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
+from swarmnet.protocol.moments import Since
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
-from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.departure import Departure
@@ -39,13 +40,6 @@ from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
-
-EMPTY_STAGE_S = 2.0
-"""How long a stage must have had no replica before a joiner begins it from its initial state. It
-protects the parameters of a stage of which news is on its way
-(tests/swarm/membership/test_membership.py)."""
-ALONE_S = PATIENCE_S
-"""The same where no peer of a run that has begun can be heard of."""
 
 
 class ServedStage:
@@ -165,7 +159,7 @@ class ServedStage:
         if replica.synced:
             return []
         loop = asyncio.get_running_loop()
-        alone_since = loop.time()
+        view, alone = self._gossip.view, Since(loop.time())
         while not replica.synced:
             updates.attend()
             donors = self._sync.donors()
@@ -178,12 +172,14 @@ class ServedStage:
                 else:
                     await self._follow(max(d.round for d in donors))
             elif self.departure.others(ACTIVE) or self.departure.others(LEAVING):
-                alone_since = loop.time()
+                alone.begin(loop.time())
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
             elif await self._recovery.attend(replica, averaging):
                 if replica.synced and self._checkpointing is not None:
                     self._checkpointing.restored(replica)
-            elif loop.time() - alone_since >= self._patience_with_empty_stage():
+            elif alone.is_older(
+                now := loop.time(), empty_stage.patience_s(view, replica.index, now)
+            ):
                 # Fetching them takes a while, in which others may have begun the stage.
                 has_weights = self._weights is None or await self._weights.fill(replica)
                 if has_weights and not self._sync.donors():
@@ -200,28 +196,11 @@ class ServedStage:
         self.rounds.announced()
         return happened
 
-    def _patience_with_empty_stage(self) -> float:
-        """In a run that goes on already, a replica of the stage may yet be heard of, and one that
-        did not leave may be back with what it has saved; where no peer of such a run is live, it is
-        rather this peer that is cut off."""
-        now = asyncio.get_running_loop().time()
-        view, own_id = self._gossip.view, self._gossip.own.peer_id
-        if not progress.newest_round(view, now):
-            return ALONE_S if self._known_round() else 0.0
-        here = (r for r in view.records() if r.stage == self.replica.index)
-        may_be_back = any(r.is_replica and r.round and r.peer_id != own_id for r in here)
-        return recovering.RESTORE_PATIENCE_S if may_be_back else EMPTY_STAGE_S
-
-    def _known_round(self) -> int:
-        """The newest round that any peer, live or not, is known to have served in."""
-        records = self._gossip.view.records()
-        return max((r.round for r in records if r.state != OBSERVING), default=0)
-
     async def _begin(self) -> None:
         """The first replica of its stage: initial parameters, and all the optimizer state."""
         now = asyncio.get_running_loop().time()
         replica, view = self.replica, self._gossip.view
-        round_index = progress.newest_round(view, now) or self._known_round()
+        round_index = progress.newest_round(view, now) or empty_stage.known_round(view)
         if round_index:
             log.warning("stage %d had no replica left: it starts afresh", replica.index)
             self._gossip.add_total("stage_restarted")

@@ -11,7 +11,7 @@ from swarmnet.errors import Unreachable, WrongRun
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.lifecycle.meeting import MEET_S, meet
+from swarmnet.swarm.lifecycle.arrival import MEET_S, meet
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.harness import OpenSigner

@@ -15,11 +15,10 @@ from swarmnet.methods.method import Method
 from swarmnet.methods.update import MIRROR, REDUCE
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.assignment import Move, propose_move
+from swarmnet.protocol.membership.departure import MOVE_PATIENCE_S
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, LEFT
 from swarmnet.protocol.pipeline import progress
-from swarmnet.swarm.lifecycle.departure import DRAIN_S
-from swarmnet.swarm.lifecycle.moving import MOVE_PATIENCE_S
-from swarmnet.swarm.lifecycle.served_stage import ServedStage
+from swarmnet.swarm.lifecycle.departure import DRAIN_S, Departure
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.averaging import Averaging
@@ -43,7 +42,7 @@ def test_replicas_move_to_the_stage_that_needs_them_and_stay(speed: float, tmp_p
             swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=1.0 if i < 3 else speed)
         await swarm.until_round(2)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None  # started unevenly; from now on they choose
+            member.peer.mover.wanted = None  # started unevenly; from now on they choose
         await swarm.until_round(rounds)
         stages = sorted(m.peer.gossip.own.stage for m in swarm.members.values())
         assert stages == [0, 0, 1, 1]
@@ -77,7 +76,7 @@ def test_who_moves_has_the_memory_of_one_stage_at_a_time(tmp_path: Path) -> None
             swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, build=noted(f"peer-{i}"))
         await swarm.until_round(2)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         await swarm.until(lambda: swarm.total("moved") == 1)
         await swarm.until_round(max(swarm.rounds()) + 3)
         assert kept == [False]
@@ -111,7 +110,7 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
         await swarm.until_round(2)
         monkeypatch.setattr(Averaging, "follow_owners", slowly)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         await swarm.until(lambda: swarm.total("moved") == 1)
         (mover,) = (m.peer for m in swarm.members.values() if m.peer.gossip.own.totals.get("moved"))
         await swarm.until(lambda: mover.gossip.own.state == ACTIVE)
@@ -140,7 +139,7 @@ def test_who_moves_stays_where_the_last_other_replica_dies(tmp_path: Path) -> No
                 swarm.kill("other")
 
         mover.gossip.update = says  # type: ignore[method-assign]
-        mover.wanted_stage = None
+        mover.mover.wanted = None
         await swarm.until(lambda: "other" not in swarm.members)
         mover.gossip.update = say  # type: ignore[method-assign]
         await swarm.until(lambda: mover.gossip.own.state == ACTIVE, 10.0)
@@ -161,8 +160,8 @@ def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> No
         def stop_when_ready(peer: Peer) -> None:
             prepare = peer.mover.prepare
 
-            async def prepare_and_stop(served: ServedStage, move: Move) -> bool:
-                is_ready = await prepare(served, move)
+            async def prepare_and_stop(departure: Departure, move: Move) -> bool:
+                is_ready = await prepare(departure, move)
                 if is_ready and not stopped:
                     stopped.append(peer)
                     peer.stop()
@@ -174,7 +173,7 @@ def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> No
             stop_when_ready(swarm.start(f"peer-{i}", stage=1 if i < 3 else 0))
         await swarm.until_round(2)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         await swarm.until(lambda: bool(stopped))
         mover = swarm.members.pop(stopped[0].transport.peer_id)
         await mover.life
@@ -210,13 +209,13 @@ def test_who_is_stopped_while_it_waits_to_move_hands_over_all_the_same(
                     states.append(changes["state"])
                 update(**changes)
 
-            async def stop_and_prepare(served: ServedStage, move: Move) -> bool:
+            async def stop_and_prepare(departure: Departure, move: Move) -> bool:
                 if not stopped:
                     stopped.append(peer)
                     monkeypatch.setattr(ZeroUpdates, "is_owing", True)  # so it waits
                     peer.gossip.update = recording  # type: ignore[method-assign]
                     asyncio.get_running_loop().call_later(0.01, stop, peer)
-                return await prepare(served, move)
+                return await prepare(departure, move)
 
             peer.mover.prepare = stop_and_prepare  # type: ignore[method-assign]
 
@@ -224,7 +223,7 @@ def test_who_is_stopped_while_it_waits_to_move_hands_over_all_the_same(
             stop_when_it_waits(swarm.start(f"peer-{i}", stage=1 if i < 3 else 0))
         await swarm.until_round(2)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         await swarm.until(lambda: bool(stopped))
         mover = swarm.members.pop(stopped[0].transport.peer_id)
         await mover.life
@@ -251,7 +250,7 @@ def test_a_move_where_microbatches_take_long_is_made_at_the_end_of_a_round(
             swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.004)
         await swarm.until_round(1, 10_000.0)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         own = [m.peer.gossip for m in swarm.members.values()]
         await swarm.until(lambda: any(g.own.is_moving for g in own), 10_000.0)
         began = asyncio.get_running_loop().time()
@@ -289,7 +288,7 @@ def test_a_move_in_a_long_round_leaves_the_gradient_to_another_replica(
             swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.024)
         await swarm.until_round(1)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         own = [m.peer.gossip for m in swarm.members.values()]
         await swarm.until(lambda: any(g.own.is_moving for g in own))
         decided = asyncio.get_running_loop().time()
@@ -334,7 +333,7 @@ def test_who_moves_is_at_work_as_long_as_its_last_gradient_is_on_its_way(tmp_pat
         await swarm.until_round(1)
         opened = asyncio.get_running_loop().time()
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         peers = [m.peer for m in swarm.members.values()]
         await swarm.until(lambda: any(p.gossip.own.is_moving for p in peers))
         mover = next(p for p in peers if p.gossip.own.is_moving)
@@ -359,7 +358,7 @@ def test_a_move_is_not_made_when_a_newcomer_came_first(tmp_path: Path) -> None:
         await swarm.until_round(1)
         own = [m.peer.gossip for m in swarm.members.values()]
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         await swarm.until(lambda: any(g.own.is_moving for g in own))
         newcomer = swarm.start("newcomer", speed=0.024)
         await swarm.until(lambda: newcomer.gossip.own.state == ACTIVE)
@@ -385,7 +384,7 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
             swarm.start(f"peer-{i}", stage=1 if i < 4 else 0, speed=0.002)
         await swarm.until_round(1)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
             slow(member.peer.averaging, results=True)
         own = [m.peer.gossip for m in swarm.members.values()]
         await swarm.until(lambda: any(g.own.is_moving for g in own))
@@ -445,7 +444,7 @@ def test_an_uncovered_stage_is_filled_without_a_rest(tmp_path: Path) -> None:
             swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.024)
         await swarm.until_round(1)
         for member in swarm.members.values():
-            member.peer.wanted_stage = None
+            member.peer.mover.wanted = None
         swarm.kill("peer-3")
         peers = [m.peer for m in swarm.members.values()]
         await swarm.until(lambda: any(p.gossip.own.stage == 0 for p in peers), 120.0)
@@ -473,7 +472,7 @@ def test_a_stage_is_filled_though_the_first_in_line_is_bound_to_its_own(
         named = propose_move(view, 2, now(), margin=0.15)
         assert named is not None
         (free,) = (p for p in peers if p.gossip.own.peer_id != named.peer_id)
-        free.wanted_stage = None
+        free.mover.wanted = None
         await swarm.until_round(12, 900.0)
         assert free.gossip.own.stage == lonely
         assert swarm.total("moved") == 1

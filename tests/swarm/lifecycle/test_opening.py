@@ -9,8 +9,7 @@ from typing import Any
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.lifecycle.opening import Openings, Renamed
-from swarmnet.swarm.lifecycle.speed import Speed
+from swarmnet.swarm.lifecycle.opening import Openings, Renamed, Speed
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.tasks import Tasks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.lifecycle.speed import Speed
+from swarmnet.swarm.lifecycle.opening import Speed
 from swarmnet.swarm.machine import Machine
 from tests.swarm.one_replica import OneReplica, learn
 

@@ -11,8 +11,8 @@ from swarmnet.errors import UserError
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import JOINING
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.lifecycle.speed import Speed
-from swarmnet.swarm.lifecycle.stage_choice import StageChoice
+from swarmnet.swarm.lifecycle.arrival import StageChoice
+from swarmnet.swarm.lifecycle.opening import Speed
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.resource_limits import ResourceLimits
@@ -44,10 +44,9 @@ def chosen(wanted: int | None, fits: set[int], **others: int) -> tuple[int, Any]
             resource_limits=limits,
             speed=Speed(machine, gossip.transport, 1),
             rng=rng,
-            wanted=lambda: wanted,
         )
         try:
-            return await choice.claim(), gossip.own
+            return await choice.claim(wanted), gossip.own
         finally:
             await pair.close()
 

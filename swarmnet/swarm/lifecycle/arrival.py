@@ -1,25 +1,56 @@
-"""Choosing the stage that needs a newcomer most, or the one that its checkpoint is of."""
+"""Arriving: a newcomer hears of the run from the peers that it was told of, and chooses the stage
+that needs it most, or the one that its checkpoint is of."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections.abc import Callable
 
-from swarmnet.errors import UserError
+from swarmnet.errors import Unreachable, UserError, WrongRun
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import JOINING, OBSERVER_STAGE
 from swarmnet.protocol.membership.seats import stages_beside
-from swarmnet.swarm.lifecycle.speed import Speed
+from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.timing import PATIENCE_S
+from swarmnet.swarm.lifecycle.opening import Speed
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.resource_limits import ResourceLimits
-from swarmnet.swarm.timing import MAX_TRIES
+from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 
+log = logging.getLogger("swarmnet.peer")
+
+MEET_S = PATIENCE_S
+"""How long a newcomer tries to reach any of the peers that it was told of."""
 CLAIM_S = 0.5
 """How long a newcomer's choice of stage is left to be seen before it is made good. It protects from
 newcomers of one moment that all take the same stage (tests/swarm/membership/test_membership.py)."""
+
+
+async def meet(gossip: Gossip, neighbours: list[str]) -> None:
+    """Hears of the run from at least one neighbour, where there are any. A peer that is cut off
+    from all of them would otherwise begin the run anew, alone. Raises `Unreachable` where none
+    answers within `MEET_S`, `WrongRun` where the only one belongs to another run."""
+    loop = asyncio.get_running_loop()
+    end = Deadline.after(loop.time(), MEET_S)
+    met = not neighbours
+    while not met:
+        for peer_id in list(neighbours):
+            try:
+                met = await gossip.reconcile(peer_id) or met
+            except WrongRun as e:
+                if len(neighbours) == 1:
+                    raise
+                log.warning("%s is not asked any more: %s", peer_id[-8:], e)
+                neighbours = [p for p in neighbours if p != peer_id]
+        # Found otherwise, meanwhile; not by another newcomer that is alone too.
+        met = met or any(r.is_replica for r in gossip.view.live(loop.time()))
+        if not met and end.is_over(loop.time()):
+            raise Unreachable("none of the known peers of the run answers")
+        if not met:
+            await asyncio.sleep(LOOK_AGAIN_S)
 
 
 class StageChoice:
@@ -36,9 +67,7 @@ class StageChoice:
         resource_limits: ResourceLimits,
         speed: Speed,
         rng: random.Random,
-        wanted: Callable[[], int | None],
     ) -> None:
-        """`wanted()` is the stage that the user wants, or None."""
         self._gossip = gossip
         self._num_stages = num_stages
         self._machine = machine
@@ -47,16 +76,15 @@ class StageChoice:
         self._resource_limits = resource_limits
         self._speed = speed
         self._rng = rng
-        self._wanted = wanted
 
-    async def claim(self) -> int:
-        """Chooses a stage and says so; chooses again where another newcomer chose the same. Raises
-        `UserError` where no stage fits, or not the wanted one."""
+    async def claim(self, by_user: int | None) -> int:
+        """Chooses a stage and says so; chooses again where another newcomer chose the same.
+        `by_user`: the one that the user wants. Raises `UserError` where no stage fits, or not the
+        wanted one."""
         loop, view, num_stages = asyncio.get_running_loop(), self._gossip.view, self._num_stages
         old = self._recovery.old_stage()
         if old in stages_beside(view, self._gossip.own.peer_id, num_stages, loop.time()):
             old = None
-        by_user = self._wanted()
         wanted = old if by_user is None else by_user
         allowed = self._stages_that_fit(by_user)
         if wanted is not None and (wanted in allowed or by_user is not None):
