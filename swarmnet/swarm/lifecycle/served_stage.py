@@ -167,8 +167,10 @@ class ServedStage:
                 if await self._recovery.resume(replica, averaging, donors):
                     continue
                 self._recovery.forget_loaded()
-                if isinstance(updates, LocalUpdates | GossipAveraging):
-                    await updates.follow(self._sync, self.rounds)
+                if isinstance(updates, GossipAveraging):
+                    await updates.follow(self._sync)
+                elif isinstance(updates, LocalUpdates):
+                    await self._follow_exchanges(updates)
                 else:
                     await self._follow(max(d.round for d in donors))
             elif self.departure.others(ACTIVE) or self.departure.others(LEAVING):
@@ -237,6 +239,34 @@ class ServedStage:
                 await replica.transitions.open_round(round_index, is_whole=True)
             else:
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
+        finally:
+            await _end(fetching)
+
+    async def _follow_exchanges(self, updates: LocalUpdates) -> None:
+        """Fetches the common parameters while rounds go by. Returns when the replica is synced or
+        no peer is left to fetch from."""
+        replica, sync, rounds = self.replica, self._sync, self.rounds
+        updates.begin_anew()
+        replica.transitions.aim(max(d.round for d in sync.donors()))
+        fetching = asyncio.get_running_loop().create_task(updates.fetch_all(sync))
+        try:
+            while not replica.synced and sync.donors():
+                if fetching.done():
+                    fetching.result()
+                if await updates.settles(replica.round):
+                    await replica.transitions.open_round(replica.round, is_whole=True)
+                    await replica.measure_digests()
+                elif replica.round < self._settings.rounds and rounds.is_drained(replica.round):
+                    try:
+                        await rounds.finish(replica.round)
+                    except Behind:
+                        await replica.transitions.lose()
+                        self.averaging.forget_results()
+                        newest = max((d.round for d in sync.donors()), default=replica.round)
+                        replica.transitions.aim(newest)
+                        await self._gossip.changed.wait(LOOK_AGAIN_S)
+                else:
+                    await self._gossip.changed.wait(LOOK_AGAIN_S)
         finally:
             await _end(fetching)
 

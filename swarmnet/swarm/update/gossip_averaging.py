@@ -41,7 +41,6 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.averaging import Averaging, Behind
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
-from swarmnet.swarm.update.rounds import Rounds
 from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
@@ -160,7 +159,7 @@ class GossipAveraging:
 
     # ---- newcomers --------------------------------------------------------------------------
 
-    async def follow(self, sync: StateSync, rounds: Rounds) -> None:
+    async def follow(self, sync: StateSync) -> None:
         """Becomes a copy of one donor, in the newest round."""
         replica = self.replica
         donor = sync.rng.choice(sync.donors())

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
@@ -234,8 +234,9 @@ class Handover:
         whole = coming is not None and len(coming.shards) == self.replica.num_shards
         if coming is None or coming.round != body.round or not whole:
             raise NotReady("the gradient is not whole")
-        coming.num_samples, coming.num_tokens = body.num_samples, body.num_tokens
-        self._adopted.append(coming)
+        self._adopted.append(
+            replace(coming, num_samples=body.num_samples, num_tokens=body.num_tokens)
+        )
         return Message()
 
     def _check(self, r: int) -> None:

@@ -25,9 +25,8 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.averaging import Averaging, Behind, Pushed
+from swarmnet.swarm.update.averaging import Averaging, Pushed
 from swarmnet.swarm.update.exchange.shard_work import strike
-from swarmnet.swarm.update.rounds import Rounds
 from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
@@ -161,7 +160,7 @@ class LocalUpdates:
             self.local.exchanged(due)
         skipped = set(range(replica.num_shards)) - set(due)
         self.averaging.states.skip(sorted(skipped))
-        return replica.synced or await self._settles(round_index + 1)
+        return replica.synced or await self.settles(round_index + 1)
 
     def finish_round(self, round_index: int) -> None:
         self.averaging.finish_round(round_index)
@@ -181,39 +180,14 @@ class LocalUpdates:
 
     # ---- newcomers --------------------------------------------------------------------------
 
-    async def follow(self, sync: StateSync, rounds: Rounds) -> None:
-        """Fetches the common parameters while rounds go by; a shard that is exchanged meanwhile
-        comes with its exchange. Returns when the replica is synced or no peer is left to fetch
-        from."""
-        replica, loop = self.replica, asyncio.get_running_loop()
+    def begin_anew(self) -> None:
+        """The common parameters are to be fetched while rounds go by: a shard that is exchanged
+        meanwhile comes with its exchange."""
         self._have = {}
         self._takes_newer = True
         self._forget_steps()  # of a checkpoint that was loaded, and that others have gone on from
-        replica.transitions.aim(max(d.round for d in sync.donors()))
-        fetching = loop.create_task(self._fetch_all(sync))
-        try:
-            while not replica.synced and sync.donors():
-                if fetching.done():
-                    fetching.result()
-                if await self._settles(replica.round):
-                    await replica.transitions.open_round(replica.round, is_whole=True)
-                    await replica.measure_digests()
-                elif replica.round < replica.plan.rounds and rounds.is_drained(replica.round):
-                    try:
-                        await rounds.finish(replica.round)
-                    except Behind:
-                        await replica.transitions.lose()
-                        self.averaging.forget_results()
-                        newest = max((d.round for d in sync.donors()), default=replica.round)
-                        replica.transitions.aim(newest)
-                        await self.gossip.changed.wait(LOOK_AGAIN_S)
-                else:
-                    await self.gossip.changed.wait(LOOK_AGAIN_S)
-        finally:
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
 
-    async def _settles(self, round_index: int) -> bool:
+    async def settles(self, round_index: int) -> bool:
         """Whether all common parameters of a round are here, to begin with it. Then they stay as
         they are: a donor may be in a later round already."""
         self._takes_newer = False
@@ -229,7 +203,8 @@ class LocalUpdates:
             for j in range(self.replica.num_shards)
         )
 
-    async def _fetch_all(self, sync: StateSync) -> None:
+    async def fetch_all(self, sync: StateSync) -> None:
+        """Fetches what donors have newer than this replica, until cancelled."""
         at_once = asyncio.Semaphore(self.limits.max_fetching)
         log.info("stage %d: %d shards to fetch", self.replica.index, self.replica.num_shards)
         donors = sync.donors()
