@@ -65,10 +65,10 @@ class Averaging:
         self.lost = LostSamples(
             gossip.view, replica.index, settings.num_slots, settings.samples_per_microbatch
         )
-        self.states = OptimizerStates(transport, gossip, settings, limits, replica)
+        self.states = OptimizerStates(transport, settings, limits, replica)
         self.members = ExchangeMembers(gossip, replica)
         self.ownership = Ownership(
-            gossip, settings, replica, self.states, self.members, self._tasks
+            gossip, settings, limits, replica, self.states, self.members, self._tasks
         )
         self.pace = ExchangePace(transport.traffic, gossip, settings, limits, replica)
         self.calls = LongCalls(gossip, replica, self.pace)

@@ -1,44 +1,30 @@
-"""The optimizer state of shards at one replica: which is here, whence it came, how it is fetched.
+"""The optimizer state of shards at one replica: which is here, and whence it came.
 
 A replica *follows* a shard while it has the state that the next step on it needs. `ownership` says
-whose it should be."""
+whose it should be, and fetches it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from swarmnet.errors import NotReady, SwarmnetError, UserError
+from swarmnet.errors import NotReady, UserError
 from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import bitmap
-from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.timing import SHARD_TIMEOUT_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
-log = logging.getLogger("swarmnet.ownership")
-
 NOTHING = -2
 """Instead of the exchange whose step the state of a shard is after: there is no state here."""
-MAX_ASKED = 1
-"""Shards that a replica asks one holder for at a time. The holder sends one after the other as its
-uplink has room, and state that waits there is of a round that is over when it comes: it would be
-fetched again (tests/swarm/recovery/test_slow_join.py)."""
 WHOLE, LATE, CREATED = "whole", "late", "created"
 """What a step finds, see `OptimizerStates.make_ready`."""
-
-
-Holders = Callable[[int, int], list[str]]
-"""By round and shard: peers that hold its state, the first choice first."""
 
 
 @dataclass
@@ -47,7 +33,6 @@ class OptimizerStates:
     it, unless it is said otherwise."""
 
     transport: Transport
-    gossip: Gossip
     settings: RunSettings
     limits: Limits
     replica: Replica
@@ -61,14 +46,12 @@ class OptimizerStates:
         """By shard, the exchange whose step was made here and does not hold."""
         self._lineages: dict[int, bytes] = {}
         """By shard, what its state here has come from, see `lineage`."""
-        self._coming: set[int] = set()
-        """Shards whose state is on its way, which may take several rounds."""
         self._fetched: set[int] = set()
         """Shards whose state has come, and has not seen a step since."""
         self.loaded = Condition()
         """The state of a shard has come from another replica, see `take_loaded`."""
         self._loaded: dict[int, None] = {}
-        self._num_forgotten = 0
+        self.num_forgotten = 0
         """How often all state was dropped: what was asked for before does not hold."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         serve(self.transport, FETCH_OPTIMIZER, self._on_fetch_optimizer)
@@ -152,7 +135,7 @@ class OptimizerStates:
             self._applied.clear()
             self._lineages.clear()
             self._fetched.clear()
-            self._num_forgotten += 1
+            self.num_forgotten += 1
 
         await self.replica.worker.run(drop)
 
@@ -206,87 +189,13 @@ class OptimizerStates:
         for j in shards:
             await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
 
-    def is_first(self, r: int) -> bool:
-        """No step of the run has been made yet, and none is about to be: the optimizer state of
-        every shard is empty, so that nobody needs to fetch it."""
-        if r or self.replica.round or self.settings.begins_with_moments:
-            return False
-        now = asyncio.get_running_loop().time()
-        return not progress.is_launched(self.gossip.view, 0, now, self.settings.num_slots)
+    # ---- state that comes -------------------------------------------------------------------
 
-    # ---- state on its way -------------------------------------------------------------------
+    def has_come(self, shard_index: int) -> bool:
+        """The state of the shard has come from another replica, and has not seen a step since."""
+        return shard_index in self._fetched
 
-    async def fetch_all(
-        self,
-        r: int,
-        shards: Sequence[int],
-        holders: Holders,
-        is_wanted: Callable[[int], bool] = lambda shard_index: True,
-    ) -> None:
-        """The state of those shards that this replica does not follow, and that is not on its way
-        already. That may take several rounds: of each shard the newest state is fetched, if it is
-        wanted by then."""
-        wanted = [j for j in shards if not self.has_input(j, r)]
-        asked: dict[str, asyncio.Semaphore] = {}
-
-        async def fetch(j: int) -> None:
-            if j in self._coming:
-                return
-            self._coming.add(j)
-            try:
-                await self._fetch(r, j, holders, is_wanted, asked)
-            finally:
-                self._coming.discard(j)
-
-        await asyncio.gather(*map(fetch, wanted))
-
-    async def _fetch(
-        self,
-        r: int,
-        j: int,
-        holders: Holders,
-        is_wanted: Callable[[int], bool],
-        asked: dict[str, asyncio.Semaphore],
-    ) -> None:
-        """The optimizer state of one shard from a peer that holds it; tried again next round.
-        `asked`: by holder."""
-        if self.is_first(r):
-            await self._create(j)
-            return
-        num_forgotten = self._num_forgotten
-        for holder in holders(r, j):
-            turn = asked.setdefault(holder, asyncio.Semaphore(MAX_ASKED))
-            try:
-                async with asyncio.timeout(self.limits.fetch_timeout_s):
-                    await turn.acquire()
-            except TimeoutError:
-                continue  # it gives nothing, or others have enough to do with it
-            try:
-                newest = max(r, self.current)
-                if self.has_input(j, newest) or not is_wanted(j):
-                    return
-                reply = await self.gossip.liveness.call_while_live(
-                    holder,
-                    FETCH_OPTIMIZER,
-                    # Whose state has come once, and in vain, waits for nobody this time.
-                    Message(FetchRequest(newest, self.replica.index, j, j in self._fetched)),
-                    timeout_s=SHARD_TIMEOUT_S,
-                )
-                body = reply.body
-                await self._load(j, body, reply.arrays, num_forgotten)
-                return
-            except UserError as e:
-                self.failure = e
-                return
-            except SwarmnetError as e:
-                log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
-            except (MemoryError, RuntimeError) as e:  # torch has none left, say
-                log.warning("optimizer shard %d cannot be held here: %s", j, e)
-                return
-            finally:
-                turn.release()
-
-    async def _create(self, j: int) -> None:
+    async def create(self, j: int) -> None:
         """For who has just seen that the run is in its first round: what is created then is the
         input of the round's step, even where the round is fed by the time that this is done."""
 
@@ -298,13 +207,15 @@ class OptimizerStates:
 
         await self.replica.worker.run(work)
 
-    async def _load(
+    async def load(
         self, j: int, body: FetchReply, arrays: tuple[Array, ...], num_forgotten: int
     ) -> None:
+        """The state of a shard comes from another replica, which was asked for it when
+        `num_forgotten` was this. Raises as `Optimizer.load`."""
         optimizer = self.replica.optimizer
 
         def work() -> None:
-            if self._num_forgotten == num_forgotten and not self.has_input(j, body.round):
+            if self.num_forgotten == num_forgotten and not self.has_input(j, body.round):
                 optimizer.load(j, body.values, arrays)
                 last = self.replica.plan.last_exchange(j, self.current)
                 same = self.replica.plan.last_exchange(j, body.round) == last

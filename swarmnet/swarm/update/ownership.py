@@ -22,10 +22,13 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.methods.state import FETCH_OPTIMIZER, FetchRequest
 from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
 from swarmnet.protocol.moments import Deadline, Since
+from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.protocol.update import members as taking_part
 from swarmnet.protocol.update import ownership as rules
@@ -34,13 +37,18 @@ from swarmnet.protocol.update.placement import Placement, placed, short_of_owner
 from swarmnet.protocol.update.roster import ALIVE, SUSPECT, Roster, Standing
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
-from swarmnet.swarm.settings import RunSettings
+from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, SHARD_TIMEOUT_S
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.ownership")
 
+MAX_ASKED = 1
+"""Shards that a replica asks one holder for at a time. The holder sends one after the other as its
+uplink has room, and state that waits there is of a round that is over when it comes: it would be
+fetched again (tests/swarm/recovery/test_slow_join.py)."""
 REPAIR_EVERY_S = 5.0
 """Between two looks whether a shard has lost an owner in the middle of a round. So long, too, may
 owners of shards that this replica holds and does not own take to say that they hold them; else it
@@ -193,6 +201,7 @@ class Ownership:
 
     gossip: Gossip
     settings: RunSettings
+    limits: Limits
     replica: Replica
     states: OptimizerStates
     members: ExchangeMembers
@@ -203,6 +212,8 @@ class Ownership:
         self._has_all = False
         """The state of every shard that this replica owned at its last look was here."""
         self._looked_for_loss = Since()
+        self._coming: set[int] = set()
+        """Shards whose state is on its way, which may take several rounds."""
 
     @property
     def plan(self) -> SyncPlan:
@@ -314,14 +325,71 @@ class Ownership:
 
     async def fetch_owned(self, r: int) -> None:
         """The state of shards that this replica has come to own, for exchange `r`."""
-        own = self.gossip.own.peer_id
-        mine = self.placement(r).owned_by(own)
-
-        def is_mine(j: int) -> bool:
-            return own in self.placement(max(r, self.current)).owners(j)
-
-        await self.states.fetch_all(r, mine, self.holders, is_mine)
+        mine = self.placement(r).owned_by(self.gossip.own.peer_id)
+        await self._fetch_all(r, mine, only_owned=True)
         self._tell_whether_all_are_here(r, mine)
+
+    async def _fetch_all(self, r: int, shards: Sequence[int], *, only_owned: bool = False) -> None:
+        """The state of those shards that this replica does not follow, and that is not on its way
+        already. That may take several rounds: of each shard the newest state is fetched, with
+        `only_owned` if it is this replica's by then."""
+        wanted = [j for j in shards if not self.states.has_input(j, r)]
+        asked: dict[str, asyncio.Semaphore] = {}
+
+        async def fetch(j: int) -> None:
+            if j in self._coming:
+                return
+            self._coming.add(j)
+            try:
+                await self._fetch(r, j, asked, only_owned)
+            finally:
+                self._coming.discard(j)
+
+        await asyncio.gather(*map(fetch, wanted))
+
+    async def _fetch(
+        self, r: int, j: int, asked: dict[str, asyncio.Semaphore], only_owned: bool
+    ) -> None:
+        """The optimizer state of one shard from a peer that holds it; tried again next round.
+        `asked`: by holder."""
+        states = self.states
+        if self.is_first(r):
+            await states.create(j)
+            return
+        num_forgotten = states.num_forgotten
+        for holder in self.holders(r, j):
+            turn = asked.setdefault(holder, asyncio.Semaphore(MAX_ASKED))
+            try:
+                async with asyncio.timeout(self.limits.fetch_timeout_s):
+                    await turn.acquire()
+            except TimeoutError:
+                continue  # it gives nothing, or others have enough to do with it
+            try:
+                newest = max(r, self.current)
+                if states.has_input(j, newest) or (only_owned and not self._owns(newest, j)):
+                    return
+                reply = await self.gossip.liveness.call_while_live(
+                    holder,
+                    FETCH_OPTIMIZER,
+                    # Whose state has come once, and in vain, waits for nobody this time.
+                    Message(FetchRequest(newest, self.replica.index, j, states.has_come(j))),
+                    timeout_s=SHARD_TIMEOUT_S,
+                )
+                await states.load(j, reply.body, reply.arrays, num_forgotten)
+                return
+            except UserError as e:
+                states.fail(e)
+                return
+            except SwarmnetError as e:
+                log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
+            except (MemoryError, RuntimeError) as e:  # torch has none left, say
+                log.warning("optimizer shard %d cannot be held here: %s", j, e)
+                return
+            finally:
+                turn.release()
+
+    def _owns(self, r: int, j: int) -> bool:
+        return self.gossip.own.peer_id in self.placement(r).owners(j)
 
     async def spare(self, r: int) -> list[int]:
         """Shards whose state is here, and at all of those that own them now. Not while an exchange
@@ -366,7 +434,7 @@ class Ownership:
     async def _take_over(self, r: int, shards: Sequence[int]) -> None:
         """Fetches, and says what is held now. That does not change who is the primary: this replica
         comes after all that held it when the round began."""
-        await self.states.fetch_all(r, shards, self.holders)
+        await self._fetch_all(r, shards)
         own = self.gossip.own
         if self.replica.round != own.round or own.state != ACTIVE:
             return
@@ -392,7 +460,15 @@ class Ownership:
     def owns_from_now(self) -> bool:
         """A replica that becomes active now counts as a possible owner in this very round: in the
         first one, otherwise whoever began a stage would have to update it alone."""
-        return self.states.is_first(self.current)
+        return self.is_first(self.current)
+
+    def is_first(self, r: int) -> bool:
+        """No step of the run has been made yet, and none is about to be: the optimizer state of
+        every shard is empty, so that nobody needs to fetch it."""
+        if r or self.replica.round or self.settings.begins_with_moments:
+            return False
+        now = asyncio.get_running_loop().time()
+        return not progress.is_launched(self.gossip.view, 0, now, self.settings.num_slots)
 
     def _tell_whether_all_are_here(self, r: int, mine: Sequence[int]) -> None:
         had_all = self._has_all
