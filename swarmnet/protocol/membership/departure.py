@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarmnet.protocol.membership.assignment import LONG_PASSAGE_S
+from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.timing import PATIENCE_S
@@ -77,4 +77,4 @@ class MovePatience:
             return True
         if self._end is None:
             self._end = Deadline.after(now, MOVE_PATIENCE_S)
-        return may_give and self._end.is_over(now) and passage_s <= LONG_PASSAGE_S
+        return may_give and self._end.is_over(now) and passage_s <= assignment.LONG_PASSAGE_S

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import dataclass
 
 from swarmnet.errors import Unreachable, UserError, WrongRun
 from swarmnet.protocol.membership import assignment
@@ -53,54 +54,43 @@ async def meet(gossip: Gossip, neighbours: list[str]) -> None:
             await asyncio.sleep(LOOK_AGAIN_S)
 
 
+@dataclass
 class StageChoice:
     """Chooses among the stages that fit into this peer's memory, and announces the choice."""
 
-    def __init__(
-        self,
-        gossip: Gossip,
-        num_stages: int,
-        *,
-        machine: Machine,
-        recovery: Recovery,
-        assigner: assignment.Assigner,
-        resource_limits: ResourceLimits,
-        speed: Speed,
-        rng: random.Random,
-    ) -> None:
-        self._gossip = gossip
-        self._num_stages = num_stages
-        self._machine = machine
-        self._recovery = recovery
-        self._assigner = assigner
-        self._resource_limits = resource_limits
-        self._speed = speed
-        self._rng = rng
+    gossip: Gossip
+    num_stages: int
+    machine: Machine
+    recovery: Recovery
+    assigner: assignment.Assigner
+    resource_limits: ResourceLimits
+    speed: Speed
+    rng: random.Random
 
     async def claim(self, by_user: int | None) -> int:
         """Chooses a stage and says so; chooses again where another newcomer chose the same.
         `by_user`: the one that the user wants. Raises `UserError` where no stage fits, or not the
         wanted one."""
-        loop, view, num_stages = asyncio.get_running_loop(), self._gossip.view, self._num_stages
-        old = self._recovery.old_stage()
-        if old in stages_beside(view, self._gossip.own.peer_id, num_stages, loop.time()):
+        loop, view, num_stages = asyncio.get_running_loop(), self.gossip.view, self.num_stages
+        old = self.recovery.old_stage()
+        if old in stages_beside(view, self.gossip.own.peer_id, num_stages, loop.time()):
             old = None
         wanted = old if by_user is None else by_user
         allowed = self._stages_that_fit(by_user)
         if wanted is not None and (wanted in allowed or by_user is not None):
             self._announce(wanted)
             return wanted
-        await self._gossip.catch_up()
+        await self.gossip.catch_up()
         present = {r.peer_id for r in view.live(loop.time()) if r.stage != OBSERVER_STAGE}
-        costs = self._machine.stage_costs
-        chosen = self._assigner.choose(
-            view, num_stages, loop.time(), self._rng, costs=costs, allowed=allowed
+        costs = self.machine.stage_costs
+        chosen = self.assigner.choose(
+            view, num_stages, loop.time(), self.rng, costs=costs, allowed=allowed
         )
         for _ in range(MAX_TRIES):
             self._announce(chosen)
             await asyncio.sleep(CLAIM_S)
-            await self._gossip.catch_up()
-            better = self._assigner.settle(
+            await self.gossip.catch_up()
+            better = self.assigner.settle(
                 view, num_stages, loop.time(), chosen, present, costs=costs, allowed=allowed
             )
             if better == chosen:
@@ -112,18 +102,18 @@ class StageChoice:
     def _announce(self, stage_index: int) -> None:
         """Says that this peer comes to a stage, and how fast it is likely to be: newcomers of the
         same moment go elsewhere."""
-        self._gossip.update(
+        self.gossip.update(
             state=JOINING,
             stage=stage_index,
-            restorable=self._recovery.offers(stage_index),
-            samples_per_s=self._speed.expected_rate(stage_index),
+            restorable=self.recovery.offers(stage_index),
+            samples_per_s=self.speed.expected_rate(stage_index),
             urgent=True,
         )
 
     def _stages_that_fit(self, wanted: int | None) -> list[int]:
         """Into the memory that this peer may take."""
-        stages = range(self._num_stages)
-        reasons = [self._resource_limits.unfit(k) for k in stages]
+        stages = range(self.num_stages)
+        reasons = [self.resource_limits.unfit(k) for k in stages]
         if all(reasons) or (wanted is not None and reasons[wanted]):
             raise UserError(reasons[wanted or 0])
         return [k for k in stages if not reasons[k]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership import assignment
@@ -37,29 +38,21 @@ MOVE_S = DAY_S
 round may be long."""
 
 
+@dataclass
 class Departure:
     """Takes no more microbatches, and waits until this replica is not needed any more."""
 
-    def __init__(
-        self,
-        gossip: Gossip,
-        num_rounds: int,
-        steps: StepService,
-        replica: Replica,
-        rounds: Rounds,
-        handover: Handover,
-    ) -> None:
-        self._gossip = gossip
-        self._num_rounds = num_rounds
-        self._steps = steps
-        self.replica = replica
-        self.rounds = rounds
-        self._handover = handover
+    gossip: Gossip
+    num_rounds: int
+    steps: StepService
+    replica: Replica
+    rounds: Rounds
+    handover: Handover
 
     async def hand_over(self) -> bool:
         """Leaves the stage, be it without a replica; False where something that only this one has
         was not taken over in time."""
-        self._gossip.update(moving_to=OBSERVER_STAGE)
+        self.gossip.update(moving_to=OBSERVER_STAGE)
         loop = asyncio.get_running_loop()
         telling = loop.call_later(
             CONNECT_S,
@@ -86,7 +79,7 @@ class Departure:
         now = loop.time()
         longest = Deadline.after(now, LONGEST_DRAIN_S)
         rest, question = Deadline(now), Deadline.after(now, CONNECT_S)
-        self._gossip.update(state=LEAVING, urgent=True)
+        self.gossip.update(state=LEAVING, urgent=True)
         while not self._is_handed_over(alone):
             if not self.others(ACTIVE):
                 if not alone:  # the last of the others is gone, and this one is needed here
@@ -95,23 +88,23 @@ class Departure:
             if question.is_over(loop.time()):
                 await self._settle_orphans()
                 question = Deadline.after(loop.time(), CONNECT_S)
-            is_still = not self._steps.num_in_flight and not self.rounds.is_settling
-            if rest.is_over(loop.time()) and is_still and self._handover.may_give():
+            is_still = not self.steps.num_in_flight and not self.rounds.is_settling
+            if rest.is_over(loop.time()) and is_still and self.handover.may_give():
                 _prolong(patience, longest)
                 # What coding loses of the round before goes with this one: that comes first.
                 if not self.rounds.updates.is_owing:
-                    if not await self._handover.give():
+                    if not await self.handover.give():
                         rest = Deadline.after(loop.time(), LOOK_LESS_S)
                     continue
-            await self._gossip.changed.wait(LOOK_AGAIN_S)
-            if self._gossip.own.state != LEAVING:
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
+            if self.gossip.own.state != LEAVING:
                 return False
         return True
 
     def others(self, state: str) -> list[Record]:
         """The other peers of the stage that are in a state."""
-        now, own = asyncio.get_running_loop().time(), self._gossip.own.peer_id
-        members = self._gossip.view.members(self.replica.index, now)
+        now, own = asyncio.get_running_loop().time(), self.gossip.own.peer_id
+        members = self.gossip.view.members(self.replica.index, now)
         return [m for m in members if m.peer_id != own and m.state == state]
 
     def _is_handed_over(self, alone: bool) -> bool:
@@ -120,16 +113,16 @@ class Departure:
         inside = Inside(
             r,
             replica.optimizer.owned(),
-            num_in_flight=self._steps.num_in_flight,
+            num_in_flight=self.steps.num_in_flight,
             is_closing=replica.closed or rounds.is_settling,
-            has_gradient=has_own or self._handover.has_any(r),
+            has_gradient=has_own or self.handover.has_any(r),
             is_owing=rounds.updates.is_owing,
         )
         return is_handed_over(
             inside,
             self.others(ACTIVE),
             self.others(JOINING),
-            num_rounds=self._num_rounds,
+            num_rounds=self.num_rounds,
             alone=alone,
         )
 
@@ -150,54 +143,42 @@ def _prolong(patience: asyncio.Timeout | None, until: Deadline) -> None:
         patience.reschedule(until.at)
 
 
+@dataclass
 class Mover:
     """Decides when this peer goes to another stage, and prepares that."""
 
-    def __init__(
-        self,
-        gossip: Gossip,
-        settings: RunSettings,
-        limits: Limits,
-        *,
-        machine: Machine,
-        assigner: assignment.Assigner,
-        resource_limits: ResourceLimits,
-        steps: StepService,
-        rng: random.Random,
-        wanted: int | None,
-    ) -> None:
-        """`wanted`: the stage that the user wants, or None: then this peer may move."""
-        self._gossip = gossip
-        self._settings = settings
-        self._limits = limits
-        self._machine = machine
-        self._assigner = assigner
-        self._resource_limits = resource_limits
-        self._steps = steps
-        self._rng = rng
-        self.wanted = wanted
+    gossip: Gossip
+    settings: RunSettings
+    limits: Limits
+    machine: Machine
+    assigner: assignment.Assigner
+    resource_limits: ResourceLimits
+    steps: StepService
+    rng: random.Random
+    wanted: int | None
+    """The stage that the user wants, or None: then this peer may move."""
 
     async def balance(self, departure: Departure) -> int:
         """Looks every so often whether this peer should serve another stage
         (`assignment.propose_move`), and hands over what it holds; returns the stage to go to. No
         move uncovers a stage: this peer goes only while another serves the one that it leaves."""
-        loop, limits, replica = asyncio.get_running_loop(), self._limits, departure.replica
-        own = self._gossip.own.peer_id
+        loop, limits, replica = asyncio.get_running_loop(), self.limits, departure.replica
+        own = self.gossip.own.peer_id
         gate = assignment.MoveGate(
             own, times=limits.move_proposals, cooldown_s=limits.move_cooldown_s
         )
         passed_over = assignment.PassedOver(own)
         rest = Deadline.after(loop.time(), limits.move_cooldown_s)
         while True:
-            await asyncio.sleep(limits.balance_every_s * self._rng.uniform(0.7, 1.3))
-            if self.wanted is not None or self._gossip.own.state != ACTIVE:
+            await asyncio.sleep(limits.balance_every_s * self.rng.uniform(0.7, 1.3))
+            if self.wanted is not None or self.gossip.own.state != ACTIVE:
                 continue
-            move = self._assigner.propose(
-                self._gossip.view,
-                self._settings.num_stages,
+            move = self.assigner.propose(
+                self.gossip.view,
+                self.settings.num_stages,
                 loop.time(),
                 margin=limits.move_margin,
-                costs=self._machine.stage_costs,
+                costs=self.machine.stage_costs,
                 without=passed_over.peers,
             )
             passed_over.heard(move, is_uncovered=self._is_uncovered(move))
@@ -205,33 +186,33 @@ class Mover:
             if is_resting or not gate.decide(move, loop.time()):
                 continue
             assert move is not None
-            if self._resource_limits.unfit(move.target):
+            if self.resource_limits.unfit(move.target):
                 continue
-            passage_s = self._steps.flights.passage_s()
+            passage_s = self.steps.flights.passage_s()
             if not assignment.pays(move, passage_s, margin=limits.move_margin):
                 continue
             log.info("stage %d needs this peer more than stage %d", move.target, move.source)
             if await self.prepare(departure, move):
                 return move.target
             rest = Deadline.after(loop.time(), limits.move_cooldown_s)
-            if self._gossip.own.moving_to != move.target:
+            if self.gossip.own.moving_to != move.target:
                 continue  # this peer was stopped, or pauses: it leaves the stage for good
-            if self._gossip.own.state == LEAVING:
+            if self.gossip.own.state == LEAVING:
                 active_from = replica.plan.next_owner_round(replica.round)
-                self._gossip.update(state=ACTIVE, active_from=active_from)
-            self._gossip.update(moving_to=OBSERVER_STAGE, urgent=True)
+                self.gossip.update(state=ACTIVE, active_from=active_from)
+            self.gossip.update(moving_to=OBSERVER_STAGE, urgent=True)
 
     async def prepare(self, departure: Departure, move: assignment.Move) -> bool:
         """Serves on until little is lost by going, then hands over; False where that did not come
         about. Others know meanwhile which peer is coming to them."""
-        self._gossip.update(moving_to=move.target, urgent=True)
-        loop, stages = asyncio.get_running_loop(), self._settings.num_stages
-        view, costs = self._gossip.view, self._machine.stage_costs
+        self.gossip.update(moving_to=move.target, urgent=True)
+        loop, stages = asyncio.get_running_loop(), self.settings.num_stages
+        view, costs = self.gossip.view, self.machine.stage_costs
         try:
             async with asyncio.timeout(MOVE_S):
                 if not self._is_uncovered(move) and not await self._until_free(departure):
                     return False
-                if not self._assigner.confirm(view, stages, loop.time(), move, costs=costs):
+                if not self.assigner.confirm(view, stages, loop.time(), move, costs=costs):
                     log.info("stage %d does not need this peer any more", move.target)
                     return False
                 return await departure.until_handed_over(alone=False)
@@ -241,7 +222,7 @@ class Mover:
     def _is_uncovered(self, move: assignment.Move | None) -> bool:
         """No peer serves the stage: nothing goes on, and there is nothing to wait for."""
         now = asyncio.get_running_loop().time()
-        return move is not None and not self._gossip.view.members(move.target, now)
+        return move is not None and not self.gossip.view.members(move.target, now)
 
     async def _until_free(self, departure: Departure) -> bool:
         """At work until it may be left (`MovePatience`). False where this peer is not to serve here
@@ -249,9 +230,9 @@ class Mover:
         loop, replica = asyncio.get_running_loop(), departure.replica
         patience = MovePatience(replica.phase.newest_open)
         last = patience.newest_open
-        view, num_slots = self._gossip.view, self._settings.num_slots
+        view, num_slots = self.gossip.view, self.settings.num_slots
         while replica.round <= last + 1:  # an exchange may take as long as a round
-            if self._gossip.own.state != ACTIVE:
+            if self.gossip.own.state != ACTIVE:
                 return False
             now = loop.time()
             if not departure.rounds.updates.is_owing and patience.is_over(
@@ -259,8 +240,8 @@ class Mover:
                 replica.round,
                 is_fed=round_end.is_fed(view, replica.phase, last, now, num_slots),
                 may_give=replica.local is None and not replica.ahead,
-                passage_s=self._steps.flights.passage_s(),
+                passage_s=self.steps.flights.passage_s(),
             ):
                 return True
-            await self._gossip.changed.wait(LOOK_LESS_S)
+            await self.gossip.changed.wait(LOOK_LESS_S)
         return True

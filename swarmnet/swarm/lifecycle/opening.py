@@ -42,39 +42,39 @@ Happened = Loss | Renamed
 """What a peer is to know of the stage that it serves."""
 
 
+@dataclass
 class Speed:
     """The expected and the measured rate of this machine, beside what its other seats serve."""
 
-    def __init__(self, machine: Machine, transport: Transport, samples_per_microbatch: int) -> None:
-        self._machine = machine
-        self._transport = transport
-        self._samples = samples_per_microbatch
-        self._expected_s = 0.0
-        """Device seconds of a microbatch in a stage of middle cost; 0: unknown."""
-        self._busy_s = 0.0
+    machine: Machine
+    transport: Transport
+    samples_per_microbatch: int
+    _expected_s: float = 0.0
+    """Device seconds of a microbatch in a stage of middle cost; 0: unknown."""
+    _busy_s: float = 0.0
 
     async def measure(self) -> None:
         """Measures the device, where nothing is known of it yet."""
         if not self._expected_s:
-            self._expected_s = await self._machine.worker.run(self._machine.measure)
+            self._expected_s = await self.machine.worker.run(self.machine.measure)
 
     def expected_rate(self, stage_index: int) -> float:
         """Samples/s of a stage beside those that the machine serves; 0 while unknown."""
         if not self._expected_s:
             return 0.0
         own_s = self._expected_s * self._relative_cost(stage_index)
-        return self._samples / (own_s + sum(self._machine.services.values()))
+        return self.samples_per_microbatch / (own_s + sum(self.machine.services.values()))
 
     def rate(self, replica: Replica) -> float:
         """Samples/s that the device could do of a stage, or the uplink carry: as measured, else as
         expected; 0 while unknown."""
-        services = self._machine.services
+        services = self.machine.services
         expected_s = self._expected_s * self._relative_cost(replica.index)
         services[replica.index] = replica.service_s or expected_s
         if not services[replica.index]:
             return 0.0
-        link_s = self._transport.traffic.upload_s(replica.measured.sent_bytes)
-        return self._samples / max(sum(services.values()), link_s)
+        link_s = self.transport.traffic.upload_s(replica.measured.sent_bytes)
+        return self.samples_per_microbatch / max(sum(services.values()), link_s)
 
     def busy_since_opening(self, replica: Replica) -> float:
         """Seconds that the device has worked since the round before was opened."""
@@ -88,44 +88,37 @@ class Speed:
 
     def stopped(self, stage_index: int) -> None:
         """The device serves a stage no more."""
-        self._machine.services.pop(stage_index, None)
+        self.machine.services.pop(stage_index, None)
 
     def _relative_cost(self, stage_index: int) -> float:
         """Of a stage, over that of a middle one."""
-        costs = self._machine.stage_costs
+        costs = self.machine.stage_costs
         return costs[stage_index] / fmean(costs) if costs else 1.0
 
 
+@dataclass
 class Openings:
     """Puts each round that opens here into the own record. It outlives the stages that a peer
     serves one after the other."""
 
-    def __init__(
-        self,
-        gossip: Gossip,
-        recovery: Recovery,
-        checkpointing: Checkpointing | None,
-        speed: Speed,
-        tasks: Tasks,
-    ) -> None:
-        """`tasks` run what goes on beside the round."""
-        self._gossip = gossip
-        self._recovery = recovery
-        self._checkpointing = checkpointing
-        self._speed = speed
-        self._tasks = tasks
-        self._counted_history = 0
-        """The history of the rounds that this peer has counted samples of."""
+    gossip: Gossip
+    recovery: Recovery
+    checkpointing: Checkpointing | None
+    speed: Speed
+    tasks: Tasks
+    """These run what goes on beside the round."""
+    _counted_history: int = 0
+    """The history of the rounds that this peer has counted samples of."""
 
     async def opened(self, replica: Replica, averaging: Averaging) -> list[Happened]:
         """A round has begun here: says so, with digests, and sees to the shards it owns. Returns
         what the peer is to know of."""
         await replica.measure_digests()
-        own = self._gossip.own
+        own = self.gossip.own
         joined = own.state == JOINING
-        history = self._recovery.history()
+        history = self.recovery.history()
         if joined:
-            await self._recovery.settle_errors(replica, averaging, history)
+            await self.recovery.settle_errors(replica, averaging, history)
         changes = self._changes(replica, averaging, history)
         happened: list[Happened] = []
         if not joined and history != own.history:
@@ -136,34 +129,34 @@ class Openings:
         self._counted_history = history
         if joined:
             others = self._others(replica.index)
-            await self._gossip.declare_join(others, PROBE_TIMEOUT_S, state=ACTIVE, **changes)
-        state = self._gossip.own.state
-        self._gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
+            await self.gossip.declare_join(others, PROBE_TIMEOUT_S, state=ACTIVE, **changes)
+        state = self.gossip.own.state
+        self.gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
         if replica.phase.is_declaring:
             replica.transitions.declared()
         happened += self._close_books(replica, averaging)
         if joined:
-            self._recovery.opened(replica.round, history)
-        self._recovery.forget_loaded()
+            self.recovery.opened(replica.round, history)
+        self.recovery.forget_loaded()
         if averaging.current == replica.round:  # else after the exchange that runs beside it
             averaging.ownership.tasks.start(self._own_shards(replica, averaging))
-        if self._checkpointing is not None:
-            self._tasks.start(self._checkpointing.opened(replica, averaging))
+        if self.checkpointing is not None:
+            self.tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
         return happened
 
     def _close_books(self, replica: Replica, averaging: Averaging) -> list[Loss]:
         """Reports the samples that are in no update."""
-        own, now = self._gossip.own, asyncio.get_running_loop().time()
-        state_since = Since(self._gossip.own_record.state_since)
+        own, now = self.gossip.own, asyncio.get_running_loop().time()
+        state_since = Since(self.gossip.own_record.state_since)
         has_just_left = own.state == LEAVING and not state_since.is_older(now, RETRY_S)
         losses = averaging.lost.opened(
             replica.round, replica.plan, own, now, has_just_left=has_just_left
         )
         for loss in losses:
             if loss.lost_samples:
-                self._gossip.add_total("samples_lost", loss.lost_samples)
+                self.gossip.add_total("samples_lost", loss.lost_samples)
                 lost_log.warning(
                     "round %d: %d samples of stage %d are in no update",
                     loss.round,
@@ -174,18 +167,18 @@ class Openings:
 
     def announce_rate(self, replica: Replica) -> None:
         """Newcomers, and peers that move, go by what is announced; a round may be long."""
-        self._gossip.update(samples_per_s=self._speed.rate(replica))
+        self.gossip.update(samples_per_s=self.speed.rate(replica))
 
     def _changes(self, replica: Replica, averaging: Averaging, history: int) -> dict[str, object]:
         """What the own record says of the round."""
-        own = self._gossip.own
-        rate, holds = self._speed.rate(replica), averaging.states.holds()
+        own = self.gossip.own
+        rate, holds = self.speed.rate(replica), averaging.states.holds()
         active_from = own.active_from
         if own.state == JOINING:
             is_owner = (
                 len(holds.strip(b"\0")) > 0
                 or averaging.ownership.owns_from_now
-                or self._recovery.restored is not None
+                or self.recovery.restored is not None
             )
             r = replica.round
             active_from = r if is_owner else replica.plan.next_owner_round(r)
@@ -202,23 +195,23 @@ class Openings:
             "history": history,
             "samples": replica.samples,
             "last_open_s": replica.measured.open_s,
-            "last_busy_s": self._speed.busy_since_opening(replica),
+            "last_busy_s": self.speed.busy_since_opening(replica),
             "last_exchange_s": averaging.pace.last_s if replica.measured.open_s else 0.0,
         }
 
     def _others(self, stage_index: int) -> list[str]:
         """The other replicas of a stage; some of them where these are many, and rounds are long."""
         now = asyncio.get_running_loop().time()
-        members = [r.peer_id for r in self._gossip.view.members(stage_index, now)]
-        others = [p for p in members if p != self._gossip.own.peer_id]
+        members = [r.peer_id for r in self.gossip.view.members(stage_index, now)]
+        others = [p for p in members if p != self.gossip.own.peer_id]
         if len(others) <= MAX_FORETOLD:
             return others
-        return self._gossip.rng.sample(others, MAX_FORETOLD)
+        return self.gossip.rng.sample(others, MAX_FORETOLD)
 
     async def _own_shards(self, replica: Replica, averaging: Averaging) -> None:
         """Sees to the shards that this replica owns; of those of the first round it says so."""
         r = replica.round
         await averaging.follow_owners()
         holds = averaging.states.holds()
-        if r == 0 and replica.is_open(r) and self._gossip.own.holds != holds:
-            self._gossip.update(holds=averaging.states.holds())
+        if r == 0 and replica.is_open(r) and self.gossip.own.holds != holds:
+            self.gossip.update(holds=averaging.states.holds())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.membership.records import JOINING, MAX_TEXT, OBSERVER_STAGE, OBSERVING
@@ -18,27 +19,18 @@ from swarmnet.swarm.resource_limits import ResourceLimits
 log = logging.getLogger("swarmnet.peer")
 
 
+@dataclass
 class StandBy:
     """Stays in the swarm as an observer while this peer may not work."""
 
-    def __init__(
-        self,
-        gossip: Gossip,
-        num_stages: int,
-        resource_limits: ResourceLimits,
-        *,
-        feeder: Feeder | None,
-        disk: Disk | None,
-        recovery: Recovery,
-    ) -> None:
-        self._gossip = gossip
-        self._num_stages = num_stages
-        self._resource_limits = resource_limits
-        self._feeder = feeder
-        self._disk = disk
-        self._recovery = recovery
-        self._has_served = False
-        self._why_not_built = ""
+    gossip: Gossip
+    num_stages: int
+    resource_limits: ResourceLimits
+    feeder: Feeder | None
+    disk: Disk | None
+    recovery: Recovery
+    _has_served: bool = False
+    _why_not_built: str = ""
 
     def served(self) -> None:
         """This peer has served a stage. From now on it waits where none fits. (At the start that
@@ -55,17 +47,17 @@ class StandBy:
 
     async def until_paused(self) -> None:
         """Returns when the machine's owner wants the machine back."""
-        while not self._resource_limits.why_paused:
-            self._resource_limits.changed.clear()
-            await self._resource_limits.changed.wait()
+        while not self.resource_limits.why_paused:
+            self.resource_limits.changed.clear()
+            await self.resource_limits.changed.wait()
 
     async def until_wanted(self) -> None:
         """Returns when this peer may work; it is an observer meanwhile."""
-        while reason := self._resource_limits.why_paused or self._why_no_stage():
+        while reason := self.resource_limits.why_paused or self._why_no_stage():
             tries_again_s = UPKEEP_S if self._why_not_built else None
             self._why_not_built = ""
-            if self._gossip.own.paused != reason[:MAX_TEXT]:
-                self._gossip.update(
+            if self.gossip.own.paused != reason[:MAX_TEXT]:
+                self.gossip.update(
                     state=OBSERVING,
                     stage=OBSERVER_STAGE,
                     paused=reason[:MAX_TEXT],
@@ -76,32 +68,32 @@ class StandBy:
                     queue_length=0,
                     urgent=True,
                 )
-            self._resource_limits.changed.clear()
+            self.resource_limits.changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(tries_again_s):
-                    await self._resource_limits.changed.wait()
-        if self._gossip.own.paused:
-            self._gossip.update(state=JOINING, paused="", urgent=True)
+                    await self.resource_limits.changed.wait()
+        if self.gossip.own.paused:
+            self.gossip.update(state=JOINING, paused="", urgent=True)
 
     async def put_away(self) -> None:
         """Drops what a paused peer does not need: its microbatches, and what it knows of its
         disk."""
-        if self._feeder is not None:
-            self._feeder.leave()
-            self._feeder.write_off()
-        disk = self._disk
+        if self.feeder is not None:
+            self.feeder.leave()
+            self.feeder.write_off()
+        disk = self.disk
         if disk is not None:
             try:
                 found = await disk.worker.run(disk.checkpoints.available)
             except (SwarmnetError, OSError) as e:
                 log.warning("the checkpoints here cannot be read: %s", e)
                 found = []
-            self._recovery.found(found)
+            self.recovery.found(found)
 
     def _why_no_stage(self) -> str:
         """One could not be built, or, after a pause, none fits any more beside what other seats of
         the machine serve."""
         if self._why_not_built or not self._has_served:
             return self._why_not_built
-        reasons = [self._resource_limits.unfit(k) for k in range(self._num_stages)]
+        reasons = [self.resource_limits.unfit(k) for k in range(self.num_stages)]
         return reasons[0] if all(reasons) else ""
