@@ -298,7 +298,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     gossip.serves(replica)
     settings = run_settings(spec)
     averaging = Averaging(transport, gossip, settings, Limits(), replica)
-    handover = Handover(transport, gossip, settings, replica, averaging, random.Random())
+    handover = Handover(gossip, settings, replica, averaging, random.Random())
     updates = ZeroUpdates(replica, averaging, handover)
     moments = Moments(averaging, stage)
     tasks = Tasks("benchmark")

@@ -389,7 +389,6 @@ class Peer:
             await machine.worker.run(lambda: machine.build_local(stage, optimizer)),
         )
         return ServedStage(
-            self.transport,
             self.gossip,
             self.settings,
             self.limits,

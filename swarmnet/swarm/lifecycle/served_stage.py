@@ -36,7 +36,7 @@ from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.local_updates import LocalUpdates
 from swarmnet.swarm.update.rounds import Rounds, Updates, ZeroUpdates
 from swarmnet.swarm.update.state_sync import StateSync
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
@@ -47,7 +47,6 @@ class ServedStage:
 
     def __init__(
         self,
-        transport: Transport,
         gossip: Gossip,
         settings: RunSettings,
         limits: Limits,
@@ -62,7 +61,6 @@ class ServedStage:
         rng: random.Random,
     ) -> None:
         self.replica = replica
-        self._transport = transport
         self._gossip = gossip
         self._settings = settings
         self._steps = steps
@@ -70,12 +68,11 @@ class ServedStage:
         self._checkpointing = checkpointing
         self._openings = openings
         self._weights = weights
-        self.averaging = Averaging(transport, gossip, settings, limits, replica)
-        self._sync = StateSync(transport, gossip, limits, replica, rng)
-        self.handover = Handover(transport, gossip, settings, replica, self.averaging, rng)
-        self.updates = self._updates(transport, limits)
+        self.averaging = Averaging(gossip.transport, gossip, settings, limits, replica)
+        self._sync = StateSync(gossip, limits, replica, rng)
+        self.handover = Handover(gossip, settings, replica, self.averaging, rng)
+        self.updates = self._updates(limits)
         self.rounds = Rounds(
-            transport,
             gossip,
             settings,
             limits,
@@ -89,15 +86,15 @@ class ServedStage:
             gossip, settings.rounds, steps, replica, self.rounds, self.handover
         )
 
-    def _updates(self, transport: Transport, limits: Limits) -> Updates:
+    def _updates(self, limits: Limits) -> Updates:
         """What the run's mode does with a round's gradient."""
         gossip, replica, averaging = self._gossip, self.replica, self.averaging
         if replica.plan.mode in (DELAYED, AUTO):
             return DelayedUpdates(gossip, replica, averaging, self.handover)
         if replica.plan.mode == GOSSIP:
-            return GossipAveraging(transport, gossip, limits, replica, averaging)
+            return GossipAveraging(gossip, limits, replica, averaging)
         if replica.local is not None:
-            return LocalUpdates(transport, gossip, limits, replica, averaging)
+            return LocalUpdates(gossip, limits, replica, averaging)
         return ZeroUpdates(replica, averaging, self.handover)
 
     async def run(self) -> AsyncGenerator[Happened]:
@@ -151,7 +148,7 @@ class ServedStage:
         self._gossip.serves(None)
         for method in METHODS.values():
             if method.callee is not Callee.ANY:
-                serve(self._transport, method, _on_none)
+                serve(self._gossip.transport, method, _on_none)
 
     async def _join(self) -> list[Happened]:
         """Returns when the replica has the parameters of a round that is going on."""

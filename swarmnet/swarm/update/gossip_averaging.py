@@ -42,7 +42,7 @@ from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.averaging import Averaging, Behind
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
 from swarmnet.swarm.update.state_sync import StateSync
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.gossip_averaging")
@@ -59,7 +59,6 @@ MAX_COPIES = 3
 class GossipAveraging:
     """Implements `swarm.update.rounds.Updates`."""
 
-    transport: Transport
     gossip: Gossip
     limits: Limits
     replica: Replica
@@ -72,8 +71,8 @@ class GossipAveraging:
         self._copies = 0
         """Of donors that had moved on when they were complete."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
-        self.moments = Moments(self.transport, self.gossip, self.limits, self.replica)
-        serve(self.transport, OFFER, self._on_offer)
+        self.moments = Moments(self.gossip, self.limits, self.replica)
+        serve(self.gossip.transport, OFFER, self._on_offer)
 
     @property
     def local(self) -> LocalSteps:
@@ -208,7 +207,7 @@ class GossipAveraging:
 
     async def _momentum(self, donor: Record, j: int) -> Offer:
         reply = await call(
-            self.transport,
+            self.gossip.transport,
             donor.peer_id,
             FETCH_OPTIMIZER,
             Message(FetchRequest(max(donor.round - 1, 0), self.replica.index, j)),
@@ -316,7 +315,7 @@ class Meeting:
         self._feed(on.Stepped(True, attempt))
 
     async def _expire(self) -> None:
-        loop, traffic = asyncio.get_running_loop(), self._averaging.transport.traffic
+        loop, traffic = asyncio.get_running_loop(), self._gossip.transport.traffic
         self._wait.begin(loop.time())
         while not self._wait.is_over(loop.time()):
             await asyncio.sleep(LOOK_AGAIN_S)

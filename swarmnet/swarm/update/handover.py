@@ -36,7 +36,7 @@ from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.coded import check_contribution
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.handover")
@@ -63,7 +63,6 @@ class Adopted:
 class Handover:
     """Gives the gradients of one replica away, and takes those of others."""
 
-    transport: Transport
     gossip: Gossip
     settings: RunSettings
     replica: Replica
@@ -74,8 +73,8 @@ class Handover:
         self._coming: dict[str, Adopted] = {}
         """By leaver, what is not whole yet."""
         self._adopted: list[Adopted] = []
-        serve(self.transport, ADOPT, self._on_adopt)
-        serve(self.transport, ADOPTED, self._on_adopted)
+        serve(self.gossip.transport, ADOPT, self._on_adopt)
+        serve(self.gossip.transport, ADOPTED, self._on_adopted)
 
     # ---- the leaver -------------------------------------------------------------------------
 
@@ -181,7 +180,7 @@ class Handover:
         is_refused = False
         replica.transitions.give()
         try:
-            await call(self.transport, heir, ADOPTED, Message(request), timeout_s=ANSWER_S)
+            await call(self.gossip.transport, heir, ADOPTED, Message(request), timeout_s=ANSWER_S)
             log.info("%s has taken over %d samples of round %d", heir[-8:], num_samples, r)
             return True
         except RemoteError as e:

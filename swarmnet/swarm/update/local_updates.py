@@ -28,7 +28,7 @@ from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging, Pushed
 from swarmnet.swarm.update.exchange.shard_work import strike
 from swarmnet.swarm.update.state_sync import StateSync
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.local_updates")
@@ -38,14 +38,13 @@ log = logging.getLogger("swarmnet.local_updates")
 class Moments:
     """The moments of the own steps: given to newcomers, and fetched as one."""
 
-    transport: Transport
     gossip: Gossip
     limits: Limits
     replica: Replica
 
     def __post_init__(self) -> None:
         self._serving = asyncio.Semaphore(self.limits.max_serving)
-        serve(self.transport, FETCH_MOMENTS, self._on_fetch)
+        serve(self.gossip.transport, FETCH_MOMENTS, self._on_fetch)
 
     async def fetch(self, donor: Record) -> None:
         """Those of one donor; a shard's begin at zero where it does not give them, or has made no
@@ -63,7 +62,7 @@ class Moments:
         async with at_once:
             try:
                 reply = await call(
-                    self.transport,
+                    self.gossip.transport,
                     donor.peer_id,
                     FETCH_MOMENTS,
                     request,
@@ -111,7 +110,6 @@ async def common_of(sync: StateSync, donor: Record, j: int) -> Array:
 class LocalUpdates:
     """Implements `swarm.update.rounds.Updates`."""
 
-    transport: Transport
     gossip: Gossip
     limits: Limits
     replica: Replica
@@ -121,7 +119,7 @@ class LocalUpdates:
         self._have: dict[int, int] = {}
         """Of a newcomer: shards that it has, and the exchange that they come from."""
         self._takes_newer = True
-        self.moments = Moments(self.transport, self.gossip, self.limits, self.replica)
+        self.moments = Moments(self.gossip, self.limits, self.replica)
 
     @property
     def local(self) -> LocalSteps:

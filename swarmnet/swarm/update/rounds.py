@@ -31,7 +31,6 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.update.handover import Handover
-from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.rounds")
@@ -109,7 +108,6 @@ class ZeroUpdates:
 class Rounds:
     """Drives one replica from round to round."""
 
-    transport: Transport
     gossip: Gossip
     settings: RunSettings
     limits: Limits

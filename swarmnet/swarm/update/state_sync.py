@@ -23,7 +23,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.state_sync")
@@ -33,7 +33,6 @@ log = logging.getLogger("swarmnet.state_sync")
 class StateSync:
     """Gives the own parameters to others, and fetches those that the own replica lacks."""
 
-    transport: Transport
     gossip: Gossip
     limits: Limits
     replica: Replica
@@ -42,7 +41,7 @@ class StateSync:
     def __post_init__(self) -> None:
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self._waiting = 0
-        serve(self.transport, FETCH_PARAMETERS, self._on_fetch)
+        serve(self.gossip.transport, FETCH_PARAMETERS, self._on_fetch)
 
     # ---- donor ------------------------------------------------------------------------------
 
@@ -144,7 +143,7 @@ class StateSync:
         """A shard from one donor, checked against the digest in its record. Raises
         `SwarmnetError`."""
         reply = await call(
-            self.transport,
+            self.gossip.transport,
             donor.peer_id,
             FETCH_PARAMETERS,
             Message(FetchRequest(round_index, self.replica.index, j)),

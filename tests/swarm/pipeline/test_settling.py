@@ -21,7 +21,6 @@ from tests.swarm.one_replica import CALLEE, RUN, SIZES, WORK_S, OneReplica
 
 def rounds_of(pair: OneReplica) -> Rounds:
     return Rounds(
-        pair.gossip.transport,
         pair.gossip,
         RunSettings(RUN, 1, 8, 4, 9),
         pair.limits,
