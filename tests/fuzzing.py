@@ -32,7 +32,7 @@ from swarmnet.methods.table import METHODS
 from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, Restorable
 from swarmnet.spec import RunSpec
 from swarmnet.transport import frames
-from swarmnet.transport.calls.heads import MAX_TEXT
+from swarmnet.transport.calls.heads import MAX_TEXT, parse_error
 from swarmnet.transport.calls.hello import (
     MAX_FEATURE_CHARS,
     MAX_FEATURES,
@@ -43,7 +43,6 @@ from swarmnet.transport.calls.hello import (
     run_of,
     versions_of,
 )
-from swarmnet.transport.calls.remote_errors import parse_error
 from swarmnet.wire import Array, convert, pack, unpack, unpack_plain
 from tests.protocol.making import counted
 

@@ -12,8 +12,7 @@ from swarmnet.errors import NotReady, RemoteError, SwarmnetError, Unsupported
 from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import Envelope, Gate, Handler, Request
-from swarmnet.transport.calls.heads import Route
-from swarmnet.transport.calls.remote_errors import as_remote
+from swarmnet.transport.calls.heads import Route, as_remote
 from swarmnet.wire import Message, Packed, unpack_plain
 
 log = logging.getLogger("swarmnet.transport")

@@ -27,9 +27,8 @@ from swarmnet.errors import (
 from swarmnet.protocol.leftovers import Leftovers
 from swarmnet.protocol.timing import ANSWER_S, LEAST_WAIT_S
 from swarmnet.transport.base import Gate, Handler, Traffic
-from swarmnet.transport.calls.heads import FIRST_SEATS
+from swarmnet.transport.calls.heads import FIRST_SEATS, as_remote, describe, parse_error
 from swarmnet.transport.calls.pending import PendingCalls
-from swarmnet.transport.calls.remote_errors import as_remote, describe, parse_error
 from swarmnet.transport.frames import NOTIFY, PROGRESS, REPLY, REQUEST, check_arrays
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.listeners import Listeners

@@ -65,7 +65,7 @@ class OpenChannels:
         self.pool = BufferPool()
         self.pacer = Pacer(traffic.upload, self.queued_bytes)
         self.handlers = handlers
-        self.holdings = Holdings(handlers.has_standing)
+        self.holdings = Holdings(handlers)
         self.bans = Bans()
         self._is_closed = False
         self._all: dict[Channel, DirectWatcher | None] = {}

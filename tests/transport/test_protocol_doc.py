@@ -32,7 +32,6 @@ from swarmnet.transport.calls import (
     holdings,
     inbox,
     outbox,
-    remote_errors,
     served,
 )
 from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array, Packed, pack
@@ -63,7 +62,7 @@ def test_the_dumps_are_what_the_code_writes_and_reads() -> None:
     head = frames.head_frame(frames.REQUEST, 1, {"m": "x", "b": {"k": 1}}, arrays)
     parts = frames.part_frames(frames.REQUEST_PART, 1, arrays)
     assert request == head + b"".join(parts)
-    busy = remote_errors.describe(errors.Busy("full", backlog_s=0.5))
+    busy = heads.describe(errors.Busy("full", backlog_s=0.5))
     assert error == frames.head_frame(frames.ERROR, 1, {"e": busy})
     assert [m[:3] for m in read(note + request + error).done] == [
         (frames.NOTIFY, 0, {"m": "x"}),

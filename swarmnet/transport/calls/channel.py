@@ -252,7 +252,7 @@ class Channel(asyncio.BufferedProtocol):
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._inbox.is_silent = False
+        self._inbox.heard()
         try:
             if self.is_open:
                 self._reader.feed(nbytes)

@@ -9,9 +9,8 @@ questions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from swarmnet.wire import Packed
 
@@ -44,11 +43,18 @@ class Hold:
     is_stranger: bool
 
 
+class Standing(Protocol):
+    """Who knows which machines are let into the run."""
+
+    def has_standing(self, machine: str) -> bool:
+        """Has a peer on that machine been let in?"""
+
+
 class Holdings:
     """The room of one process."""
 
-    def __init__(self, has_standing: Callable[[str], bool]) -> None:
-        self._has_standing = has_standing
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
         self._by_machine: dict[str, int] = {}
         self.strangers_bytes = 0
         """Taken by all machines that had no standing then."""
@@ -59,7 +65,7 @@ class Holdings:
 
     def is_stranger(self, machine: str) -> bool:
         """Is it one of those that share one account?"""
-        return not self._has_standing(machine)
+        return not self._standing.has_standing(machine)
 
     def take(self, machine: str, num_bytes: int) -> Hold | None:
         """Room for so many bytes; None where there is none. What is alone always has room, where a

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 from swarmnet.errors import Busy, NotReady, ProtocolViolation
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.transport.base import Traffic
-from swarmnet.transport.calls.heads import method_of
+from swarmnet.transport.calls.heads import method_of, parse_error
 from swarmnet.transport.calls.holdings import Hold, Holdings, Overfull, bytes_of_call
 from swarmnet.transport.calls.pending import PendingCalls
-from swarmnet.transport.calls.remote_errors import parse_error
 from swarmnet.transport.calls.served import ServedCalls
 from swarmnet.transport.frames import (
     BUFFER_BYTES,
@@ -70,8 +69,8 @@ class Inbox:
         an array that arrives; `holdings`: the room for what arrives."""
         self.receiving_bytes = 0
         """Array bytes that are announced and have not come."""
-        self.is_silent = False
-        """Nothing has come since `expire` was asked last: to be unset when something does."""
+        self._is_silent = False
+        """Nothing has come since `expire` was asked last."""
         self._door = door
         self._calls = calls
         self._served = served
@@ -85,6 +84,10 @@ class Inbox:
         """Of the head that arrives now, where it is long."""
         self._aging: list[object] = []
         """What had begun when `expire` was asked last."""
+
+    def heard(self) -> None:
+        """Something has come, be it a part of a frame."""
+        self._is_silent = False
 
     def opening(self, kind: int, head_bytes: int) -> None:
         """`frames.Sink`. Raises `Overfull` where there is no room for the head."""
@@ -147,7 +150,7 @@ class Inbox:
         """To be asked at regular times: gives up the arrays of messages that had begun when it was
         asked last, where the peer is a stranger or has sent nothing since. False where a head
         arrives for so long."""
-        is_due = self.is_silent or self._holdings.is_stranger(self._door.remote)
+        is_due = self._is_silent or self._holdings.is_stranger(self._door.remote)
         aged = self._aging if is_due else []
         is_stuck = any(x is self._opening for x in aged) if self._opening is not None else False
         for key, assembly in list(self._assemblies.items()):
@@ -161,7 +164,7 @@ class Inbox:
         self._aging = [a for a in self._assemblies.values() if a.is_wanted]
         if self._opening is not None:
             self._aging.append(self._opening)
-        self.is_silent = True
+        self._is_silent = True
         return not is_stuck
 
     def clear(self) -> None:

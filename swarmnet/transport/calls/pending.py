@@ -24,8 +24,24 @@ class PendingCall:
     future: asyncio.Future[Message]
     on_progress: Callable[[Message], None] | None
     on_part: Callable[[], None] | None
-    part_bytes: int = 0
+    _part_bytes: int = 0
     """Of the reply, that have come since `on_part` was called."""
+
+    def progressed(self, note: Message) -> None:
+        """A progress message has come."""
+        if self.on_progress is None:
+            return
+        try:
+            self.on_progress(note)
+        except Exception:
+            log.exception("the progress of %s was not understood", self.method)
+
+    def part_came(self, num_bytes: int) -> None:
+        """Bytes of the reply's arrays have."""
+        self._part_bytes += num_bytes
+        if self.on_part is not None and self._part_bytes >= PART_BYTES:
+            self._part_bytes = 0
+            self.on_part()
 
 
 class PendingCalls:
@@ -79,23 +95,15 @@ class PendingCalls:
     def progress(self, call_id: int, note: Message) -> None:
         """A progress message has arrived."""
         call = self._calls.get(call_id)
-        if call is None or call.on_progress is None:
-            return
-        try:
-            call.on_progress(note)
-        except Exception:
-            log.exception("the progress of %s was not understood", call.method)
+        if call is not None:
+            call.progressed(note)
 
     def part(self, call_id: int, num_bytes: int) -> None:
         """Bytes of a reply's arrays have come. Fewer than a part holds do not count: whoever sends
         one byte at a time keeps nobody waiting."""
         call = self._calls.get(call_id)
-        if call is None or call.on_part is None:
-            return
-        call.part_bytes += num_bytes
-        if call.part_bytes >= PART_BYTES:
-            call.part_bytes = 0
-            call.on_part()
+        if call is not None:
+            call.part_came(num_bytes)
 
     def reply(self, call_id: int, reply: Message) -> None:
         """A reply has arrived; without effect where the caller gave up."""

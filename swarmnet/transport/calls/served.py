@@ -11,10 +11,16 @@ from typing import Any, Protocol
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, SwarmnetError
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.transport.base import Envelope
-from swarmnet.transport.calls.heads import MAX_TEXT, Route, method_of, route_of
-from swarmnet.transport.calls.holdings import Hold, Holdings, bytes_of_call
+from swarmnet.transport.calls.heads import (
+    MAX_TEXT,
+    Route,
+    as_remote,
+    describe,
+    method_of,
+    route_of,
+)
+from swarmnet.transport.calls.holdings import Hold, Holdings, Standing, bytes_of_call
 from swarmnet.transport.calls.outbox import Outgoing, outgoing
-from swarmnet.transport.calls.remote_errors import as_remote, describe
 from swarmnet.transport.frames import ERROR, PROGRESS, REPLY, REQUEST, Head
 from swarmnet.wire import Message, Packed
 
@@ -24,14 +30,11 @@ MAX_OPEN_CALLS = 8192
 """Requests (and notifications) of one peer that are being served; more are answered `Busy`."""
 
 
-class Service(Protocol):
+class Service(Standing, Protocol):
     """The handlers of a transport."""
 
     def serves(self, method: str) -> bool:
         """Is there a handler?"""
-
-    def has_standing(self, machine: str) -> bool:
-        """Has a peer on that machine been let in?"""
 
     def allows(self, remote: str) -> bool:
         """Counts a call of a peer; False where it calls too often."""
@@ -80,6 +83,10 @@ class Serving:
     """The method that it is counted under."""
     is_cancelled: bool = False
     """The caller waits no more."""
+
+    def cancel(self) -> None:
+        """The caller gives it up: its reply is not sent."""
+        self.is_cancelled = True
 
 
 class ServedCalls:
@@ -161,7 +168,7 @@ class ServedCalls:
         """The caller gave up: its reply is not sent."""
         serving = self._serving.get(call_id)
         if serving is not None:
-            serving.is_cancelled = True
+            serving.cancel()
         else:
             self._caller.withdraw_reply(call_id)
 

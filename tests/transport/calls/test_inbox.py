@@ -47,7 +47,7 @@ class World:
         self.traffic = Traffic()
         handlers = Handlers()
         self.standing = True
-        self.holdings = Holdings(lambda machine: self.standing)
+        self.holdings = Holdings(self)
         served = ServedCalls(handlers, self, self.holdings)
 
         async def hear(request: Request) -> Message:
@@ -64,6 +64,9 @@ class World:
             self.holdings,
         )
         self.feed = Reader(self.inbox).feed_bytes
+
+    def has_standing(self, machine: str) -> bool:
+        return self.standing
 
     def expects(self, kind: int) -> None:
         pass

@@ -41,7 +41,7 @@ class World:
     def __init__(self, handlers: Handlers) -> None:
         self.handlers = handlers
         self.caller = Caller()
-        self.holdings = Holdings(lambda machine: True)
+        self.holdings = Holdings(handlers)
         self.served = ServedCalls(handlers, self.caller, self.holdings)
         self.go = asyncio.Event()
 
