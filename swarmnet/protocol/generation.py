@@ -11,13 +11,24 @@ longer than keeps these passes at `DEVICE_SHARE` of the time.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from swarmnet.errors import Busy, NotReady, Refused, Stale
+from swarmnet.errors import (
+    Busy,
+    NoRoute,
+    NotNow,
+    NotReady,
+    Refused,
+    Stale,
+    SwarmnetError,
+    UserError,
+)
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.protocol.timing import UPKEEP_S
+from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S
 
 MAX_TOKENS = 4096
 """Of a text, the prompt included."""
@@ -35,6 +46,13 @@ IDLE_S = UPKEEP_S
 (tests/protocol/test_generation.py)."""
 LONGEST_S = 600.0
 """A session is dropped after this, whatever comes (tests/protocol/test_generation.py)."""
+KEEP_S = IDLE_S / LAPSES
+"""How often replicas are told that the text goes on."""
+ONE_ROUND_S = ANSWER_S
+"""For finding a round that all stages have; then the text mixes rounds
+(tests/swarm/generation/test_generating.py)."""
+REFUSED_S = CONNECT_S
+"""For an invite to become known to the peers that refuse."""
 TOKENS_PER_S, BURST_TOKENS = 256.0, 4.0 * MAX_TOKENS
 """Of one calling machine at a replica (tests/protocol/test_generation.py)."""
 DEVICE_SHARE = 0.1
@@ -223,3 +241,74 @@ class DeviceTurn:
     def worked(self, work_s: float, now: float) -> None:
         """A pass took so long, and is over now."""
         self._next_at = max(self._next_at, now + work_s * (1.0 / DEVICE_SHARE - 1.0))
+
+
+# ---- at the one who asks for a text -------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of asking the replicas of a stage for a session."""
+
+    error: SwarmnetError = field(default_factory=lambda: NoRoute("nobody was asked"))
+    """Of the last one that has none."""
+    peers: list[str] = field(default_factory=list)
+    """Those that have one."""
+    offers: list[int] = field(default_factory=list)
+    """Rounds that those have which refused."""
+    is_full: bool = False
+    """One that refused had no room for a copy."""
+    is_coded: bool = False
+    """One takes activations only as the run codes them, and that was not wanted."""
+
+    def refused(self, error: SwarmnetError) -> None:
+        """A replica opened none."""
+        self.error = error
+        theirs = error.details.get("round") if isinstance(error, (Stale, NotReady)) else None
+        if isinstance(theirs, int):
+            self.offers.append(theirs)
+            self.is_full |= error.details.get("is_full") is True
+
+    def only_coded(self) -> None:
+        """A replica would take activations only as the run codes them."""
+        self.is_coded = True
+        self.error = NotReady("its peers have an older version")
+
+
+def newest_common(rounds: Sequence[Collection[int]]) -> int:
+    """The newest round that every stage has, or will have. `rounds`: those of its replicas, by
+    stage."""
+    common = set.intersection(*map(set, rounds))
+    return max(common) if common else min(max(r, default=0) for r in rounds)
+
+
+def gives_up(found: Sequence[Found], waited_s: float) -> None:
+    """Raises `UserError` where a stage without a session refuses, `NotNow` where another reason
+    lasts: after `waited_s` seconds it is of no use to ask again."""
+    for k, stage in enumerate(found):
+        if stage.peers:
+            continue
+        if isinstance(stage.error, Refused) and waited_s >= REFUSED_S:
+            raise UserError(f"stage {k} does not write: {stage.error}")
+        if waited_s >= PATIENCE_S:
+            raise NotNow(f"stage {k} does not write now: {stage.error}; try again")
+
+
+def next_offer(found: Sequence[Found]) -> int | None:
+    """The newest round that all stages may have which had no session, by what they offer; None
+    where they offer none."""
+    bounds = [max(stage.offers) for stage in found if not stage.peers and stage.offers]
+    return min(bounds, default=None)
+
+
+def mixes_rounds(found: Sequence[Found], waited_s: float) -> bool:
+    """Whether the text goes on without a copy of one round: none was found for long, or there is no
+    room for one."""
+    return waited_s >= ONE_ROUND_S or any(stage.is_full for stage in found)
+
+
+def is_round_lost(found: Found, round_index: int, until: Deadline, now: float) -> bool:
+    """Whether no replica of a stage will have the round of a text any more, for which none has
+    opened a session. `until`: how long it may be looked for."""
+    is_past = bool(found.offers) and min(found.offers) > round_index
+    return is_past or until.is_over(now)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.errors import Busy, NotReady, Refused, Stale, SwarmnetError
+from swarmnet.errors import Busy, NotNow, NotReady, Refused, Stale, SwarmnetError, UserError
 from swarmnet.protocol.generation import (
     BURST_TOKENS,
     DEVICE_SHARE,
@@ -16,15 +16,25 @@ from swarmnet.protocol.generation import (
     MAX_SESSIONS,
     MAX_SESSIONS_EACH,
     MAX_TOKENS,
+    ONE_ROUND_S,
+    REFUSED_S,
     TOKENS_PER_S,
     DeviceTurn,
+    Found,
     Key,
     Parameters,
     Session,
     Sessions,
     Wish,
+    gives_up,
+    is_round_lost,
+    mixes_rounds,
+    newest_common,
+    next_offer,
     pass_tokens,
 )
+from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.timing import PATIENCE_S
 
 KEY = ("caller", "text")
 
@@ -185,3 +195,64 @@ def test_only_known_errors_reach_a_caller() -> None:
     for position, count in ((0, 1), (1 << 62, 1), (0, 1 << 62)):
         with pytest.raises(SwarmnetError):
             sessions.begin(KEY, position, count, 0.0)
+
+
+# ---- at the one who asks for a text -------------------------------------------------------------
+
+
+def said(*errors: SwarmnetError, peers: tuple[str, ...] = ()) -> Found:
+    found = Found(peers=list(peers))
+    for error in errors:
+        found.refused(error)
+    return found
+
+
+def test_what_replicas_offer_in_place_of_a_round_is_remembered() -> None:
+    full = Stale("no room", round=4, is_full=True)
+    found = said(Stale("over", round=6), NotReady("not begun", round=3), full, Busy("many"))
+    assert (found.offers, found.is_full) == ([6, 3, 4], True)
+    assert isinstance(found.error, Busy)
+    assert said(NotReady("joining")).offers == []
+    assert not said(Stale("over", round=6)).is_full
+    found.only_coded()
+    assert found.is_coded
+    assert isinstance(found.error, NotReady)
+
+
+def test_the_round_is_the_newest_that_every_stage_has_or_will_have() -> None:
+    assert newest_common([{3, 4}, {4, 5}, {2, 4}]) == 4
+    assert newest_common([{3, 4}, {5}]) == 4, "no common one: the newest of the stage behind"
+    assert newest_common([{3}, set()]) == 0
+
+
+def test_the_next_try_is_by_the_offers_of_the_stages_that_refused() -> None:
+    over = said(Stale("over", round=6), Stale("over", round=7))
+    assert next_offer([over, said(Stale("over", round=9))]) == 7
+    assert next_offer([over, said(Stale("over", round=2), peers=("a",))]) == 7
+    assert next_offer([said(Busy("many")), said(peers=("a",))]) is None
+
+
+def test_after_a_while_or_where_there_is_no_room_a_text_mixes_rounds() -> None:
+    assert not mixes_rounds([said(Stale("over", round=6))], ONE_ROUND_S - 0.1)
+    assert mixes_rounds([said(Stale("over", round=6))], ONE_ROUND_S)
+    assert mixes_rounds([said(), said(Stale("no room", round=4, is_full=True))], 0.0)
+
+
+def test_replicas_that_refuse_are_not_asked_for_long_and_others_for_longer() -> None:
+    refused, busy = said(Refused("no invite")), said(Busy("many"))
+    gives_up([refused, busy], REFUSED_S - 0.1)
+    with pytest.raises(UserError, match="stage 1 does not write: no invite"):
+        gives_up([said(peers=("a",)), refused], REFUSED_S)
+    gives_up([busy], PATIENCE_S - 0.1)
+    with pytest.raises(NotNow, match="stage 0 does not write now: many"):
+        gives_up([busy], PATIENCE_S)
+    gives_up([said(Refused("no invite"), peers=("a",))], PATIENCE_S)
+
+
+def test_a_round_is_lost_when_all_are_past_it_or_none_was_found_in_time() -> None:
+    until = Deadline(50.0)
+    assert not is_round_lost(said(NotReady("not begun", round=2)), 4, until, 49.9)
+    assert not is_round_lost(said(Stale("over", round=5), Stale("", round=4)), 4, until, 49.9)
+    assert is_round_lost(said(Stale("over", round=5)), 4, until, 49.9)
+    assert not is_round_lost(said(Busy("many")), 4, until, 49.9)
+    assert is_round_lost(said(Busy("many")), 4, until, 50.0)

@@ -12,7 +12,6 @@ the run's codec is: so the text is that of the exported model, which knows of no
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,18 +19,26 @@ from swarmnet.errors import (
     Busy,
     NoRoute,
     NotNow,
-    NotReady,
     ProtocolViolation,
-    Refused,
     RemoteError,
-    Stale,
     SwarmnetError,
     TransportError,
     UserError,
 )
 from swarmnet.methods.microbatch import GENERATE, GenerateReply, GenerateRequest
-from swarmnet.protocol.generation import IDLE_S, LONGEST_S
-from swarmnet.protocol.timing import ANSWER_S, BULK_S, CONNECT_S, LAPSES, PATIENCE_S
+from swarmnet.protocol.generation import (
+    KEEP_S,
+    LONGEST_S,
+    ONE_ROUND_S,
+    Found,
+    gives_up,
+    is_round_lost,
+    mixes_rounds,
+    newest_common,
+    next_offer,
+)
+from swarmnet.protocol.moments import NEVER, Deadline, Since
+from swarmnet.protocol.timing import BULK_S, PATIENCE_S
 from swarmnet.swarm.calls import notify
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES, RETRY_S
@@ -40,14 +47,6 @@ from swarmnet.wire import Array, Message, array_bytes
 TOKEN_BYTES = 4
 KEPT_REPLICAS = 2
 """Of each stage: one that works, and one in reserve."""
-KEEP_S = IDLE_S / LAPSES
-"""How often replicas are told that the text goes on."""
-ONE_ROUND_S = ANSWER_S
-"""For finding a round that all stages have; then the text mixes rounds
-(tests/swarm/generation/test_generating.py)."""
-REFUSED_S = CONNECT_S
-"""For an invite to become known to the peers that refuse."""
-
 Tell = Callable[[str], None]
 Check = Callable[[tuple[Array, ...]], object]
 
@@ -80,19 +79,9 @@ class _Stage:
         self.shape = array.shape[2:]
         self.given += memoryview(array.data).cast("B")
 
-
-@dataclass(slots=True)
-class _Found:
-    """What came of asking the replicas of a stage for a session."""
-
-    peers: list[str] = field(default_factory=list)
-    offers: list[int] = field(default_factory=list)
-    """Rounds that those have which refused."""
-    is_full: bool = False
-    """One that refused had no room for a copy."""
-    is_coded: bool = False
-    """One takes activations only as the run codes them, and that was not wanted."""
-    error: SwarmnetError = field(default_factory=lambda: NoRoute("nobody was asked"))
+    def mixes(self) -> None:
+        """No replica keeps a copy of the text's round: it goes on with others."""
+        self.is_copied = False
 
 
 class RemoteText:
@@ -138,16 +127,16 @@ class RemoteText:
         self._done = 0
         """Tokens that have gone through all stages."""
         self._is_open = False
-        self._kept_at = 0.0
+        self._kept = Since()
         self._told: set[str] = set()
-        self._until = math.inf
+        self._until = Deadline(NEVER)
 
     async def extend(self, tokens: Sequence[int], num_logits: int = 0) -> tuple[Array, ...]:
         """Takes the next tokens; returns the logits after the last one: float32 (1, V), or the
         largest `num_logits` of them and, int32, whose they are. Raises `UserError` where the run
         refuses it, `NotNow` where it cannot do it at present."""
         if not self._tokens:
-            self._until = asyncio.get_running_loop().time() + LONGEST_S
+            self._until = Deadline.after(asyncio.get_running_loop().time(), LONGEST_S)
         self._tokens += tokens
         while True:
             try:
@@ -173,7 +162,7 @@ class RemoteText:
     async def _open(self) -> None:
         """Finds replicas of all stages that have the parameters of one round."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = Since(loop.time())
         wanted, mixes = self._newest(), False
         self._is_exact = self._wants_exact
         while True:
@@ -187,44 +176,29 @@ class RemoteText:
                     f"the peers of stage {coded[0]} have an older version: activations go from "
                     "stage to stage coded, and the text may not be that of the exported model"
                 )
-            self._give_up(found, loop.time() - began)
-            bounds = [max(f.offers) for f in found if not f.peers and f.offers]
-            wanted = min(bounds) if bounds else self._newest()
-            mixes = loop.time() - began >= ONE_ROUND_S or any(f.is_full for f in found)
-            if not bounds:
+            for k, f in enumerate(found):
+                for peer_id in f.peers:
+                    self._end(k, peer_id)
+            waited_s, offer = began.s(loop.time()), next_offer(found)
+            gives_up(found, waited_s)
+            wanted = self._newest() if offer is None else offer
+            mixes = mixes_rounds(found, waited_s)
+            if offer is None:
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
         self._stages = [_Stage(peers=f.peers) for f in found]
         self.round = wanted
         self._done = 0
         self._is_open = True
-        self._kept_at = loop.time()
-
-    def _give_up(self, found: Sequence[_Found], waited_s: float) -> None:
-        """Ends the sessions of a try that failed. Where waiting is of no use, raises `UserError` if
-        the replicas refuse, else `NotNow`."""
-        for k, f in enumerate(found):
-            for peer_id in f.peers:
-                self._end(k, peer_id)
-        for k, f in enumerate(found):
-            if f.peers:
-                continue
-            if isinstance(f.error, Refused) and waited_s >= REFUSED_S:
-                raise UserError(f"stage {k} does not write: {f.error}")
-            if waited_s >= PATIENCE_S:
-                raise NotNow(f"stage {k} does not write now: {f.error}; try again")
+        self._kept.begin(loop.time())
 
     def _newest(self) -> int:
-        """The newest round that every stage has, or will have."""
-        now = asyncio.get_running_loop().time()
-        rounds = [
-            {r.round for r in self._gossip.view.in_reach(k, now)} for k in range(len(self._stages))
-        ]
-        common = set.intersection(*rounds)
-        return max(common) if common else min(max(r, default=0) for r in rounds)
+        now, view = asyncio.get_running_loop().time(), self._gossip.view
+        stages = range(len(self._stages))
+        return newest_common([{r.round for r in view.in_reach(k, now)} for k in stages])
 
-    async def _ask(self, k: int, round_index: int, mixes: bool) -> _Found:
+    async def _ask(self, k: int, round_index: int, mixes: bool) -> Found:
         """Opens a session at one replica of a stage, and at another one in reserve."""
-        found = _Found(error=NoRoute(f"no replica of stage {k} is known"))
+        found = Found(error=NoRoute(f"no replica of stage {k} is known"))
         for peer_id in self._replicas(k):
             self._asked[k, peer_id] = None
             try:
@@ -244,15 +218,10 @@ class RemoteText:
             except SwarmnetError as e:
                 self._failed(peer_id, e)
                 self._end(k, peer_id)
-                found.error = e
-                theirs = getattr(e, "details", {}).get("round")
-                if isinstance(theirs, int) and isinstance(e, (Stale, NotReady)):
-                    found.offers.append(theirs)
-                    found.is_full |= e.details.get("is_full") is True
+                found.refused(e)
                 continue
             if self._is_exact and not said.exact:
-                found.is_coded = True
-                found.error = NotReady("its peers have an older version")
+                found.only_coded()
                 self._end(k, peer_id)
                 continue
             if not said.is_copied and found.peers:  # it would be of no use
@@ -320,7 +289,7 @@ class RemoteText:
                 await asyncio.sleep(max(RETRY_S, min(e.backlog_s, KEEP_S)))
         if not reply.body.is_copied:
             self._say(f"stage {k} keeps no copy of round {self.round}: this text mixes rounds")
-            self._stages[k].is_copied = False
+            self._stages[k].mixes()
         made = reply.arrays
         if k == len(self._stages) - 1:
             self._check(made)
@@ -335,17 +304,18 @@ class RemoteText:
         `RoundLost` where none has the round, `NotNow` where time is over."""
         stage = self._stages[k]
         loop = asyncio.get_running_loop()
-        until = loop.time() + ONE_ROUND_S
+        until = Deadline.after(loop.time(), ONE_ROUND_S)
         while True:
             self._check_time(why)
             if not stage.peers:
                 found = await self._ask(k, self.round, mixes=not stage.is_copied)
-                stage.peers, why = found.peers, why if found.peers else found.error
-                if not stage.peers:
-                    if loop.time() >= until or (found.offers and min(found.offers) > self.round):
+                if not found.peers:
+                    why = found.error
+                    if is_round_lost(found, self.round, until, loop.time()):
                         raise RoundLost(f"stage {k} has lost the replicas of this text")
                     await self._gossip.changed.wait(LOOK_AGAIN_S)
                     continue
+                stage.peers.extend(found.peers)
             try:
                 for start in range(0, self._done, self._pass_tokens):
                     stop = min(start + self._pass_tokens, self._done)
@@ -361,10 +331,8 @@ class RemoteText:
     async def _keep(self) -> None:
         """Tells the replicas, now and then, that the text goes on: those in reserve, and those that
         have nothing to do while others are given what they lack."""
-        now = asyncio.get_running_loop().time()
-        if now - self._kept_at < KEEP_S:
+        if not self._kept.is_due(asyncio.get_running_loop().time(), KEEP_S):
             return
-        self._kept_at = now
         kept = [(k, p) for k, stage in enumerate(self._stages) for p in stage.peers]
         asking = (self._call(p, GenerateRequest(k, self._name)) for k, p in kept)
         answers = await asyncio.gather(*asking, return_exceptions=True)
@@ -393,7 +361,7 @@ class RemoteText:
             self._gossip.probe(peer_id)
 
     def _check_time(self, why: SwarmnetError) -> None:
-        if asyncio.get_running_loop().time() >= self._until:
+        if self._until.is_over(asyncio.get_running_loop().time()):
             raise NotNow(f"the text was not done in {LONGEST_S:.0f} s: {why}")
 
     def _say(self, line: str) -> None:
