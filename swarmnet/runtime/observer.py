@@ -51,7 +51,6 @@ class Observer:
         self.transport = transport
         self._tasks = Tasks("observer")
         self._dispatcher = Dispatcher(
-            transport,
             gossip,
             Limits(),
             spec.pipeline.num_stages,

@@ -176,7 +176,6 @@ class Peer:
         """The way of microbatches."""
         self._here = Serving()
         self.dispatcher = Dispatcher(
-            self.transport,
             self.gossip,
             self.limits,
             self.settings.num_stages,
@@ -185,7 +184,6 @@ class Peer:
             overlaps=self.settings.sync_mode in (DELAYED, AUTO),
         )
         self.steps = StepService(
-            self.transport,
             self.gossip,
             self.dispatcher,
             self.limits,
@@ -205,7 +203,6 @@ class Peer:
                 data = late
         self.feeder = (
             Feeder(
-                self.transport,
                 self.gossip,
                 self.dispatcher,
                 self.steps,

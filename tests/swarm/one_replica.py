@@ -63,7 +63,7 @@ class Caller:
         self.transport = self.gossip.transport
         self.transport.traffic.upload.total.add(int(upload_bytes_per_s), 1.0)
         self.dispatcher = Dispatcher(
-            self.transport, self.gossip, pair.limits, 1, SIZES.tokens_per_microbatch, pair.rng
+            self.gossip, pair.limits, 1, SIZES.tokens_per_microbatch, pair.rng
         )
 
     async def step(
@@ -109,7 +109,7 @@ class OneReplica:
 
     def _serving(self, name: str, slower: float = 1.0) -> tuple[Gossip, StepService]:
         gossip = self.join(name, FAST_LINK, state=ACTIVE, stage=0)
-        dispatcher = Dispatcher(gossip.transport, gossip, self.limits, 1, 4, self.rng)
+        dispatcher = Dispatcher(gossip, self.limits, 1, 4, self.rng)
         replica = Replica(
             SyntheticStage(0, 1, SIZES, ignore),
             SyntheticOptimizer(0, SIZES, ignore),
@@ -119,7 +119,7 @@ class OneReplica:
         )
         serving = Serving()
         serving.begin(replica)
-        return gossip, StepService(gossip.transport, gossip, dispatcher, self.limits, serving)
+        return gossip, StepService(gossip, dispatcher, self.limits, serving)
 
     async def feed(self, microbatch_id: int) -> Passed:
         """A microbatch of the replica's own data."""

@@ -38,11 +38,11 @@ class FullStages:
     """By stage, when a replica said last that it had no room."""
 
     def asks(self, stage: int, upload_s: float, work_s: float | None, now: float) -> bool:
-        """Where the arrays' way or the work (`work_s`, None while unknown) takes far longer than
-        asking, it pays to ask several replicas first: callers that guess send bursts to some and
-        nothing to others, and none finds out that it is full only when the activation has gone up
-        the link for nothing. So it does where queues are long: callers that have asked fill
-        them."""
+        """Whether several replicas are asked first. It pays where the arrays' way or the work
+        (`work_s`, None while unknown) takes far longer than asking: callers that guess send bursts
+        to some and nothing to others, and none finds out that it is full only when the activation
+        has gone up the link for nothing. So it does where queues are long: callers that have asked
+        fill them."""
         if work_s is not None and work_s > ASK_WORK_S:
             return True
         crowded = self._crowded.get(stage)
@@ -105,4 +105,5 @@ def wait_s(
     if is_last:
         return max(device_s, link_s) + each_s
     # Of two that could begin at once, the faster one.
-    return max(device_s, link_s) + IN_HAND_PART * max(num_inside, LEAST_IN_HAND) * each_s
+    in_hand = max(num_inside, LEAST_IN_HAND)
+    return max(device_s, link_s) + IN_HAND_PART * in_hand * each_s

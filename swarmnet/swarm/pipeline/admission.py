@@ -19,7 +19,7 @@ from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 
 
@@ -29,14 +29,12 @@ class AdmissionControl:
 
     def __init__(
         self,
-        transport: Transport,
         gossip: Gossip,
         limits: Limits,
         resource_limits: ResourceLimits,
         flights: Flights,
         serving: Serving,
     ) -> None:
-        self._transport = transport
         self._gossip = gossip
         self._flights = flights
         self.limits = limits
@@ -107,7 +105,7 @@ class AdmissionControl:
         self._places.drop_round(round_index)
 
     def _wait_s(self, replica: Replica, round_index: int) -> float:
-        traffic = self._transport.traffic
+        traffic = self._gossip.transport.traffic
         return wait_s(
             device_s=self._num_waiting(replica, round_index) * replica.measured.piece_s,
             link_s=traffic.upload_s(traffic.queued_bytes()),

@@ -45,7 +45,7 @@ from swarmnet.swarm.membership.live_calls import PROBE_PART
 from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.transport.base import Handler, Request, Transport
+from swarmnet.transport.base import Handler, Request
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.wiring")
@@ -111,7 +111,6 @@ class Dispatcher:
     """Calls to the replicas of stages, this peer's own among them: that is a link of zero
     length."""
 
-    transport: Transport
     gossip: Gossip
     limits: Limits
     num_stages: int
@@ -125,6 +124,9 @@ class Dispatcher:
     """By stage."""
     _full: FullStages = field(default_factory=FullStages)
     _asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(ASKING_AT_A_TIME))
+
+    def __post_init__(self) -> None:
+        self.transport = self.gossip.transport
 
     def handle(self, method: Method[Any, Any], handler: Handler) -> None:
         """Serves a method of this peer's stage, to others and to itself."""

@@ -42,7 +42,7 @@ from swarmnet.swarm.pipeline.step import StepService, check_tokens
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.feeder")
@@ -80,7 +80,6 @@ class NoJournal:
 class Feeder:
     """Feeds the own replica's round whenever the view says that this peer is a feeder."""
 
-    transport: Transport
     gossip: Gossip
     dispatcher: Dispatcher
     steps: StepService
@@ -90,6 +89,7 @@ class Feeder:
     journal: Journal = field(default_factory=NoJournal)
 
     def __post_init__(self) -> None:
+        self.transport = self.gossip.transport
         self.num_completed = 0
         """Microbatches of its own that have counted."""
         self.rounds = FedRounds(self.settings.num_stages)

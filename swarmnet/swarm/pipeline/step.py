@@ -37,7 +37,7 @@ from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import MAX_TRIES
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.step")
@@ -69,7 +69,6 @@ class Measured:
 class StepService:
     """Serves `step`, `admit` and `commit` for the stage of this peer."""
 
-    transport: Transport
     gossip: Gossip
     dispatcher: Dispatcher
     limits: Limits
@@ -77,11 +76,11 @@ class StepService:
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
 
     def __post_init__(self) -> None:
+        self.transport = self.gossip.transport
         self.events: asyncio.Queue[Contested | Measured] = asyncio.Queue(MAX_EVENTS)
         """What its peer is to act on."""
         self.flights = Flights()
         self.admission = AdmissionControl(
-            self.transport,
             self.gossip,
             self.limits,
             self.resource_limits,
