@@ -264,8 +264,9 @@ class Found:
     def refused(self, error: SwarmnetError) -> None:
         """A replica opened none."""
         self.error = error
-        theirs = error.details.get("round") if isinstance(error, (Stale, NotReady)) else None
-        if isinstance(theirs, int):
+        if not isinstance(error, (Stale, NotReady)):
+            return
+        if isinstance(theirs := error.details.get("round"), int):
             self.offers.append(theirs)
             self.is_full |= error.details.get("is_full") is True
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.codecs import INT8
 from swarmnet.protocol.membership.assignment import Adaptive, Assigner
+from swarmnet.protocol.membership.pace import GossipSettings
 from swarmnet.protocol.slots import num_slots_of
 from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
@@ -15,7 +16,6 @@ from swarmnet.simulation.coding import Coding, PassCoding
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
-from swarmnet.swarm.membership.pace import GossipSettings
 from swarmnet.swarm.settings import Limits
 
 SERVICE_S = 4.0

@@ -19,6 +19,7 @@ from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.methods.contact import SPEC, SpecReply
 from swarmnet.ports import Data
 from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.pace import GossipSettings
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -46,10 +47,9 @@ from swarmnet.swarm.lifecycle.served_stage import ServedStage
 from swarmnet.swarm.lifecycle.stand_by import StandBy
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.membership.own_record import Signer
-from swarmnet.swarm.membership.pace import GossipSettings
 from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.membership.records import Signer
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.feeder import Feeder, Journal, NoJournal
 from swarmnet.swarm.pipeline.infer import InferService

@@ -14,7 +14,10 @@ itself. What others say only makes it look:
   `protocol.membership.reconnect`, whose pauses grow; and where a channel to it opens.
 - **Suspicions of others** lead to a look. They count only against a peer that is lost already, for
   which a look of this peer says nothing new.
-- **Time in which this process stood still** does not count: what others sent has not been read yet.
+- **Time in which this process stood still** does not count (`AwakeTime`). A machine that swaps, or
+  is suspended, or has a disk that hangs, stops for seconds without knowing. When it goes on,
+  deadlines of others have passed, and what these sent meanwhile has not been read: the others were
+  not silent.
 
 A lost peer of which there is news since is *out of reach*: it takes part in the run, and this peer
 cannot call it. `view.View` finds out whether it is in the same part of the swarm.
@@ -30,7 +33,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
-from swarmnet.protocol.membership.awake import AwakeTime
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 
@@ -40,6 +42,19 @@ having called it (tests/protocol/membership/test_failure_detector.py)."""
 SUSPECT_S = 6.0
 """For so long a lost peer with an open channel may be back at any moment: its work is waited for.
 It protects the gradient of a machine that swaps (tests/swarm/pipeline/test_stalls.py)."""
+TICK_S = 0.5
+"""Between two ticks of a process that runs; what passes by time alone is looked at with them, and a
+callee that has not answered by then is probed. It protects from waiting for the deadline of a call
+whose callee is silent (tests/swarm/update/test_live_calls.py)."""
+LATE_S = 1.0
+"""A tick that comes so much later shows that the process has stood still. It protects others from
+this process's own stalls (tests/protocol/membership/test_awake.py)."""
+PROBE_TIMEOUT_S = 2.0
+"""For the answer to a ping, over a channel that is open. It protects from a peer that is silent
+with its channels open (tests/swarm/membership/test_detection.py)."""
+PROBE_PART = 0.2
+"""Of the time that calls take or have taken: until a callee is probed, and again. It protects
+peers that are slow from being probed all the time (tests/swarm/update/test_live_calls.py)."""
 MAX_SUSPICIONS = 256
 """Suspicions told to others at once, the newest."""
 
@@ -101,6 +116,61 @@ class _Loss:
     """Its death, after the time for which it was SUSPECT, has been told."""
     had_news: bool = False
     """The first news since have led to a look."""
+
+
+class AwakeTime:
+    """Of one process, which ticks every `TICK_S` while it runs."""
+
+    def __init__(self) -> None:
+        self._due = math.inf
+        """When the next tick ought to come; infinity while it does not tick."""
+        self.stalled_s = 0.0
+        """How long the process has stood still, in all."""
+
+    def tick(self, now: float) -> None:
+        """The process runs, and ticks again after `TICK_S`. `stall` comes first."""
+        self._due = now + TICK_S
+
+    def stop(self) -> None:
+        """No further tick comes: from now on it is an ordinary clock."""
+        self._due = math.inf
+
+    def stall(self, now: float) -> float:
+        """For how long the process has just stood still, seconds; 0 as a rule. Each stall is
+        returned once, to the first that asks after it."""
+        late_s = now - self._due
+        if late_s <= LATE_S:
+            return 0.0
+        self._due = now
+        self.stalled_s += late_s
+        return late_s
+
+    def time(self, now: float) -> float:
+        """`now` without the stalls; never runs backwards by more than `LATE_S`."""
+        return now - self.stalled_s
+
+
+class LateCallees:
+    """Callees whose answer should have come: each is looked at, the less often the longer its calls
+    take anyway."""
+
+    def __init__(self) -> None:
+        self._looked_at: dict[str, float] = {}
+
+    def is_due(self, peer_id: str, began: float, usual_s: float, now: float) -> bool:
+        """Whether a callee is to be looked at, which counts as done then. `began`: its oldest open
+        call. `usual_s`: how long such calls take; 0 where that is unknown."""
+        waited_s = now - began
+        pause_s = max(TICK_S, PROBE_PART * max(waited_s, usual_s))
+        looked_at = self._looked_at.get(peer_id, -math.inf)
+        if waited_s < pause_s or now - looked_at < pause_s:
+            return False
+        self._looked_at[peer_id] = now
+        return True
+
+    def forget(self, peer_id: str) -> None:
+        """No call to this one is open any more."""
+        self._looked_at.pop(peer_id, None)
 
 
 class FailureDetector:

@@ -1,11 +1,13 @@
 """Which peers this one can call, and which are in another part of the swarm, over a view's records.
 
-The failure detector knows whether a peer answers, and the records who cannot call whom. Together
-they say who takes part in the run here (`partition`)."""
+The failure detector knows whether a peer answers, and the records who cannot call whom: each names
+the living peers that its peer cannot call. Two peers are *cut* where one names the other; a call
+between them needs a third. A partition is a cut of many pairs at once: no path of serving peers
+leads to the other side, though there may be news of it through an onlooker."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from swarmnet.protocol.membership.failure_detector import (
     DEAD,
@@ -14,7 +16,7 @@ from swarmnet.protocol.membership.failure_detector import (
     Look,
     State,
 )
-from swarmnet.protocol.membership.partition import are_cut, connected
+from swarmnet.protocol.membership.indices import ALL, AnswerCache, RoundCounters, StageIndex
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     JOINING,
@@ -25,12 +27,57 @@ from swarmnet.protocol.membership.records import (
     Record,
     Stamp,
 )
-from swarmnet.protocol.membership.round_counters import RoundCounters
-from swarmnet.protocol.membership.stage_index import ALL, AnswerCache, StageIndex
 
 MAX_STAMP_LEAD = 256
 """Versions by which a suspicion may run ahead of the record that is known here. A lie about a
 version far in the future would otherwise silence a peer for good."""
+
+
+def are_cut(one: Record | None, other: Record | None) -> bool:
+    """Whether one of two peers says that it cannot call the other."""
+    if one is None or other is None:
+        return False
+    return one.peer_id in other.unreached or other.peer_id in one.unreached
+
+
+def num_cuts(records: Iterable[Record]) -> dict[str, int]:
+    """For each of these peers, from how many of the others it is cut; those from none are left
+    out."""
+    among = {r.peer_id: r for r in records}
+    pairs = {
+        (min(r.peer_id, p), max(r.peer_id, p))
+        for r in among.values()
+        for p in r.unreached
+        if p in among and p != r.peer_id
+    }
+    counts: dict[str, int] = {}
+    for pair in sorted(pairs):
+        for peer_id in pair:
+            counts[peer_id] = counts.get(peer_id, 0) + 1
+    return counts
+
+
+def connected(own_peer_id: str, lost: Iterable[str], serving: Mapping[str, Record]) -> set[str]:
+    """The peers among `serving` to which a path of serving peers leads from the own one, which
+    cannot reach `lost` itself."""
+    missing = set(lost)
+    rest = {p: r for p, r in serving.items() if p != own_peer_id}
+    found: set[str] = set()
+    frontier = [p for p in rest if p not in missing]
+    while frontier:
+        found.update(frontier)
+        for p in frontier:
+            del rest[p]
+        new: dict[str, None] = {}
+        for p in frontier:
+            if not rest:
+                break
+            record = serving[p]
+            new.update(dict.fromkeys(q for q, r in rest.items() if not are_cut(record, r)))
+            if len(new) == len(rest):
+                break
+        frontier = list(new)
+    return found
 
 
 class Reach:
@@ -79,6 +126,16 @@ class Reach:
     def are_cut(self, one: str, other: str) -> bool:
         """Whether one of two peers says that it cannot call the other."""
         return are_cut(self._records.get(one), self._records.get(other))
+
+    def go_betweens(self, origin: str, serving: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+        """The peers among `serving` that are cut from `origin`, each with the first of the others
+        that reaches both."""
+        for peer_id in serving:
+            if peer_id == origin or not self.are_cut(origin, peer_id):
+                continue
+            others = (p for p in serving if p not in (peer_id, origin))
+            both = (p for p in others if not (self.are_cut(p, peer_id) or self.are_cut(p, origin)))
+            yield peer_id, next(both, None)
 
     def counts(self, peer_id: str) -> bool:
         """Whether what a peer's records count from now on counts here."""

@@ -1,17 +1,36 @@
-"""Whether other peers can dial this one, and the kind of its NAT. Pure.
+"""Whether other peers can dial this one, and being reached through relays where they cannot. Pure.
 
 Connected peers report what they see (`Sight`): the address from which this peer's connections come,
 and whether they could open a new connection to that address, at a port on which it listens.
+
+A peer that cannot be dialled keeps places at `NUM_RELAYS` other peers. So does one that most peers
+reach, and some do not (a firewall, two networks that do not talk): those suspect it time and again,
+and it refutes that. Whoever cannot reach a peer lets it know through a third one.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.records import LEFT, Record
+from swarmnet.protocol.moments import Since
+from swarmnet.protocol.timing import CONNECT_S, DAY_S, UPKEEP_S
 
 NONE, ENDPOINT_INDEPENDENT, SYMMETRIC, UNKNOWN = "none", "endpoint-independent", "symmetric", ""
 """Kinds of NAT, by whether the port that a remote peer sees depends on that peer (RFC 4787)."""
+NUM_RELAYS = 2
+"""At which a peer that cannot be dialled keeps a place: one may die."""
+DOUBTED_S = 10.0
+"""Others have suspected this peer, though it lives, for so long within `UPKEEP_S`: then it keeps
+places although it can be dialled. It protects relays from peers that have one bad moment
+(tests/protocol/membership/test_relays.py)."""
+DOUBTED_FOR_S = DAY_S
+"""How long it keeps them then."""
+KEPT_DOUBTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +100,118 @@ def forwarded_addresses(own: Sequence[str], sights: Sequence[Sight]) -> list[str
                 kind = "ip6" if ":" in sight.host else "ip4"
                 found[f"/{kind}/{sight.host}/tcp/{port}"] = None
     return list(found)
+
+
+class Doubts:
+    """The newest times when another peer could not reach this one, though others do."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=KEPT_DOUBTS)
+        self._last: Since | None = None
+        """When they were serious last, while that is not too long ago."""
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def add(self, now: float) -> None:
+        """Another peer cannot reach this one."""
+        self._times.append(now)
+
+    def are_serious(self, now: float) -> bool:
+        """Whether some peer does not reach this one, by more than one bad moment; to be asked
+        often."""
+        recent = [at for at in self._times if at > now - UPKEEP_S]
+        if recent and recent[-1] - recent[0] >= DOUBTED_S:
+            self._last = Since(now)
+        elif self._last is not None and self._last.s(now) > DOUBTED_FOR_S:
+            self._last = None
+        return self._last is not None
+
+
+class ToldUnreached:
+    """Peers that were told that they cannot be reached: each is told every `CONNECT_S` at most."""
+
+    def __init__(self) -> None:
+        self._told_at: dict[str, float] = {}
+
+    def may_tell(self, peer_id: str, now: float) -> bool:
+        """Whether to tell a peer now, which counts as done then."""
+        self._told_at = {p: at for p, at in self._told_at.items() if now - at < CONNECT_S}
+        if peer_id in self._told_at:
+            return False
+        self._told_at[peer_id] = now
+        return True
+
+
+class RelayPlaces:
+    """Where this peer has a place, and where it was refused one."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._refused_until: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def __contains__(self, relay_id: object) -> bool:
+        return relay_id in self._addresses
+
+    @property
+    def relays(self) -> list[str]:
+        """The peers at which there is a place, in the order in which they gave it."""
+        return list(self._addresses)
+
+    @property
+    def are_enough(self) -> bool:
+        return len(self._addresses) >= NUM_RELAYS
+
+    def may_ask(self, relay_id: str, now: float) -> bool:
+        """Whether a peer may be asked for a place: there is none yet, and it has not refused one a
+        short while ago."""
+        if relay_id in self._addresses:
+            return False
+        return self._refused_until.get(relay_id, now) <= now
+
+    def granted(self, relay_id: str, addresses: tuple[str, ...]) -> bool:
+        """A peer has given a place, or renewed it; it is reached at these addresses. True for a new
+        place."""
+        is_new = relay_id not in self._addresses
+        self._addresses[relay_id] = addresses
+        return is_new
+
+    def refused(self, relay_id: str, now: float) -> None:
+        """A peer gave no place that is of use."""
+        self._refused_until = {p: t for p, t in self._refused_until.items() if t > now}
+        self._refused_until[relay_id] = now + UPKEEP_S
+
+    def lost(self, relay_id: str) -> bool:
+        """There is no place at a peer any more. True where there was one."""
+        return self._addresses.pop(relay_id, None) is not None
+
+    def clear(self) -> None:
+        """None is needed."""
+        self._addresses.clear()
+
+    def circuits(self, peer_id: str) -> list[str]:
+        """Multiaddrs at which this peer can be called through them."""
+        return [circuit_address(a[0], relay, peer_id) for relay, a in self._addresses.items()]
+
+
+def possible_relays(live: Iterable[Record], own_ids: Collection[str]) -> list[Record]:
+    """The peers that can be dialled themselves, by what they say."""
+    return [
+        r
+        for r in live
+        if r.peer_id not in own_ids
+        and r.peer_id == machine_of(r.peer_id)  # the first seat of a machine
+        and r.state != LEFT
+        and r.addresses
+        and not any("/p2p-circuit" in a for a in r.addresses)
+    ]
+
+
+def circuit_address(relay_address: str, relay_id: str, peer_id: str) -> str:
+    """Where a peer can be called through a relay."""
+    end = f"/p2p/{relay_id}"
+    full = relay_address if relay_address.endswith(end) else relay_address + end
+    return f"{full}/p2p-circuit/p2p/{peer_id}"

@@ -20,6 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.records import LEFT
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.moments import LONG_AGO, Since
 from swarmnet.protocol.timing import ANSWER_S
 
 AGE_PART = 0.1
@@ -50,6 +54,11 @@ class Row:
         """Time since the last dial, divided by the rest; the row is due from 1 on."""
         return (now - self.tried_at) / self.rest_s if self.rest_s else math.inf
 
+    def is_connection_dead(self, now: float) -> bool:
+        """Whether a connection to it that is open leads nowhere: it has moved, or the way there
+        has, and that takes a connection a minute to notice."""
+        return now - self.since > ANSWER_S
+
 
 class Reconnect:
     """The table of missing members. `look` updates it, `next` returns the member to dial now, and
@@ -57,13 +66,19 @@ class Reconnect:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._looked = Since()
         self._rows: dict[str, Row] = {}
         self._dialled_at = -math.inf
+
+    def is_look_due(self, now: float, every_s: float) -> bool:
+        """Whether it is time to look again which members are missing."""
+        return self._looked.is_older(now, every_s)
 
     def look(self, missing: Mapping[str, Sequence[str]], now: float) -> None:
         """`missing`: addresses of the members that are remembered and not seen, by peer id; the
         first `MAX_ROWS` of them are looked for, so those seen last should come first. One whose
         addresses have changed is dialled at once."""
+        self._looked.begin(now)
         rows: dict[str, Row] = {}
         for peer_id, addresses in missing.items():
             if len(rows) >= MAX_ROWS:
@@ -97,9 +112,31 @@ class Reconnect:
         row.rest_s = wanted_s * self._rng.uniform(0.8, 1.0)
 
     def is_looking(self) -> bool:
-        """True while a member has not been tried yet, and may be there."""
-        return any(row.tries == 0 for row in self._rows.values())
+        """True while a member has not been tried yet, and may be there, also before the first
+        `look`."""
+        return self._looked.at == LONG_AGO or any(row.tries == 0 for row in self._rows.values())
 
     def rows(self) -> list[Row]:
         """The missing members, those seen last first."""
         return list(self._rows.values())
+
+
+def missing_members(
+    view: View, own_machine: str, remembered: Mapping[str, Sequence[str]], now: float
+) -> dict[str, tuple[str, ...]]:
+    """Machines that are not live, those seen last first, with their addresses, the newest first:
+    what a record says, then what was remembered of other times or places."""
+    live = [r for r in view.live(now) if view.reaches(r.peer_id, now)]
+    if len(live) == len(view) and not remembered:
+        return {}
+    seen = {machine_of(r.peer_id) for r in live} | {own_machine}
+    gone = [r for r in view.records() if machine_of(r.peer_id) not in seen]
+    gone.sort(key=lambda r: (r.state == LEFT, view.detector.silent_s(r.peer_id, now), r.peer_id))
+    missing: dict[str, dict[str, None]] = {}
+    for record in gone:
+        addresses = missing.setdefault(machine_of(record.peer_id), {})
+        addresses.update(dict.fromkeys(record.addresses))
+    for peer_id, saved in remembered.items():
+        if peer_id not in seen:
+            missing.setdefault(peer_id, {}).update(dict.fromkeys(saved))
+    return {p: tuple(addresses) for p, addresses in missing.items()}

@@ -14,12 +14,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from swarmnet.protocol.membership.digest import Digest
 from swarmnet.protocol.membership.failure_detector import SILENCE_S, FailureDetector
+from swarmnet.protocol.membership.indices import (
+    ALL,
+    AnswerCache,
+    Digest,
+    RoundCounters,
+    StageIndex,
+)
 from swarmnet.protocol.membership.reach import Reach
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, LEFT, Record, Stamp
-from swarmnet.protocol.membership.round_counters import RoundCounters
-from swarmnet.protocol.membership.stage_index import ALL, AnswerCache, StageIndex
 
 T = TypeVar("T")
 
@@ -28,7 +32,7 @@ MAX_PEERS = 16_384
 
 
 class View:
-    """The records known to one peer. `silence_s` may be changed at any time.
+    """The records known to one peer.
 
     The list of live peers is read far more often than it changes. So answers are remembered, for
     each stage apart, until a record of that stage changes or the first of its live peers may have
@@ -66,8 +70,8 @@ class View:
         """A peer whose stamp has not advanced for this long is not live."""
         return self.detector.silence_s
 
-    @silence_s.setter
-    def silence_s(self, silence_s: float) -> None:
+    def set_silence(self, silence_s: float) -> None:
+        """A peer is silent after so long from now on."""
         if silence_s != self.detector.silence_s:
             self.detector.silence_s = silence_s
             self._answers.clear()

@@ -8,12 +8,12 @@ import logging
 from dataclasses import dataclass
 from statistics import fmean
 
+from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.replica.replica import Replica

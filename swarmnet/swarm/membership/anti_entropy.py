@@ -1,27 +1,29 @@
 """Exchanges of records with one partner at a time: each side sends what the other lacks.
 
-A view converges this way whatever else is lost."""
+A view converges this way whatever else is lost. A join is declared so too, to the replicas of a
+stage before it happens, so that none is surprised."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
 from swarmnet.methods.ranges import MAX_RECORDS
 from swarmnet.methods.records import GOSSIP, RECORDS, GossipRequest, Records
+from swarmnet.protocol.membership.pace import GossipPace
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.swarm.calls import call, notify, serve
 from swarmnet.swarm.membership.callers import CallerChecks
-from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.liveness import Liveness
-from swarmnet.swarm.membership.news import News
-from swarmnet.swarm.membership.own_record import OwnRecord
-from swarmnet.swarm.membership.unreached import UnreachedNotices
+from swarmnet.swarm.membership.pushes import UnreachedNotices
+from swarmnet.swarm.membership.records import KnownRecords, News, OwnRecord
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 
@@ -46,6 +48,7 @@ class AntiEntropy:
         unreached: UnreachedNotices,
         gate: CallerChecks,
         news: News,
+        pace: GossipPace,
         rng: random.Random,
     ) -> None:
         self._own = own
@@ -56,6 +59,7 @@ class AntiEntropy:
         self._unreached = unreached
         self._gate = gate
         self._news = news
+        self._pace = pace
         self._rng = rng
         serve(transport, GOSSIP, self._on_gossip)
         serve(transport, RECORDS, self._on_records)
@@ -107,6 +111,29 @@ class AntiEntropy:
             await self.reconcile(peer_id, timeout_s)
         except SwarmnetError as e:  # it is of another run by now, say
             log.debug("the newest news was not heard: %s", e)
+
+    async def declare_join(self, peer_ids: Iterable[str], timeout_s: float, **changes: Any) -> None:
+        """Before the own record changes so: returns when these peers know of it, and this one knows
+        what they knew then. In a large swarm, where that is much and rounds are long, it asks one
+        of them only. A peer that does not answer within `timeout_s`, twice, is not waited for."""
+        if self._own.is_quiet:
+            return
+        with self._own.declared(**changes):
+            told = list(peer_ids)
+            answered = await asyncio.gather(*(self._declare_to(p, timeout_s) for p in told))
+            known = [p for p, is_known in zip(told, answered) if is_known]
+            if known and not self._pace.is_small:
+                known = [self._rng.choice(known)]
+            await asyncio.gather(*(self.hear_from(p, timeout_s) for p in known))
+
+    async def _declare_to(self, peer_id: str, timeout_s: float) -> bool:
+        message = Message(Records(records=(self._own.seal(),)))
+        try:
+            await call(self._transport, peer_id, RECORDS, message, timeout_s=timeout_s)
+        except SwarmnetError as e:
+            log.debug("%s may not know what is to come: %s", peer_id[-8:], e)
+            return False
+        return True
 
     def _stamps(self) -> dict[str, Stamp]:
         stamps = self._view.digest.stamps()

@@ -1,9 +1,10 @@
-"""The gate of a peer: enforces `methods.table` for every call that comes in."""
+"""The gate of a peer: enforces `methods.table` for every call that comes in, by what callers say of
+themselves in their signed records."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from swarmnet.admission import Admission
@@ -20,10 +21,36 @@ from swarmnet.methods.method import (
 from swarmnet.methods.table import METHODS
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.swarm.membership.access import STATES_OF, is_replica_of
 from swarmnet.transport.base import Envelope
+
+STATES_OF: Mapping[Caller, tuple[str, ...]] = {
+    Caller.STAGE: (JOINING, ACTIVE, LEAVING),
+    Caller.WORKING: (ACTIVE, LEAVING),
+    Caller.LEAVING: (LEAVING,),
+    Caller.REPLICA: (ACTIVE, LEAVING),
+}
+"""What the record of a caller that is a replica must say."""
+
+
+def is_replica_of(record: Record | None, stage: int, caller: Caller) -> bool:
+    """Whether a peer's record makes it such a replica of a stage."""
+    return record is not None and record.stage == stage and record.state in STATES_OF[caller]
+
+
+def may_contribute(record: Record | None, stage: int) -> bool:
+    """Whether a peer may have a gradient of a stage. One that joins has none: it asks for the
+    result alone."""
+    return is_replica_of(record, stage, Caller.WORKING)
+
+
+def shows_round(record: Record | None, stage: int, round_index: int) -> bool:
+    """Whether a peer's calls may show that its stage has ended a round: it works on that stage, and
+    its record says that it is in that round. Of one that joins, or is elsewhere, it means
+    nothing."""
+    return record is not None and may_contribute(record, stage) and record.round == round_index
 
 
 class Served(Protocol):
@@ -48,8 +75,7 @@ class CallerChecks:
     """A `transport.base.Gate`."""
 
     def __init__(self, run_id: str, view: View, admission: Admission) -> None:
-        self.served: Served | None = None
-        """The replica here; None between two stages, and at a peer that serves none."""
+        self._served: Served | None = None
         self._run_id = run_id
         self._view = view
         self._admission = admission
@@ -60,6 +86,10 @@ class CallerChecks:
     def on_call(self, callback: Callable[[str], None]) -> None:
         """`callback(peer_id)` for every call and notification that is checked here."""
         self._on_call.append(callback)
+
+    def serves(self, replica: Served | None) -> None:
+        """The replica here from now on; None between two stages, and at a peer that serves none."""
+        self._served = replica
 
     # ---- the gate ---------------------------------------------------------------------------
 
@@ -110,9 +140,9 @@ class CallerChecks:
         if not self.is_admitted(envelope.remote):
             raise Refused("this run is closed, and you have shown no valid invite")
         if row.caller in STATES_OF and row.caller is not Caller.REPLICA:
-            if self.served is None:
+            if self._served is None:
                 raise NotReady("this peer serves no stage")
-            self._check_replica(envelope.remote, self.served.index, row.caller)
+            self._check_replica(envelope.remote, self._served.index, row.caller)
 
     def _check_replica(self, remote: str, stage: int, caller: Caller) -> None:
         if not is_replica_of(self._view.get(remote), stage, caller):
@@ -144,9 +174,9 @@ class CallerChecks:
             return None
         if arrays is Arrays.PROBE:
             return MAX_PROBE_BYTES
-        if arrays is Arrays.NONE or self.served is None:
+        if arrays is Arrays.NONE or self._served is None:
             return 0
-        shard = self.served.largest_shard_bytes
+        shard = self._served.largest_shard_bytes
         return shard if arrays is Arrays.SHARD else max(shard, SHARED_CALL_BYTES)
 
     def _check_stage(self, body: Any, remote: str, row: Method[Any, Any]) -> None:
@@ -154,7 +184,7 @@ class CallerChecks:
             self._check_replica(remote, body.stage, row.caller)
         if row.callee is Callee.ANY:
             return
-        served = self.served
+        served = self._served
         if served is None:
             raise NotReady("this peer serves no stage")
         if row.callee is Callee.REPLICA:

@@ -17,6 +17,7 @@ from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.methods.records import SignedRecord
 from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
+from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.wire import pack, unpack
@@ -91,7 +92,7 @@ class Directory:
         often when alone, now and then when not, for the swarm may be in two parts. Until
         cancelled. Nobody waits for it: of the peers that are known some may be gone."""
         loop = asyncio.get_running_loop()
-        publish_at, looked_at = loop.time(), loop.time()
+        published, looked = Since(), Since(loop.time())
         if self._node is None:
             self._initial = list(initial_peers)
             self._stale = True
@@ -100,10 +101,10 @@ class Directory:
                 try:
                     async with asyncio.timeout(PATIENCE_S):
                         await self._renew_node()
-                        if loop.time() >= publish_at and await self.publish():
-                            publish_at = loop.time() + REFRESH_S
-                        if self._is_alone() or loop.time() - looked_at >= REFRESH_S:
-                            looked_at = loop.time()
+                        if published.is_older(loop.time(), REFRESH_S) and await self.publish():
+                            published.begin(loop.time())
+                        if self._is_alone() or looked.is_older(loop.time(), REFRESH_S):
+                            looked.begin(loop.time())
                             await self.find_all()
                 except Exception as e:  # hivemind has many
                     log.debug("the directory does not answer: %s", e)

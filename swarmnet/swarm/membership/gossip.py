@@ -2,13 +2,12 @@
 
 Every `interval_s` a peer exchanges records with a random other one (`anti_entropy`). News that
 cannot wait is pushed at once (`pushes`). A record is a heartbeat: its version grows at least every
-`heartbeat_s` (`own_record`), more rarely in a large swarm (`pace`). What happens to a peer that
-falls silent is in `liveness`."""
+`heartbeat_s` (`records`), more rarely in a large swarm (`protocol.membership.pace`). What happens
+to a peer that falls silent is in `liveness`."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
@@ -16,26 +15,17 @@ from typing import Any
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.methods.records import MAX_RECORD_BYTES
+from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
+from swarmnet.protocol.membership.pace import GossipPace, GossipSettings
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, Record, RoundCount
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import RECONCILE_S, AntiEntropy
 from swarmnet.swarm.membership.callers import CallerChecks, Served
-from swarmnet.swarm.membership.join_declaration import JoinDeclaration
-from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.liveness import Liveness
-from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
-from swarmnet.swarm.membership.news import News
-from swarmnet.swarm.membership.own_record import OwnRecord, Signer
-from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
-from swarmnet.swarm.membership.passing_on import PassingOn
-from swarmnet.swarm.membership.pushes import Pushes
-from swarmnet.swarm.membership.unreached import UnreachedNotices
+from swarmnet.swarm.membership.pushes import Pushes, UnreachedNotices
+from swarmnet.swarm.membership.records import KnownRecords, News, OwnRecord, Signer
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
-
-log = logging.getLogger("swarmnet.gossip")
-
-"""Longest wait for what was urgent in the last moments."""
 
 
 @dataclass
@@ -81,7 +71,15 @@ class Gossip:
             self.last_round,
             self.max_record_bytes,
         )
-        self.pushes = Pushes(own, transport, view, rng, self.settings.push_delay_s)
+        self.pushes = Pushes(
+            own,
+            transport,
+            view,
+            records=self.records,
+            pace=self._pace,
+            rng=rng,
+            delay_s=self.settings.push_delay_s,
+        )
         self.unreached = UnreachedNotices(own.peer_id, transport, view, rng)
         self.liveness = Liveness(
             own,
@@ -94,7 +92,7 @@ class Gossip:
             tasks=self._tasks,
         )
         self.records.on_news(self.liveness.on_news)
-        PassingOn(own, transport, view, self.records, self._pace)
+        self.records.on_news(self.pushes.pass_on)
         self._exchange = AntiEntropy(
             own,
             transport,
@@ -104,9 +102,9 @@ class Gossip:
             unreached=self.unreached,
             gate=self.gate,
             news=self._news,
+            pace=self._pace,
             rng=rng,
         )
-        self._declaration = JoinDeclaration(own, transport, self._exchange, self._pace, rng)
         if not self.admission.is_open:
             transport.on_connected(self.pushes.introduce)
 
@@ -171,8 +169,8 @@ class Gossip:
 
     async def declare_join(self, peer_ids: Iterable[str], timeout_s: float, **changes: Any) -> None:
         """Before the own record changes so: returns when these peers know of it (see
-        `JoinDeclaration.declare`)."""
-        await self._declaration.declare(peer_ids, timeout_s, **changes)
+        `AntiEntropy.declare_join`)."""
+        await self._exchange.declare_join(peer_ids, timeout_s, **changes)
 
     # ---- the other peers --------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class Gossip:
 
     def serves(self, replica: Served | None) -> None:
         """What other replicas of its stage may ask of this one from now on; None: nothing."""
-        self.gate.served = replica
+        self.gate.serves(replica)
 
     # ---- names from before, of `liveness` ----------------------------------------------------
 

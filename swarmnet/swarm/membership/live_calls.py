@@ -11,30 +11,17 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from swarmnet.errors import DeadlineExceeded, Unreachable
 from swarmnet.methods.method import Method, ReplyT, RequestT
-from swarmnet.protocol.membership.awake import TICK_S
-from swarmnet.protocol.membership.failure_detector import ALIVE, State
-from swarmnet.protocol.timing import DAY_S
+from swarmnet.protocol.membership.failure_detector import ALIVE, LateCallees, State
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.timing import DAY_S, LEAST_S
 from swarmnet.swarm.calls import call as call_once
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
-
-PROBE_PART = 0.2
-"""Of the time that calls take or have taken: until a callee is probed, and again. It protects
-peers that are slow from being probed all the time (tests/swarm/update/test_live_calls.py)."""
-
-
-class Judge(Protocol):
-    """Who says which callees are alive."""
-
-    def is_live(self, peer_id: str) -> bool: ...
-
-    def probe(self, peer_id: str) -> None: ...
-
-    def awake_s(self) -> float: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +29,7 @@ class _Call:
     scope: asyncio.Timeout
     began: float
     usual_s: float
-    end: float
+    deadline: Deadline
     """In time awake."""
     timer: asyncio.TimerHandle | None = None
     is_late: bool = False
@@ -51,12 +38,12 @@ class _Call:
 class LiveCalls:
     """The open calls of one peer."""
 
-    def __init__(self, transport: Transport, judge: Judge) -> None:
+    def __init__(self, transport: Transport, view: View) -> None:
         self._transport = transport
-        self._judge = judge
+        self._view = view
         self._open: dict[str, dict[_Call, None]] = {}
         """By callee; the oldest first."""
-        self._probed: dict[str, float] = {}
+        self._late = LateCallees()
 
     async def call(
         self,
@@ -73,11 +60,12 @@ class LiveCalls:
         `timeout_s`: of the time in which this process runs. `usual_s`: how long such calls take;
         0 where that is unknown, infinity for a callee that is asked in another way."""
         loop = asyncio.get_running_loop()
-        if not self._judge.is_live(peer_id):
+        if not self._is_live(peer_id, loop.time()):
             raise Unreachable(f"{peer_id[-8:]} does not answer")
         try:
             async with asyncio.timeout(None) as scope:
-                call = _Call(scope, loop.time(), usual_s, self._judge.awake_s() + timeout_s)
+                deadline = Deadline.after(self._awake_s(), timeout_s)
+                call = _Call(scope, loop.time(), usual_s, deadline)
                 self._open.setdefault(peer_id, {})[call] = None
                 call.timer = loop.call_later(timeout_s, self._expire, call)
                 return await call_once(
@@ -101,7 +89,7 @@ class LiveCalls:
             del calls[call]
             if not calls:
                 del self._open[peer_id]
-                self._probed.pop(peer_id, None)
+                self._late.forget(peer_id)
 
     def changed(self, peer_id: str, state: State) -> None:
         """Ends the calls to a peer that is not alive any more."""
@@ -109,25 +97,28 @@ class LiveCalls:
             for call in self._open.get(peer_id, ()):
                 _end(call)
 
-    def look(self) -> None:
-        """To be called often: probes callees that are late, and ends calls to silent ones."""
-        now = asyncio.get_running_loop().time()
+    def look(self, now: float) -> list[str]:
+        """To be called often: ends the calls to silent callees, and returns those that are late and
+        to be probed."""
+        late = []
         for peer_id, calls in self._open.items():
             asked = [c for c in calls if c.usual_s != math.inf]
-            if asked:
-                waited_s = now - asked[0].began
-                pause_s = max(TICK_S, PROBE_PART * max(waited_s, asked[0].usual_s))
-                probed_at = self._probed.get(peer_id, -math.inf)
-                if waited_s >= pause_s and now - probed_at >= pause_s:
-                    self._probed[peer_id] = now
-                    self._judge.probe(peer_id)
-            if not self._judge.is_live(peer_id):
+            if asked and self._late.is_due(peer_id, asked[0].began, asked[0].usual_s, now):
+                late.append(peer_id)
+            if not self._is_live(peer_id, now):
                 for call in calls:
                     _end(call)
+        return late
+
+    def _is_live(self, peer_id: str, now: float) -> bool:
+        return self._view.reach.state_of(peer_id, now) is ALIVE
+
+    def _awake_s(self) -> float:
+        return self._view.reach.awake_s(asyncio.get_running_loop().time())
 
     def _expire(self, call: _Call) -> None:
-        left_s = call.end - self._judge.awake_s()
-        if left_s > 1e-6:  # this process has stood still: the answer may be there, unread
+        left_s = call.deadline.left_s(self._awake_s())
+        if left_s > LEAST_S:  # this process has stood still: the answer may be there, unread
             loop = asyncio.get_running_loop()
             call.timer = loop.call_later(left_s, self._expire, call)
             return

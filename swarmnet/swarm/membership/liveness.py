@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
+from swarmnet.errors import RemoteError, SwarmnetError
 from swarmnet.methods.contact import PING
 from swarmnet.methods.records import RECORDS, Records, Suspicion
-from swarmnet.protocol.membership.awake import TICK_S
 from swarmnet.protocol.membership.failure_detector import (
     ALIVE,
+    PROBE_TIMEOUT_S,
     SUSPECT,
+    TICK_S,
     Changed,
     Command,
     Look,
@@ -23,24 +26,25 @@ from swarmnet.protocol.membership.failure_detector import (
     TellSuspicion,
     TellUnreached,
 )
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import (
     LEFT,
     MAX_UNREACHED,
+    NO_STAMP,
     OBSERVER_STAGE,
     OBSERVING,
     Record,
     Stamp,
 )
 from swarmnet.protocol.membership.view import View
-from swarmnet.swarm.calls import notify, serve
+from swarmnet.protocol.timing import CONNECT_S
+from swarmnet.swarm.calls import call, notify, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.membership.live_calls import LiveCalls
-from swarmnet.swarm.membership.looks import Looks
-from swarmnet.swarm.membership.own_record import OwnRecord
-from swarmnet.swarm.membership.pushes import Pushes
-from swarmnet.swarm.membership.unreached import UnreachedNotices
+from swarmnet.swarm.membership.pushes import Pushes, UnreachedNotices
+from swarmnet.swarm.membership.records import OwnRecord
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
@@ -76,12 +80,12 @@ class Liveness:
         self._pushes = pushes
         self._unreached = unreached
         self._changed = changed
-        looks = self._looks = Looks(transport, view, tasks, self.answered, self.unanswered)
-        self.probe = looks.begin
-        self.look_into = looks.look_into
+        self._tasks = tasks
+        self._looks: dict[str, asyncio.Task[Any]] = {}
+        """Those under way, at most one at each peer."""
         self._on_change: list[Callable[[str, State], None]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._calls = LiveCalls(transport, self)
+        self._calls = LiveCalls(transport, view)
         self.call_while_live = self._calls.call
         gate.on_call(self._on_call)
         serve(transport, PING, self._on_ping)
@@ -107,7 +111,8 @@ class Liveness:
         now = _now()
         self._view.reach.awake_s(now)
         self._carry_out(self._view.detector.passed(now))
-        self._calls.look()
+        for peer_id in self._calls.look(now):
+            self.probe(peer_id)
         self._tell_unreached()
         self.start()
 
@@ -177,6 +182,69 @@ class Liveness:
         self._carry_out(self._view.reach.take_commands())
         if self._view.detector.is_lost(record.peer_id):
             self._tell_unreached()
+
+    # ---- looks ------------------------------------------------------------------------------
+
+    def probe(self, peer_id: str) -> None:
+        """Looks at a peer, which is lost where it does not answer."""
+        if peer_id not in self._looks and peer_id != self._view.own_peer_id:
+            self._view.detector.looks(peer_id)
+            self._looks[peer_id] = self._tasks.start(self._look(peer_id))
+
+    async def look_into(self, peer_ids: Iterable[str]) -> None:
+        """Looks at each of these peers, and returns when it is known which of them answer now."""
+        await asyncio.gather(*map(self._look_into, peer_ids))
+
+    async def _look_into(self, peer_id: str) -> None:
+        for is_last in (False, True):  # one that is under way may end with an answer from before
+            is_new = is_last or peer_id not in self._looks
+            self.probe(peer_id)
+            if peer_id in self._looks:
+                await asyncio.wait([self._looks[peer_id]])
+            if is_new or self._view.detector.is_lost(peer_id):
+                return
+
+    async def _look(self, peer_id: str) -> None:
+        try:
+            for is_last in (False, True):
+                stamp = self._stamp_of(peer_id)
+                try:
+                    while not await self._answers(peer_id):
+                        pass
+                    return self.answered(peer_id)
+                except SwarmnetError:
+                    # News of it that was on its way meanwhile refutes a suspicion from before.
+                    if is_last or self._stamp_of(peer_id) == stamp:
+                        return self.unanswered(peer_id, stamp)
+        finally:
+            self._looks.pop(peer_id, None)
+
+    def _stamp_of(self, peer_id: str) -> Stamp:
+        record = self._view.get(peer_id)
+        return record.stamp if record is not None else NO_STAMP
+
+    async def _answers(self, peer_id: str) -> bool:
+        """True where a ping is answered. False where this process stood still meanwhile, or a
+        channel has opened, so that the silence means nothing. Raises a `SwarmnetError` where it is
+        not answered."""
+        stalled_s, limit_s = self.stalled_s(), PROBE_TIMEOUT_S
+        was_connected = self._is_connected(peer_id)
+        if not was_connected:
+            limit_s += CONNECT_S  # a dial says nothing yet by taking its time
+        try:
+            await call(self._transport, peer_id, PING, Message(), timeout_s=limit_s)
+        except RemoteError:
+            pass  # it answered
+        except SwarmnetError:
+            # The other's own dial may have been the quicker one.
+            has_opened = not was_connected and self._is_connected(peer_id)
+            if self.stalled_s() > stalled_s or has_opened:
+                return False
+            raise
+        return True
+
+    def _is_connected(self, peer_id: str) -> bool:
+        return machine_of(peer_id) in self._transport.connected()
 
     # ---- suspicions -------------------------------------------------------------------------
 

@@ -1,17 +1,26 @@
-"""Pushing urgent news of this peer to others, without waiting for the next exchange."""
+"""What a peer tells others at once, without waiting for the next exchange of records.
+
+Its own urgent news goes to all, or in a large swarm to some (`Pushes`). In a small swarm no feeder
+waits for the next exchange to learn that a round is over. Two peers that are cut from each other
+would: so the first of the serving peers that reach both passes news on.
+
+A peer that cannot be reached from here is told so through a third one (`UnreachedNotices`). It may
+be alive with only the way to it cut, and then looks for a relay (`relaying`)."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 
-from swarmnet.methods.records import RECORDS, Records
+from swarmnet.methods.records import RECORDS, UNREACHED, Records, Unreached
 from swarmnet.protocol.membership.assignment import feeders
+from swarmnet.protocol.membership.pace import PUSH_FANOUT, GossipPace
+from swarmnet.protocol.membership.reachability import Doubts, ToldUnreached
+from swarmnet.protocol.membership.records import OBSERVER_STAGE, Record
 from swarmnet.protocol.membership.view import View
-from swarmnet.swarm.calls import notify
-from swarmnet.swarm.membership.own_record import OwnRecord
-from swarmnet.swarm.membership.pace import PUSH_FANOUT
-from swarmnet.transport.base import Transport
+from swarmnet.swarm.calls import notify, serve
+from swarmnet.swarm.membership.records import KnownRecords, OwnRecord
+from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 
 
@@ -19,12 +28,22 @@ class Pushes:
     """Sends the own record to all peers, or in a large swarm to `PUSH_FANOUT` of them."""
 
     def __init__(
-        self, own: OwnRecord, transport: Transport, view: View, rng: random.Random, delay_s: float
+        self,
+        own: OwnRecord,
+        transport: Transport,
+        view: View,
+        *,
+        records: KnownRecords,
+        pace: GossipPace,
+        rng: random.Random,
+        delay_s: float,
     ) -> None:
         """`delay_s`: changes within this time are pushed together."""
         self._own = own
         self._transport = transport
         self._view = view
+        self._records = records
+        self._pace = pace
         self._rng = rng
         self._delay_s = delay_s
         self._timer: asyncio.TimerHandle | None = None
@@ -49,6 +68,18 @@ class Pushes:
         of a peer are refused until its record has arrived, so this is said first."""
         if not self._own.is_quiet and self._own.record.run_id:
             notify(self._transport, peer_id, RECORDS, self._message())
+
+    def pass_on(self, record: Record) -> None:
+        """News of another peer goes to those that it cannot call, where this peer is the first that
+        reaches both."""
+        if self._own.record.stage == OBSERVER_STAGE or not self._pace.is_small:
+            return
+        view, now = self._view, asyncio.get_running_loop().time()
+        serving = [r.peer_id for r in view.live(now) if r.stage != OBSERVER_STAGE]
+        for peer_id, between in view.reach.go_betweens(record.peer_id, serving):
+            if between == self._own.peer_id:
+                envelopes = self._records.envelopes([record.peer_id])
+                notify(self._transport, peer_id, RECORDS, Message(Records(records=envelopes)))
 
     def targets(self, fanout: int) -> list[str]:
         """All live peers, or, where these are more than `PUSH_FANOUT`, `fanout` of them. Half of
@@ -83,3 +114,45 @@ class Pushes:
 
     def _message(self) -> Message:
         return Message(Records(records=(self._own.seal(),)))
+
+
+class UnreachedNotices:
+    """Sends such notices, passes those of others on, and remembers those about this peer."""
+
+    def __init__(
+        self,
+        own_peer_id: str,
+        transport: Transport,
+        view: View,
+        rng: random.Random,
+    ) -> None:
+        self.doubts = Doubts()
+        self._own = own_peer_id
+        self._transport = transport
+        self._view = view
+        self._rng = rng
+        self._told = ToldUnreached()
+        serve(transport, UNREACHED, self._on_unreached)
+
+    def tell(self, peer_id: str) -> None:
+        """Lets a peer that does not answer here know of it, through another one."""
+        now = asyncio.get_running_loop().time()
+        if not self._told.may_tell(peer_id, now):
+            return
+        live = (r.peer_id for r in self._view.live(now))
+        others = [p for p in live if p not in (peer_id, self._own) and self._view.reaches(p, now)]
+        if others:
+            self._notify(self._rng.choice(others), peer_id)
+
+    async def _on_unreached(self, request: Request[Unreached]) -> Message[None]:
+        """The notice is about this peer, or about one to which it is passed on."""
+        peer_id = request.message.body.peer_id
+        now = asyncio.get_running_loop().time()
+        if peer_id == self._own:
+            self.doubts.add(now)
+        elif self._view.reaches(peer_id, now) and self._told.may_tell(peer_id, now):
+            self._notify(peer_id, peer_id)
+        return Message()
+
+    def _notify(self, target: str, unreached: str) -> None:
+        notify(self._transport, target, UNREACHED, Message(Unreached(unreached)))

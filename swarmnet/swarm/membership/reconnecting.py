@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.peer_ids import machine_of
-from swarmnet.protocol.membership.reconnect import Reconnect, Row
-from swarmnet.protocol.membership.records import LEFT
-from swarmnet.protocol.timing import ANSWER_S, CONNECT_S
+from swarmnet.protocol.membership.reconnect import Reconnect, Row, missing_members
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
@@ -39,9 +38,9 @@ class Reconnecting:
     ) -> None:
         """`remembered`: members beside those in the view, from other times or places."""
         self._gossip = gossip
+        self._own_machine = machine_of(gossip.own.peer_id)
         self.remembered = remembered
         self._table = Reconnect(rng)
-        self._looked_at = float("-inf")
         self._tasks = Tasks("reconnecting")
 
     async def run(self) -> None:
@@ -51,9 +50,11 @@ class Reconnecting:
             while True:
                 now = loop.time()
                 # A look takes longer in a large swarm, and so does news.
-                if now - self._looked_at >= max(LOOK_LESS_S, self._gossip.spread_s):
-                    self._looked_at = now
-                    self._table.look(self._missing(now), now)
+                if self._table.is_look_due(now, max(LOOK_LESS_S, self._gossip.spread_s)):
+                    missing = missing_members(
+                        self._gossip.view, self._own_machine, self.remembered(), now
+                    )
+                    self._table.look(missing, now)
                 row = self._table.next(now)
                 if row is not None:
                     self._tasks.start(self._try(row))
@@ -61,37 +62,13 @@ class Reconnecting:
         finally:
             await self._tasks.close()
 
-    def _missing(self, now: float) -> dict[str, tuple[str, ...]]:
-        """Machines that are not live, those seen last first, with their addresses, the newest
-        first: what a record says, then what was remembered."""
-        view, own = self._gossip.view, machine_of(self._gossip.own.peer_id)
-        remembered = self.remembered()
-        live = [r for r in view.live(now) if view.reaches(r.peer_id, now)]
-        if len(live) == len(view) and not remembered:
-            return {}
-        seen = {machine_of(r.peer_id) for r in live} | {own}
-        gone = [r for r in view.records() if machine_of(r.peer_id) not in seen]
-        gone.sort(
-            key=lambda r: (r.state == LEFT, view.detector.silent_s(r.peer_id, now), r.peer_id)
-        )
-        missing: dict[str, dict[str, None]] = {}
-        for record in gone:
-            addresses = missing.setdefault(machine_of(record.peer_id), {})
-            addresses.update(dict.fromkeys(record.addresses))
-        for peer_id, saved in remembered.items():
-            if peer_id not in seen:
-                missing.setdefault(peer_id, {}).update(dict.fromkeys(saved))
-        return {p: tuple(addresses) for p, addresses in missing.items()}
-
     async def _try(self, row: Row) -> None:
         """All addresses of a member; the transport begins with the first of them."""
         gossip, peer_id = self._gossip, row.peer_id
         transport = gossip.transport
         loop = asyncio.get_running_loop()
         try:
-            # Missing while its connection is open, it has moved, or the way there has: a
-            # connection that leads nowhere takes a minute to notice.
-            if loop.time() - row.since > ANSWER_S and peer_id in transport.connected():
+            if row.is_connection_dead(loop.time()) and peer_id in transport.connected():
                 await transport.drop(peer_id)
             if row.addresses:
                 transport.learn(peer_id, row.addresses)
@@ -104,7 +81,7 @@ class Reconnecting:
 
     def is_looking(self) -> bool:
         """Whether some remembered peer has not been tried at all yet."""
-        return self._looked_at == float("-inf") or self._table.is_looking()
+        return self._table.is_looking()
 
     def describe(self) -> str:
         """Which peers could not be reached, and where, in a part of a line; empty where none is

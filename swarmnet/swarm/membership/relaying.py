@@ -1,9 +1,8 @@
 """Being reached through relays: a peer that cannot be dialled keeps places at two other peers.
 
 It finds out whether it can be dialled, and puts the addresses at its relays into its record. A peer
-that can be dialled offers such places. Where most peers reach one, and some do not (a firewall, two
-networks that do not talk), those suspect it time and again, and it refutes that; so it keeps places
-at relays too. `transport.relay` moves the bytes."""
+that can be dialled offers places. `protocol.membership.reachability` decides who needs them, and
+`transport.relay` moves the bytes."""
 
 from __future__ import annotations
 
@@ -22,26 +21,26 @@ from swarmnet.methods.contact import (
     RelayGrant,
 )
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reachability import (
+    RelayPlaces,
     Sight,
+    circuit_address,
     forwarded_addresses,
     host_and_port,
     is_reachable,
+    possible_relays,
 )
-from swarmnet.protocol.membership.records import LEFT, Record
-from swarmnet.protocol.timing import ANSWER_S, DAY_S, LAPSES, UPKEEP_S
+from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.moments import Since
+from swarmnet.protocol.timing import ANSWER_S, LAPSES, UPKEEP_S
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
 
-NUM_RELAYS = 2
-"""At which a peer that cannot be dialled keeps a place: one may die."""
 NUM_JUDGES = 3
 """Peers that are asked what they see."""
 LOOK_EVERY_S = LONGEST_PAUSE_S
@@ -50,12 +49,6 @@ change."""
 RENEW_EVERY_S = UPKEEP_S
 GRANT_S = LAPSES * RENEW_EVERY_S
 """A place at a relay ends so long after it was asked for last."""
-DOUBTED_S = 10.0
-"""Others have suspected this peer, though it lives, for so long within `UPKEEP_S`: then it keeps
-places although it can be dialled. It protects relays from peers that have one bad moment
-(tests/swarm/membership/test_relaying.py)."""
-DOUBTED_FOR_S = DAY_S
-"""How long it keeps them then."""
 MAX_GRANTS = 64
 """Places that a peer offers."""
 MAX_LOOKS = 4
@@ -89,13 +82,6 @@ class RelayTransport(Transport, Protocol):
     def has_grant(self, peer_id: str) -> bool: ...
 
 
-def circuit_address(relay_address: str, relay_id: str, peer_id: str) -> str:
-    """Where a peer can be called through a relay."""
-    end = f"/p2p/{relay_id}"
-    full = relay_address if relay_address.endswith(end) else relay_address + end
-    return f"{full}/p2p-circuit/p2p/{peer_id}"
-
-
 class Relaying:
     """Of one peer."""
 
@@ -111,18 +97,16 @@ class Relaying:
         self.reachable: bool | None = None
         """Can others dial this peer? None while unknown."""
         self.sights: list[Sight] = []
-        self.relays: dict[str, tuple[str, ...]] = {}
-        """Where this peer has a place, with their addresses."""
+        self.places = RelayPlaces()
         self._transport = transport
         self._gossip = gossip
         self._rng = rng
         self._offers = offers
         self._looking = 0
         self._own: list[str] = []
-        self._doubted_at: float | None = None
-        self._refused: dict[str, float] = {}
+        self._is_doubted = False
+        """Somebody cannot reach this peer, which was said."""
         self._wake = asyncio.Event()
-        self._tasks = Tasks("relaying")
         serve(transport, LOOK_BACK, self._on_look_back)
         serve(transport, RELAY_RESERVE, self._on_reserve)
         transport.on_disconnected(self._on_disconnected)
@@ -130,20 +114,20 @@ class Relaying:
     async def run(self) -> None:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
-        looked_at = renewed_at = float("-inf")
+        looked, renewed = Since(), Since()
         while True:
             own = self._transport.own_addresses()
             if own != self._own:  # on another network, maybe
-                self._own, looked_at = own, float("-inf")
-            if self.reachable is None or loop.time() - looked_at >= LOOK_EVERY_S:
-                looked_at = loop.time()
+                self._own, looked = own, Since()
+            if self.reachable is None or looked.is_older(loop.time(), LOOK_EVERY_S):
+                looked.begin(loop.time())
                 await self._look()
-            if not self._needs_relays():
-                self.relays = {}
+            if not self._needs_relays(loop.time()):
+                self.places.clear()
             else:
-                if loop.time() - renewed_at >= RENEW_EVERY_S:
-                    renewed_at = loop.time()
-                    await self._renew_places()
+                if renewed.is_due(loop.time(), RENEW_EVERY_S):
+                    for relay_id in self.places.relays:
+                        await self._reserve(relay_id)
                 await self._find_places()
             self._tell()
             self._wake.clear()
@@ -153,20 +137,14 @@ class Relaying:
             except TimeoutError:
                 pass
 
-    def _needs_relays(self) -> bool:
-        return self.reachable is False or self._is_doubted()
-
-    def _is_doubted(self) -> bool:
-        """Whether some peer does not reach this one, though others do."""
-        now = asyncio.get_running_loop().time()
-        recent = [at for at in self._gossip.unreached.doubts if at > now - UPKEEP_S]
-        if recent and recent[-1] - recent[0] >= DOUBTED_S:
-            if self._doubted_at is None:
-                log.warning("somebody cannot reach this peer: it can be reached through relays too")
-            self._doubted_at = now
-        elif self._doubted_at is not None and now - self._doubted_at > DOUBTED_FOR_S:
-            self._doubted_at = None
-        return self._doubted_at is not None
+    def _needs_relays(self, now: float) -> bool:
+        if self.reachable is False:
+            return True
+        is_doubted = self._gossip.unreached.doubts.are_serious(now)
+        if is_doubted and not self._is_doubted:
+            log.warning("somebody cannot reach this peer: it can be reached through relays too")
+        self._is_doubted = is_doubted
+        return is_doubted
 
     # ---- can this peer be dialled? ----------------------------------------------------------
 
@@ -185,39 +163,27 @@ class Relaying:
         """Live peers that can be dialled themselves, by what they say: in random order, but those
         first to which there is a channel, for the others may swallow what is sent to them."""
         now = asyncio.get_running_loop().time()
-        own = self._transport.peer_id
-        others = [
-            r
-            for r in self._gossip.view.live(now)
-            if r.peer_id not in (own, self._gossip.own.peer_id)
-            and r.peer_id == machine_of(r.peer_id)  # the first seat of a machine
-            and r.state != LEFT
-            and r.addresses
-            and not any("/p2p-circuit" in a for a in r.addresses)
-        ]
+        own_ids = (self._transport.peer_id, self._gossip.own.peer_id)
+        others = possible_relays(self._gossip.view.live(now), own_ids)
         self._rng.shuffle(others)
         connected = set(self._transport.connected())
         return sorted(others, key=lambda r: r.peer_id not in connected)
 
     # ---- places at relays -------------------------------------------------------------------
 
-    async def _renew_places(self) -> None:
-        for relay_id in list(self.relays):
-            await self._reserve(relay_id)
-
     async def _find_places(self) -> None:
         """Others for those that are lost."""
-        if len(self.relays) >= NUM_RELAYS:
+        if self.places.are_enough:
             return
         now = asyncio.get_running_loop().time()
-        self._refused = {p: until for p, until in self._refused.items() if until > now}
         for record in self._others():
-            if len(self.relays) >= NUM_RELAYS:
+            if self.places.are_enough:
                 return
-            if record.peer_id not in self.relays and record.peer_id not in self._refused:
+            if self.places.may_ask(record.peer_id, now):
                 await self._reserve(record.peer_id)
 
     async def _reserve(self, relay_id: str) -> None:
+        loop = asyncio.get_running_loop()
         try:
             reply = await call(
                 self._transport, relay_id, RELAY_RESERVE, Message(), timeout_s=ANSWER_S
@@ -225,23 +191,21 @@ class Relaying:
             grant = reply.body
         except SwarmnetError as e:
             log.info("no place at relay %s: %s", relay_id[-8:], e)
-            self.relays.pop(relay_id, None)
-            self._refused[relay_id] = asyncio.get_running_loop().time() + UPKEEP_S
+            self.places.lost(relay_id)
+            self.places.refused(relay_id, loop.time())
             return
         usable = tuple(a for a in grant.addresses if host_and_port(a) is not None)
         if not usable:
-            self._refused[relay_id] = asyncio.get_running_loop().time() + UPKEEP_S
+            self.places.refused(relay_id, loop.time())
             return
-        if relay_id not in self.relays:
+        if self.places.granted(relay_id, usable):
             at = circuit_address(usable[0], relay_id, self._transport.peer_id)
             log.warning("relay %s: others reach this peer through it, at %s", relay_id[-8:], at)
-        self.relays[relay_id] = usable
         self._tell()  # at once: the search for a second one may take long
 
     def _on_disconnected(self, peer_id: str) -> None:
-        if peer_id in self.relays:
+        if self.places.lost(peer_id):
             log.warning("relay %s is gone; looking for another", peer_id[-8:])
-            del self.relays[peer_id]
             self._tell()
             self._wake.set()
 
@@ -252,12 +216,11 @@ class Relaying:
             end = f"/p2p/{self._transport.peer_id}"
             own = self._transport.own_addresses()
             extra = [a + end for a in forwarded_addresses(own, self.sights)]
-        for relay_id, addresses in self.relays.items():
-            extra.append(circuit_address(addresses[0], relay_id, self._transport.peer_id))
+        extra += self.places.circuits(self._transport.peer_id)
         self._transport.announce(extra)
         totals = self._gossip.own.totals
-        if totals.get("relays", 0) != len(self.relays):
-            self._gossip.update(totals={**totals, "relays": len(self.relays)})
+        if totals.get("relays", 0) != len(self.places):
+            self._gossip.update(totals={**totals, "relays": len(self.places)})
         self._gossip.tell_addresses()
 
     # ---- for others -------------------------------------------------------------------------

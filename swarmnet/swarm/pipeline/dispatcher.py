@@ -33,6 +33,7 @@ from swarmnet.methods.microbatch import (
     StepReply,
     StepRequest,
 )
+from swarmnet.protocol.membership.failure_detector import PROBE_PART
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.pipeline import dispatching
 from swarmnet.protocol.pipeline.admission import FullStages, shares_work
@@ -41,7 +42,6 @@ from swarmnet.protocol.pipeline.routing import Router
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.swarm.calls import call, notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.membership.live_calls import PROBE_PART
 from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.methods.state import FETCH_OPTIMIZER, FetchRequest
-from swarmnet.protocol.membership.partition import num_cuts
+from swarmnet.protocol.membership.reach import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
 from swarmnet.protocol.moments import Deadline, Since

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from swarmnet.protocol.membership.awake import LATE_S, TICK_S, AwakeTime
+from swarmnet.protocol.membership.failure_detector import LATE_S, TICK_S, AwakeTime
 from swarmnet.simulation.clock import VirtualLoop, run
 from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.transport.memory import MemoryHub
@@ -22,7 +22,7 @@ def _with_clock(use: Callable[[VirtualLoop, Liveness], object]) -> tuple[float, 
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         a, _ = acquainted(MemoryHub(), "a", "b")
-        a.view.silence_s = 20.0
+        a.view.set_silence(20.0)
         liveness = a.liveness
         liveness.start()
         began = liveness.awake_s()

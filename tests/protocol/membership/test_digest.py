@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnet.protocol.membership import digest as digest_module
-from swarmnet.protocol.membership.digest import Digest
+from swarmnet.protocol.membership import indices
+from swarmnet.protocol.membership.indices import Digest
 
 
 def digest_of(**stamps: int) -> Digest:
@@ -41,7 +41,7 @@ def test_a_forgotten_record_comes_back_with_a_higher_stamp_or_after_a_while() ->
 
 
 def test_the_number_of_forgotten_stamps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_module, "MAX_FORGOTTEN", 2)
+    monkeypatch.setattr(indices, "MAX_FORGOTTEN", 2)
     digest = digest_of(a=1, b=1, c=1)
     for peer_id in "abc":
         digest.forget(peer_id, 0.0)

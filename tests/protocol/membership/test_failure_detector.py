@@ -11,10 +11,13 @@ from swarmnet.protocol.membership import failure_detector
 from swarmnet.protocol.membership.failure_detector import (
     ALIVE,
     DEAD,
+    PROBE_PART,
     SUSPECT,
     SUSPECT_S,
+    TICK_S,
     Changed,
     FailureDetector,
+    LateCallees,
     Look,
     TellSuspicion,
     TellUnreached,
@@ -242,3 +245,16 @@ def test_what_is_told_is_what_is(events: list[tuple[str, float]]) -> None:
             assert detector.state_of("a", now) is known
         else:
             assert known is ALIVE
+
+
+def test_a_late_callee_is_looked_at_the_less_often_the_longer_its_calls_take() -> None:
+    late = LateCallees()
+    assert not late.is_due("a", 0.0, 0.0, TICK_S / 2)
+    assert late.is_due("a", 0.0, 0.0, TICK_S)
+    assert not late.is_due("a", 0.0, 0.0, 1.5 * TICK_S)
+    assert late.is_due("a", 0.0, 0.0, 2 * TICK_S)
+    assert not late.is_due("b", 0.0, 100.0, 100.0 * PROBE_PART - 0.1)
+    assert late.is_due("b", 0.0, 100.0, 100.0 * PROBE_PART)
+    assert not late.is_due("b", 0.0, 100.0, 1.5 * 100.0 * PROBE_PART)
+    late.forget("b")
+    assert late.is_due("b", 0.0, 100.0, 1.5 * 100.0 * PROBE_PART)

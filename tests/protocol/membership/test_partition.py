@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.protocol.membership.failure_detector import Look
-from swarmnet.protocol.membership.partition import are_cut, connected, num_cuts
+from swarmnet.protocol.membership.reach import are_cut, connected, num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, MAX_UNREACHED, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from tests.protocol.membership.test_view import counted
@@ -158,3 +158,13 @@ def test_what_records_say_of_reach_leads_to_looks() -> None:
     assert view.reach.take_commands() == [Look("d")], "another peer reaches it again"
     view.merge(record("d", 2, addresses=("/ip4/5.5.5.5/tcp/1/p2p/r/p2p-circuit/p2p/d",)), 4.0)
     assert view.reach.take_commands() == [Look("d")], "at a relay, perhaps"
+
+
+def test_the_first_that_reaches_both_goes_between_two_that_are_cut() -> None:
+    view = View("a")
+    for one in (record("a", unreached="c"), record("b", unreached="d"), record("c"), record("d")):
+        view.merge(one, 0.0)
+    serving = ["a", "b", "c", "d"]
+    assert list(view.reach.go_betweens("c", serving)) == [("a", "b")]
+    assert list(view.reach.go_betweens("d", serving)) == [("b", "a")]
+    assert list(view.reach.go_betweens("a", ["a", "c"])) == [("c", None)]

@@ -15,8 +15,12 @@ from swarmnet.protocol.membership.reconnect import (
     MAX_ROWS,
     Reconnect,
     Row,
+    missing_members,
 )
+from swarmnet.protocol.membership.records import LEFT
+from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import ANSWER_S
+from tests.protocol.making import record
 
 DIAL_S, STEP_S = 5.0, 0.25
 
@@ -144,3 +148,45 @@ def test_whatever_comes_and_goes_the_bounds_hold(steps: list[tuple[float, int]],
         if row is not None:
             assert row not in going
             going.append(row)
+
+
+def test_members_are_looked_for_again_now_and_then() -> None:
+    table = Reconnect(random.Random(0))
+    assert table.is_look_due(0.0, 1.0)
+    assert table.is_looking(), "it has not even looked"
+    table.look({}, 5.0)
+    assert not table.is_looking()
+    assert not table.is_look_due(5.9, 1.0)
+    assert table.is_look_due(6.0, 1.0)
+
+
+def test_a_connection_to_a_member_that_stays_missing_leads_nowhere() -> None:
+    row = Row("a", (), since=10.0, tried_at=10.0)
+    assert not row.is_connection_dead(10.0 + ANSWER_S)
+    assert row.is_connection_dead(10.5 + ANSWER_S)
+
+
+def test_missing_are_machines_that_are_not_live_those_seen_last_first() -> None:
+    view = View("me", silence_s=10.0)
+    view.merge(record("left", state=LEFT, addresses=("/left",)), 3.0)
+    view.merge(record("long", addresses=("/long",)), 0.0)
+    view.merge(record("short", addresses=("/short",)), 2.0)
+    view.merge(record("short/1", addresses=("/short", "/other")), 2.0)
+    view.merge(record("here"), 20.0)
+    view.merge(record("me"), 20.0)
+    remembered = {"short": ["/saved", "/short"], "new": ["/new"], "here": ["/here"], "me": ["/me"]}
+    missing = missing_members(view, "me", remembered, 20.0)
+    assert missing == {
+        "short": ("/short", "/other", "/saved"),
+        "long": ("/long",),
+        "left": ("/left",),
+        "new": ("/new",),
+    }
+    assert list(missing) == ["short", "long", "left", "new"]
+
+
+def test_where_all_are_live_nobody_is_missing() -> None:
+    view = View("me", silence_s=10.0)
+    view.merge(record("here"), 20.0)
+    view.merge(record("me"), 20.0)
+    assert missing_members(view, "me", {}, 20.0) == {}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from swarmnet.protocol.membership.round_counters import RoundCounters
+from swarmnet.protocol.membership.indices import RoundCounters
 from tests.protocol.making import counted, record
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from swarmnet.protocol.membership.stage_index import ALL, AnswerCache, StageIndex
+from swarmnet.protocol.membership.indices import ALL, AnswerCache, StageIndex
 
 
 def test_ids_are_sorted_and_follow_moves() -> None:

@@ -91,7 +91,7 @@ def test_a_peer_is_live_while_its_stamp_advances() -> None:
     assert not view.is_live("a", 10.1)
     view.merge(record("a", 2), 10.0)
     assert view.is_live("a", 20.0)
-    view.silence_s = 5.0
+    view.set_silence(5.0)
     assert not view.is_live("a", 20.0)
     assert [r.peer_id for r in view.live(1e6)] == ["me"]
     assert not view.is_live("stranger", 0.0)
@@ -240,9 +240,9 @@ def test_what_is_remembered_changes_with_records_time_and_suspicions() -> None:
     assert not view.members(0, 12.0)
     view.reach.unanswered("b", (1, 1), 12.0)
     assert [r.peer_id for r in view.replicas(1, 12.0)] == ["a"]
-    view.silence_s = 1.0
+    view.set_silence(1.0)
     assert not view.live(13.5)
-    view.silence_s = 100.0
+    view.set_silence(100.0)
     assert [r.peer_id for r in view.live(13.5)] == ["a"]
     assert not view.is_past(0, 13.5)
     view.merge(record("a", 3, stage=1, round=1), 14.0)

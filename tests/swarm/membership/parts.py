@@ -8,17 +8,14 @@ from typing import Any
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.methods.records import MAX_RECORD_BYTES
+from swarmnet.protocol.membership.pace import GossipPace, GossipSettings
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import AntiEntropy
 from swarmnet.swarm.membership.callers import CallerChecks
-from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.liveness import Liveness
-from swarmnet.swarm.membership.news import News
-from swarmnet.swarm.membership.own_record import OwnRecord
-from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
-from swarmnet.swarm.membership.pushes import Pushes
-from swarmnet.swarm.membership.unreached import UnreachedNotices
+from swarmnet.swarm.membership.pushes import Pushes, UnreachedNotices
+from swarmnet.swarm.membership.records import KnownRecords, News, OwnRecord
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.harness import OpenSigner
@@ -69,7 +66,15 @@ class Site:
         self.records = KnownRecords(
             self.own, self.transport, self.view, signer, admission, last_round, max_bytes
         )
-        self.pushes = Pushes(self.own, self.transport, self.view, rng, settings.push_delay_s)
+        self.pushes = Pushes(
+            self.own,
+            self.transport,
+            self.view,
+            records=self.records,
+            pace=self.pace,
+            rng=rng,
+            delay_s=settings.push_delay_s,
+        )
         self.unreached = UnreachedNotices(name, self.transport, self.view, rng)
         self.tasks = Tasks(name)
         self.liveness = Liveness(
@@ -92,6 +97,7 @@ class Site:
             unreached=self.unreached,
             gate=self.gate,
             news=self.news,
+            pace=self.pace,
             rng=rng,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from swarmnet.methods.method import Method
 from swarmnet.methods.table import METHODS
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
-from swarmnet.swarm.membership.access import shows_round
+from swarmnet.swarm.membership.callers import shows_round
 from tests.swarm.membership.parts import record
 
 ROOT = Path(__file__).parents[3]

@@ -55,7 +55,7 @@ def gate_of(
     view: View, admission: Admission = OPEN, replica: Replica | None = None
 ) -> CallerChecks:
     gate = CallerChecks(RUN, view, admission)
-    gate.served = replica
+    gate.serves(replica)
     return gate
 
 
@@ -120,7 +120,7 @@ def test_only_replicas_of_the_stage_take_part_in_what_it_does(method: str) -> No
                 else:
                     with pytest.raises(NotReady):
                         gate.check(envelope(method))
-        gate.served = None
+        gate.serves(None)
         with pytest.raises(NotReady):
             gate.check(envelope(method))
 
@@ -178,7 +178,7 @@ def test_who_serves_no_stage_answers_nothing_of_one() -> None:
         norm = NormRequest(0, STAGE, (0,), (1.0,))
         replica.synced = False
         assert gate.enter(envelope("norm"), norm) is norm, "it may be joining"
-        gate.served = None
+        gate.serves(None)
         with pytest.raises(NotReady, match="no stage"):
             gate.enter(envelope("norm"), norm)
         with pytest.raises(NotReady, match="no stage"):

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.join_declaration import JoinDeclaration
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.membership.parts import Site, acquainted, now
 
 WAIT_S = 1.0
-
-
-def declaration(site: Site) -> JoinDeclaration:
-    return JoinDeclaration(
-        site.own, site.transport, site.exchange, site.pace, random.Random(site.own.peer_id)
-    )
 
 
 def test_the_told_know_of_it_and_the_newcomer_knows_what_they_knew() -> None:
@@ -27,7 +18,7 @@ def test_the_told_know_of_it_and_the_newcomer_knows_what_they_knew() -> None:
         a, b, c = acquainted(hub, "a", "b", "c")
         newcomer = Site(hub, "new", state=JOINING)
         newcomer.knows(a, b)
-        await declaration(newcomer).declare(["a", "b"], WAIT_S, state=ACTIVE, round=4)
+        await newcomer.exchange.declare_join(["a", "b"], WAIT_S, state=ACTIVE, round=4)
         for told in (a, b):
             known = told.view.get("new")
             assert known is not None
@@ -49,7 +40,7 @@ def test_who_does_not_answer_is_not_waited_for(silent: int) -> None:
         for name in ["a", "b"][:silent]:
             hub.freeze(name)
         began = now()
-        await declaration(newcomer).declare(["a", "b"], WAIT_S, state=ACTIVE)
+        await newcomer.exchange.declare_join(["a", "b"], WAIT_S, state=ACTIVE)
         assert now() - began <= 2 * WAIT_S
 
     run(scenario())
@@ -60,7 +51,7 @@ def test_an_observer_declares_nothing() -> None:
         hub = MemoryHub()
         (other,) = acquainted(hub, "a")
         quiet = Site(hub, "new", is_quiet=True)
-        await declaration(quiet).declare(["a"], WAIT_S, state=ACTIVE)
+        await quiet.exchange.declare_join(["a"], WAIT_S, state=ACTIVE)
         assert other.view.get("new") is None
 
     run(scenario())

@@ -17,7 +17,7 @@ from swarmnet.methods.records import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.protocol.membership.failure_detector import SILENCE_S
 from swarmnet.protocol.membership.records import LEFT, Record, record_bytes
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.known_records import FORGET_AFTER_S
+from swarmnet.swarm.membership.records import FORGET_AFTER_S
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import pack
 from tests.swarm.harness import OpenSigner

@@ -10,12 +10,18 @@ import pytest
 from swarmnet.errors import DeadlineExceeded, Unreachable
 from swarmnet.methods.contact import RELAY_RESERVE, RelayGrant
 from swarmnet.methods.records import Suspicion
-from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD, SUSPECT, SUSPECT_S, State
+from swarmnet.protocol.membership.failure_detector import (
+    ALIVE,
+    DEAD,
+    PROBE_TIMEOUT_S,
+    SUSPECT,
+    SUSPECT_S,
+    State,
+)
 from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import LEFT
 from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.simulation.clock import VirtualLoop, run
-from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from swarmnet.methods.records import SignedRecord
+from swarmnet.protocol.membership.pace import PUSH_FANOUT
 from swarmnet.protocol.membership.records import JOINING, LEAVING, NO_STAMP, Record
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.pace import PUSH_FANOUT
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import unpack
 from tests.protocol.making import counted

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from swarmnet.protocol.membership.pace import PUSH_FANOUT
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.pace import PUSH_FANOUT
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.membership.parts import Site, acquainted, now, record
 

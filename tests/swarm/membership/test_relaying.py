@@ -15,17 +15,17 @@ import pytest
 
 from swarmnet.errors import Refused
 from swarmnet.methods.contact import LookBackRequest, RelayGrant
+from swarmnet.protocol.membership import reachability
+from swarmnet.protocol.membership.reachability import NUM_RELAYS
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.membership import relaying
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.membership.relaying import (
     GRANT_S,
     MAX_GRANTS,
-    NUM_RELAYS,
     RENEW_EVERY_S,
     Relaying,
 )
@@ -104,8 +104,8 @@ def test_a_hidden_peer_tells_where_its_relays_are() -> None:
         hidden = swarm.start("hidden", hidden=True)
         await asyncio.sleep(10.0)
         assert hidden.relaying.reachable is False
-        assert len(hidden.relaying.relays) == NUM_RELAYS
-        for relay_id in hidden.relaying.relays:
+        assert len(hidden.relaying.places) == NUM_RELAYS
+        for relay_id in hidden.relaying.places.relays:
             relay = swarm.members[relay_id]
             assert relay.relaying.reachable is True
             address = f"/ip4/{relay.wire.host}/tcp/4001/p2p/{relay_id}/p2p-circuit/p2p/hidden"
@@ -128,12 +128,12 @@ def test_a_relay_that_dies_is_replaced_and_places_are_renewed() -> None:
             swarm.start(f"open-{i}")
         hidden = swarm.start("hidden", hidden=True)
         await asyncio.sleep(10.0)
-        before = list(hidden.relaying.relays)
+        before = list(hidden.relaying.places.relays)
         swarm.kill(before[0])
         await asyncio.sleep(0.01)
         assert not any(before[0] in a for a in hidden.wire.addresses()), "at once"
         await asyncio.sleep(10.0)
-        now = list(hidden.relaying.relays)
+        now = list(hidden.relaying.places.relays)
         assert len(now) == NUM_RELAYS
         assert before[0] not in now
         await asyncio.sleep(3 * GRANT_S)
@@ -148,25 +148,25 @@ def test_a_relay_that_dies_is_replaced_and_places_are_renewed() -> None:
 def test_two_that_do_not_reach_each_other_keep_places_though_others_reach_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relaying, "DOUBTED_FOR_S", 600.0)
+    monkeypatch.setattr(reachability, "DOUBTED_FOR_S", 600.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(5):
             swarm.start(f"open-{i}")
         await asyncio.sleep(120.0)
-        assert not any(m.relaying.relays for m in swarm.members.values()), "nobody needs one"
+        assert not any(m.relaying.places.relays for m in swarm.members.values()), "nobody needs one"
         swarm.net.hub.partition("open-3", "open-4")
         await asyncio.sleep(60.0)
         cut = {"open-3", "open-4"}
         for name, member in swarm.members.items():
             assert member.relaying.reachable is True
-            assert len(member.relaying.relays) == (NUM_RELAYS if name in cut else 0), name
-            assert not cut & set(member.relaying.relays)
+            assert len(member.relaying.places) == (NUM_RELAYS if name in cut else 0), name
+            assert not cut & set(member.relaying.places.relays)
         swarm.net.hub.heal("open-3", "open-4")
         await asyncio.sleep(500.0)
-        assert len(swarm.members["open-3"].relaying.relays) == NUM_RELAYS
+        assert len(swarm.members["open-3"].relaying.places.relays) == NUM_RELAYS
         await asyncio.sleep(200.0)
-        assert not any(m.relaying.relays for m in swarm.members.values())
+        assert not any(m.relaying.places.relays for m in swarm.members.values())
 
     play(scenario)
 
@@ -182,7 +182,7 @@ def test_one_bad_moment_is_no_reason_to_keep_places() -> None:
         for i in range(4):
             swarm.net.hub.heal(f"open-{i}", "open-4")
         await asyncio.sleep(120.0)
-        assert not any(m.relaying.relays for m in swarm.members.values())
+        assert not any(m.relaying.places.relays for m in swarm.members.values())
 
     play(scenario)
 
@@ -193,7 +193,7 @@ def test_who_declines_or_is_hidden_itself_is_no_relay() -> None:
         swarm.start("open-1", offers=False)
         one, two = (swarm.start(f"hidden-{i}", hidden=True) for i in range(2))
         await asyncio.sleep(20.0)
-        assert list(one.relaying.relays) == list(two.relaying.relays) == ["open-0"]
+        assert list(one.relaying.places.relays) == list(two.relaying.places.relays) == ["open-0"]
         with pytest.raises(Refused, match="relays for nobody"):
             await one.wire.call("hidden-1", "relay_reserve", Message(), timeout_s=5.0)
 
@@ -211,7 +211,7 @@ def test_the_relay_that_one_has_a_channel_to_is_told_before_all_others_are_tried
             swarm.start(name, hidden=True)
         await asyncio.sleep(2 * ANSWER_S)
         for name in names:
-            assert list(swarm.members[name].relaying.relays) == ["open"]
+            assert list(swarm.members[name].relaying.places.relays) == ["open"]
             record = open_.gossip.view.get(name)
             assert record is not None
             assert any(a.endswith(f"/p2p/open/p2p-circuit/p2p/{name}") for a in record.addresses)
@@ -227,7 +227,7 @@ def test_places_are_bounded() -> None:
         await asyncio.sleep(5.0)
         two = swarm.start("hidden-1", hidden=True)
         await asyncio.sleep(20.0)
-        assert (len(one.relaying.relays), len(two.relaying.relays)) == (1, 0)
+        assert (len(one.relaying.places.relays), len(two.relaying.places.relays)) == (1, 0)
         reply = await one.wire.call("open-0", "relay_reserve", Message(), timeout_s=5.0)
         assert convert(reply.body, RelayGrant).seconds == GRANT_S, "who has a place keeps it"
 

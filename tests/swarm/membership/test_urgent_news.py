@@ -7,11 +7,11 @@ import random
 
 import pytest
 
+from swarmnet.protocol.membership.pace import PUSH_FANOUT
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.membership.pace import PUSH_FANOUT
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.harness import OpenSigner
 

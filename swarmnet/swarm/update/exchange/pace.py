@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from statistics import median_high
 
 from swarmnet.protocol.leftovers import ROOM_S
-from swarmnet.protocol.membership.failure_detector import SUSPECT_S
+from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S, SUSPECT_S
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.update.exchange_waits import (
@@ -26,7 +26,6 @@ from swarmnet.protocol.update.exchange_waits import (
     upload_s,
 )
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import LOOK_LESS_S

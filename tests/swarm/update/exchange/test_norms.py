@@ -301,7 +301,7 @@ def test_the_collectors_are_listened_to_while_others_are_asked_too() -> None:
 
 
 def test_a_stage_is_summed_up_when_all_its_shards_are_known() -> None:
-    """Who may speak for a stage: `membership.access`, and its tests."""
+    """Who may speak for a stage: `membership.callers`, and its tests."""
 
     async def scenario() -> None:
         net = Net("a", num_stages=2)

@@ -1,4 +1,6 @@
-"""How often a peer gossips: slower in a large swarm, so that its control traffic stays bounded."""
+"""How often a peer gossips, and when it publishes its own record anew. Pure.
+
+In a large swarm both are slower, so that the control traffic of a peer stays bounded."""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ import math
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership.failure_detector import SILENCE_S
+from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
-from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.protocol.moments import Since
 
 PUSH_FANOUT = 16
 """Peers to which urgent news is pushed at most."""
@@ -57,14 +60,6 @@ class GossipPace:
             return 0.0
         return self.interval_s * math.log2(len(self._view)) + self.publish_every_s
 
-    @property
-    def tell_together_s(self) -> float:
-        """News within this time wakes the waiting tasks of this peer once. In a large swarm there
-        is always some news, and a round is longer."""
-        if self.is_small:
-            return 0.0
-        return min(self.interval_s, LOOK_LESS_S)
-
     def adapt(self, num_live: int) -> None:
         """Sets the intervals for a swarm of `num_live` peers, and after what silence the view
         counts a peer as dead. What a peer sends and hears in a second then does not grow with the
@@ -72,4 +67,53 @@ class GossipPace:
         settings, part = self._settings, max(1.0, num_live / PUSH_FANOUT)
         self.interval_s = part * settings.interval_s
         self.heartbeat_s = part * settings.heartbeat_s
-        self._view.silence_s = part * settings.silence_s
+        self._view.set_silence(part * settings.silence_s)
+
+
+class Publishing:
+    """Of a peer's own record: which version others may know, and when the next one is due."""
+
+    def __init__(self) -> None:
+        self.stamp: Stamp = NO_STAMP
+        """Of the newest version that others may know."""
+        self._last = Since(0.0)
+        self._is_dirty = False
+        """A change, or a heartbeat, is to be published."""
+        self._is_held = False
+        """What is published stays as it is until the join that it declares."""
+
+    @property
+    def has_news(self) -> bool:
+        """There is something to publish, and it may be."""
+        return self._is_dirty and not self._is_held
+
+    def is_due(self, now: float, every_s: float) -> bool:
+        """Whether to publish what is not urgent, which is collected for `every_s` after the last
+        version."""
+        if self.stamp == NO_STAMP:
+            return True
+        return self._is_dirty and self._last.is_older(now, every_s)
+
+    def changed(self) -> None:
+        """The record is another one than others know."""
+        self._is_dirty = True
+
+    def beat(self, now: float, every_s: float) -> None:
+        """A version that old is followed by another one, though nothing may have changed."""
+        if self._last.is_older(now, every_s):
+            self._is_dirty = True
+
+    def published(self, stamp: Stamp, now: float) -> None:
+        """Others may know this version from now on."""
+        self.stamp = stamp
+        self._is_dirty = False
+        self._last.begin(now)
+
+    def hold(self) -> None:
+        """The last version declares what is to come: none follows it before `release`."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """What was declared has happened, or will not."""
+        self._is_held = False
+        self._is_dirty = True
