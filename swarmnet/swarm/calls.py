@@ -3,10 +3,14 @@ comes is decoded and checked by the method's row."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
+from swarmnet.errors import Busy
 from swarmnet.methods.method import Method, ReplyT, RequestT
+from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 
@@ -48,3 +52,26 @@ def notify(
 ) -> None:
     """As `Transport.notify`."""
     transport.notify(peer_id, method.name, message)
+
+
+class ServingQueue:
+    """Callers that ask for what takes a while to give: a few are served at a time, a bounded number
+    waits."""
+
+    def __init__(self, at_once: int, most: int) -> None:
+        """`most`: served and waiting."""
+        self._at_once = asyncio.Semaphore(at_once)
+        self._most = most
+        self._num = 0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The turn of one caller, when it has come. Raises `Busy`."""
+        if self._num >= self._most:
+            raise Busy("serving others", backlog_s=LOOK_LESS_S)
+        self._num += 1
+        try:
+            async with self._at_once:
+                yield
+        finally:
+            self._num -= 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from swarmnet.protocol.moments import Deadline
+
 
 class Condition:
     """Something that can change: `notify_all` wakes every waiter."""
@@ -43,9 +45,9 @@ class Condition:
         """Waits until `condition()` holds, looked at after every `notify_all`; False at the
         timeout."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + timeout_s
+        deadline = Deadline.after(loop.time(), timeout_s)
         while not condition():
-            left = end - loop.time()
-            if left <= 0 or not await self.wait(left):
+            left_s = deadline.left_s(loop.time())
+            if left_s <= 0 or not await self.wait(left_s):
                 return condition()
         return True

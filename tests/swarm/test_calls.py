@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from swarmnet.errors import ProtocolViolation
+from swarmnet.errors import Busy, ProtocolViolation
 from swarmnet.methods.contact import PING, RELAY_RESERVE, RelayGrant
 from swarmnet.methods.microbatch import STEP, StepProgress, StepReply, StepRequest
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.calls import call
+from swarmnet.swarm.calls import ServingQueue, call
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Message
@@ -79,3 +80,26 @@ def test_progress_comes_decoded_or_not_at_all() -> None:
 
     run(scenario())
     assert [note.body for note in heard] == [StepProgress(("b",)), StepProgress(("b", "c"))]
+
+
+def test_few_are_served_at_a_time_and_a_bounded_number_waits() -> None:
+    async def scenario() -> None:
+        queue, served = ServingQueue(at_once=1, most=2), 0
+
+        async def ask() -> None:
+            nonlocal served
+            async with queue.turn():
+                served += 1
+                await asyncio.sleep(1.0)
+
+        asking = [asyncio.ensure_future(ask()) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        assert served == 1
+        with pytest.raises(Busy, match="serving others"):
+            await ask()
+        await asyncio.sleep(1.0)
+        assert served == 2
+        await asyncio.gather(*asking)
+        await ask()
+
+    run(scenario())

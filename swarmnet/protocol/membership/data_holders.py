@@ -1,4 +1,4 @@
-"""Which peers have the run's data, and how many are enough."""
+"""Which peers have the run's data, how many are enough, and which are asked for them. Pure."""
 
 from __future__ import annotations
 
@@ -26,3 +26,30 @@ def givers(view: View, now: float) -> list[str]:
 def are_few(view: View, now: float) -> bool:
     """Whether more peers should have the data."""
     return sum(r.has_data for r in view.live(now)) < ENOUGH_HOLDERS
+
+
+class Givers:
+    """The peers that one asks for the data."""
+
+    def __init__(self) -> None:
+        self._liars: set[str] = set()
+        self._aside_until: dict[str, float] = {}
+
+    def lied(self, peer_id: str) -> None:
+        """A peer gave other data than the run's."""
+        self._liars.add(peer_id)
+
+    def gave_nothing(self, peer_id: str, now: float, pause_s: float) -> None:
+        """A peer is not asked again before `pause_s` have passed."""
+        self._aside_until[peer_id] = now + pause_s
+
+    def to_ask(self, view: View, now: float, *, at_once: bool) -> list[str]:
+        """Whom to ask now; nobody where enough peers have the data, unless this one is to have them
+        at once."""
+        if not at_once and not are_few(view, now):
+            return []
+        return [
+            p
+            for p in givers(view, now)
+            if p not in self._liars and self._aside_until.get(p, now) <= now
+        ]

@@ -26,9 +26,10 @@ from swarmnet.ports import (
     Worker,
 )
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
-from swarmnet.protocol.membership.data_holders import are_few, givers
+from swarmnet.protocol.membership.data_holders import Givers
+from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, BULK_S
-from swarmnet.swarm.calls import call, serve
+from swarmnet.swarm.calls import ServingQueue, call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.timing import LOOK_LESS_S, MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
@@ -115,11 +116,8 @@ class DataService:
         self._shared = shared
         self._late = late
         self._given = shared.given
-        self._reading = asyncio.Semaphore(1)
-        self._num_waiting = 0
-        self._liars: set[str] = set()
-        self._aside: dict[str, float] = {}
-        """Until when a peer that gave nothing is not asked."""
+        self._queue = ServingQueue(1, MAX_WAITING)
+        self._givers = Givers()
         self._said: set[str] = set()
         serve(transport, DATA_SIZES, self._on_sizes)
         serve(transport, DATA_PART, self._on_part)
@@ -139,16 +137,10 @@ class DataService:
 
     async def _on_part(self, request: Request[DataPartRequest]) -> Message[None]:
         wanted, given = request.message.body, self._to_give()
-        if self._num_waiting >= MAX_WAITING:
-            raise Busy("serving others", backlog_s=LOOK_LESS_S)
-        self._num_waiting += 1
-        try:
-            async with self._reading:
-                data = await self._shared.worker.run(
-                    lambda: given.part(wanted.source, wanted.file, wanted.offset, wanted.length)
-                )
-        finally:
-            self._num_waiting -= 1
+        async with self._queue.turn():
+            data = await self._shared.worker.run(
+                lambda: given.part(wanted.source, wanted.file, wanted.offset, wanted.length)
+            )
         if data is None:
             raise NotReady("there is no such source")
         return Message(None, (Array("uint8", (len(data),), data),), is_background=True)
@@ -190,7 +182,7 @@ class DataService:
             if (data := await self._earlier(coming)) is not None:
                 return data
         except ProtocolViolation as e:
-            self._liars.add(giver)
+            self._givers.lied(giver)
             self._say(
                 f"peer {giver[-8:]} gives other data than the run's, and is not asked again ({e})"
             )
@@ -199,7 +191,7 @@ class DataService:
         except SwarmnetError as e:
             log.debug("data from %s: %s", giver[-8:], e)
             pause_s = LOOK_LESS_S
-        self._aside[giver] = asyncio.get_running_loop().time() + pause_s
+        self._givers.gave_nothing(giver, asyncio.get_running_loop().time(), pause_s)
         return None
 
     async def _earlier(self, coming: ComingData) -> SharableData | None:
@@ -212,12 +204,8 @@ class DataService:
 
     def _next_giver(self) -> str | None:
         """Whom to ask now; None for nobody."""
-        now, view = asyncio.get_running_loop().time(), self._gossip.view
-        if not self._shared.at_once and not are_few(view, now):
-            return None
-        found = [
-            p for p in givers(view, now) if p not in self._liars and self._aside.get(p, now) <= now
-        ]
+        now = asyncio.get_running_loop().time()
+        found = self._givers.to_ask(self._gossip.view, now, at_once=self._shared.at_once)
         return self._rng.choice(found) if found else None
 
     async def _begin(self, coming: ComingData, giver: str) -> bool:
@@ -234,10 +222,10 @@ class DataService:
         for a piece."""
         loop, run = asyncio.get_running_loop(), self._shared.worker.run
         while (part := await run(lambda: coming.wanted(giver))) is not None:
-            began = loop.time()
+            asked = Since(loop.time())
             data = await self._ask(giver, part)
             await run(lambda part=part, data=data: coming.take(giver, part, data))  # type: ignore[misc]
-            await asyncio.sleep(loop.time() - began)
+            await asyncio.sleep(asked.s(loop.time()))
         return await run(coming.finish)
 
     async def _ask(self, giver: str, part: WantedPart) -> bytes:

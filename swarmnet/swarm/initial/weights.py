@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError, UserError
+from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError, UserError
 from swarmnet.methods.state import INITIAL_SHARD, FetchReply, FetchRequest
 from swarmnet.ports import InitialWeights, Worker
-from swarmnet.swarm.calls import call, serve
+from swarmnet.protocol.moments import Since
+from swarmnet.swarm.calls import ServingQueue, call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.waiting_notice import SAY_EVERY_S
 from swarmnet.swarm.replica.replica import Replica
@@ -51,13 +52,12 @@ class WeightService:
     rng: random.Random
 
     def __post_init__(self) -> None:
-        self._serving = asyncio.Semaphore(self.limits.max_serving)
-        self._waiting = 0
+        self._queue = ServingQueue(self.limits.max_serving, 2 * self.limits.max_serving)
         self._givers: list[str] = []
         """Peers that have given a shard."""
         self._moments: dict[tuple[int, int], Array] = {}
         """By stage and shard, of the stage that is being filled."""
-        self._said_at = float("-inf")
+        self._said = Since()
         self._has_said_disk = False
         serve(self.transport, INITIAL_SHARD, self._on_fetch)
 
@@ -65,14 +65,8 @@ class WeightService:
         fetch = request.message.body
         if not self.weights.is_here:
             raise NotReady("this peer has not the weights that the run began from")
-        if self._waiting >= 2 * self.limits.max_serving:
-            raise Busy("serving others", backlog_s=LOOK_LESS_S)
-        self._waiting += 1
-        try:
-            async with self._serving:
-                values = await self.worker.run(lambda: self.weights.shard(fetch.stage, fetch.shard))
-        finally:
-            self._waiting -= 1
+        async with self._queue.turn():
+            values = await self.worker.run(lambda: self.weights.shard(fetch.stage, fetch.shard))
         if values is None:
             raise NotReady("there is no such shard")
         return Message(FetchReply(0, {}), (values,))
@@ -197,9 +191,7 @@ class WeightService:
         return values
 
     def _say(self, reason: str) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
+        if self._said.is_due(asyncio.get_running_loop().time(), SAY_EVERY_S):
             log.warning(
                 "waiting: %s; a peer that has the model's folder gives them (--weights FOLDER), or "
                 "the one that began the run",

@@ -47,7 +47,7 @@ from swarmnet.protocol.saved_rounds import (
     SavedRounds,
 )
 from swarmnet.protocol.timing import ANSWER_S, PATIENCE_S
-from swarmnet.swarm.calls import call, serve
+from swarmnet.swarm.calls import ServingQueue, call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S, SHARD_TIMEOUT_S
 from swarmnet.transport.base import Request, Transport
@@ -75,8 +75,7 @@ class SavedModels:
         self._gossip = gossip
         self._checkpoints = checkpoints
         self._worker = worker
-        self._serving = asyncio.Semaphore(AT_ONCE)
-        self._waiting = 0
+        self._queue = ServingQueue(AT_ONCE, 4 * AT_ONCE)
         self.kept = KeptRounds()
         serve(transport, SAVED, self._on_saved)
         serve(transport, SAVED_SHARD, self._on_shard)
@@ -96,16 +95,10 @@ class SavedModels:
 
     async def _on_shard(self, request: Request[FetchRequest]) -> Message[FetchReply]:
         fetch = request.message.body
-        if self._waiting >= 4 * AT_ONCE:
-            raise Busy("serving others", backlog_s=LOOK_LESS_S)
-        self._waiting += 1
-        try:
-            async with self._serving:
-                values = await self._worker.run(
-                    lambda: self._checkpoints.shard(fetch.round, fetch.stage, fetch.shard)
-                )
-        finally:
-            self._waiting -= 1
+        async with self._queue.turn():
+            values = await self._worker.run(
+                lambda: self._checkpoints.shard(fetch.round, fetch.stage, fetch.shard)
+            )
         if values is None:
             raise NotReady("that checkpoint is not here any more")
         return Message(FetchReply(fetch.round, {}), (values,))
