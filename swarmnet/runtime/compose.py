@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from swarmnet.errors import UserError
@@ -15,6 +16,7 @@ from swarmnet.runtime.net import AGENT, KeySigner
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.state_dir import next_incarnation
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.membership.reconnecting import Remembered
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
@@ -51,8 +53,10 @@ def compose(
     machine: Machine,
     admitted: Admitted = Admitted(),  # noqa: B008  it is immutable
     resource_limits: ResourceLimits | None = None,
+    remembered: Remembered = dict[str, Sequence[str]],
 ) -> Peer:
-    """A `Peer` of real parts. `resource_limits`: of the machine's first seat."""
+    """A `Peer` of real parts. `resource_limits`: of the machine's first seat. `remembered`: as of
+    `Peer`."""
     if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
         raise UserError(
             f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
@@ -78,6 +82,7 @@ def compose(
         feeds=options.feed,
         begin_anew=options.begin_anew,
         resource_limits=resource_limits or ResourceLimits(),
+        remembered=remembered,
         journal=CountedMicrobatches(options.state_dir / COUNTED_FILE, spec.run_id),
     )
 

@@ -115,7 +115,6 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         stack.push_async_callback(tasks.close)
         tasks.start(say_run_beside(transport, entry.beside, spec.run_id, spec.name))
         await entry.ways.read()
-        crew.first.reconnecting.remembered = entry.ways.remembered
         for extra in extras:
             beside.append(await extra(crew.running))
         if admitted.not_after_unix_s:
@@ -171,7 +170,9 @@ class Crew:
         device = choose_devices(spec, options)[0]
         free_bytes = float(free_bytes_of(device))
         own = replace(machine, device=machine.device.seat())
-        self.first = compose(spec, options, transport, entry.key, own, admitted)
+        self.first = compose(
+            spec, options, transport, entry.key, own, admitted, remembered=entry.ways.remembered
+        )
         arm_from_environment(self.first)
         count = None
         if group is None:

@@ -131,6 +131,8 @@ class Population:
         host.incarnation += 1
         host.frozen_until = 0.0
         name, scenario, monitor = host.name, self._scenario, self._monitor
+        candidates = self._bootstrap_candidates()
+        known = self._rng.sample(candidates, min(BOOTSTRAP_PEERS, len(candidates)))
         peer = Peer(
             transport=self._hub.transport(name),
             signer=OpenSigner(),
@@ -141,11 +143,9 @@ class Population:
             limits=scenario.limits,
             assigner=scenario.assigner(self._settings.replication),
             gossip_settings=scenario.gossip,
+            remembered=lambda: {n: self._hub.addresses_of(n) for n in known},
             on_loss=partial(monitor.reported, name),
         )
-        candidates = self._bootstrap_candidates()
-        known = self._rng.sample(candidates, min(BOOTSTRAP_PEERS, len(candidates)))
-        peer.reconnecting.remembered = lambda: {n: self._hub.addresses_of(n) for n in known}
         monitor.members[name] = Member(peer)
         host.life = asyncio.get_running_loop().create_task(peer.run(known))
         self._log.write("started", peer=name, known=known)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from swarmnet.admission import OPEN, Admission
-from swarmnet.errors import SwarmnetError, UserError
-from swarmnet.methods.contact import SPEC, SpecReply
+from swarmnet.errors import UserError
 from swarmnet.ports import Data
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.pace import GossipSettings
@@ -32,13 +31,11 @@ from swarmnet.protocol.membership.records import (
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import AUTO, DELAYED
-from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.protocol.update.replica_phase import Phase, State
-from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.generation.service import GenerateService
 from swarmnet.swarm.initial.data import DataService, LateData
-from swarmnet.swarm.initial.files import FileService
+from swarmnet.swarm.initial.files import FileService, SpecService
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.arrival import StageChoice, meet
 from swarmnet.swarm.lifecycle.departure import Mover
@@ -48,7 +45,7 @@ from swarmnet.swarm.lifecycle.stand_by import StandBy
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.probes import Probes
-from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.membership.reconnecting import Reconnecting, Remembered
 from swarmnet.swarm.membership.records import Signer
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.feeder import Feeder, Journal, NoJournal
@@ -65,15 +62,9 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.rounds import Rounds, Updates
-from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Message
+from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.peer")
-
-MAX_OTHERS_HERE = 4
-"""Other runs of which a line is said: anybody may name any."""
-SHOWN_CHARACTERS = 16
-"""Of a run's id, in a line."""
 
 
 @dataclass
@@ -112,6 +103,8 @@ class Peer:
     journal: Journal = field(default_factory=NoJournal)
     """Of what this peer feeds."""
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
+    remembered: Remembered = dict[str, Sequence[str]]
+    """Members that this machine has met before, or was told of."""
     on_loss: Callable[[Loss], None] = lambda loss: None
     """Hears of the books that this peer closes for its stage (see
     `protocol.update.lost_samples`)."""
@@ -120,15 +113,14 @@ class Peer:
         self._tasks = Tasks("peer")
         self._stopping = asyncio.Event()
         self._served: ServedStage | None = None
-        self._others_here: list[str] = []
         self.unsaved = ""
         """Once it has left: why what only it had is on no disk; empty where that is not so."""
         self._build_membership()
         self._build_pipeline()
         self._build_lifecycle()
-        serve(self.transport, SPEC, self._on_spec)
+        SpecService(self.transport, self.identity.run_id, self.identity.spec)
         FileService(self.transport, self.machine.read_file, self.machine.worker)
-        self.probes = Probes(self.transport, self.gossip)
+        Probes(self.transport, self.gossip)
 
     def _build_membership(self) -> None:
         """The bus, and what a restart needs of it."""
@@ -158,7 +150,9 @@ class Peer:
             max_record_bytes=self.settings.max_record_bytes,
         )
         self.reconnecting = Reconnecting(
-            self.gossip, random.Random(f"missing|{own.peer_id}|{own.incarnation}")
+            self.gossip,
+            random.Random(f"missing|{own.peer_id}|{own.incarnation}"),
+            self.remembered,
         )
         disk = self.machine.disk
         self.recovery = Recovery(
@@ -486,25 +480,5 @@ class Peer:
             elif event.replica is self.replica and self.gossip.own.state == ACTIVE:
                 self._openings.announce_rate(event.replica)
 
-    async def _on_spec(self, request: Request[None]) -> Message[SpecReply]:
-        """For newcomers that know only an address. One that is in a run already starts that one,
-        and looks whether another is alive here."""
-        other, own = request.run_id, self.identity.run_id
-        if other not in ("", own, *self._others_here) and len(self._others_here) < MAX_OTHERS_HERE:
-            self._others_here.append(other)
-            log.warning(
-                "a peer that starts another run (%s) found this one (%s) alive; each needs a "
-                "--ready-file of its own, and a compose project",
-                other[:SHOWN_CHARACTERS],
-                own[:SHOWN_CHARACTERS],
-            )
-        return Message(SpecReply(self.identity.run_id, self.identity.spec))
 
-
-async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = ANSWER_S) -> SpecReply:
-    """The spec of the run that a peer belongs to; the caller checks the hash."""
-    reply = await call(transport, peer_id, SPEC, Message(), timeout_s=timeout_s)
-    return reply.body
-
-
-__all__ = ["Identity", "Machine", "Peer", "SwarmnetError", "fetch_spec"]
+__all__ = ["Identity", "Machine", "Peer"]

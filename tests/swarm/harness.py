@@ -29,6 +29,7 @@ from swarmnet.simulation.stage import (
 )
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.initial.data import SharedData
+from swarmnet.swarm.membership.reconnecting import Remembered
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.pipeline.feeder import Journal, NoJournal
 from swarmnet.swarm.recovery.checkpointing import Disk
@@ -197,6 +198,7 @@ class Swarm:
         weights: InitialWeights | None = None,
         shared: SharedData | None = None,
         journal: Journal | None = None,
+        remembered: Remembered = dict[str, Sequence[str]],
     ) -> Peer:
         """Starts a peer; it joins through the first one that lives. `beside`: another seat of its
         machine, whose device it shares. `is_measured`: it knows its speed before it serves.
@@ -229,6 +231,7 @@ class Swarm:
             wanted_stage=stage,
             feeds=feeds,
             begin_anew=begin_anew,
+            remembered=remembered,
             journal=CountedBySwarm(self, journal or NoJournal()),
         )
         known = list(self.members)[:1] if neighbours is None else list(neighbours)

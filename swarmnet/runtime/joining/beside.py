@@ -16,7 +16,7 @@ from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.runtime.joining.racing import NoneAnswers, race
 from swarmnet.runtime.joining.ready import Ready, Written, files_in, read_ready, ready_in
 from swarmnet.runtime.text import shown_run
-from swarmnet.swarm.peer import fetch_spec
+from swarmnet.swarm.initial.files import fetch_spec
 from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.peer")

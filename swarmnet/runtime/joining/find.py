@@ -23,7 +23,7 @@ from swarmnet.runtime.joining.racing import LOOK_S, NoneAnswers, nothing_new, ra
 from swarmnet.runtime.joining.ready import Written, files_in, parse_ready
 from swarmnet.runtime.text import listed, shown_run
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.peer import fetch_spec
+from swarmnet.swarm.initial.files import fetch_spec
 from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.peer")

@@ -1,29 +1,68 @@
-"""The files of a run (a tokenizer, a chat template): every peer has them and gives them to others.
+"""The spec and the files of a run (a tokenizer, a chat template): every peer has them, and gives
+them to others, also to those that are yet to join.
 
-A file is known by its hash and its size, which stand in the run's spec. So it does not matter who
-sends it, and no more is taken in than was announced.
+The spec is known by the run's id, which is its hash, and a file by its hash and its size, which
+stand in the spec. So it does not matter who sends them, and no more is taken in than was announced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.methods.contact import SPEC, SpecReply
 from swarmnet.methods.state import RUN_FILE, FileReply, FileRequest
 from swarmnet.ports import Worker
-from swarmnet.protocol.timing import BULK_S
+from swarmnet.protocol.timing import ANSWER_S, BULK_S
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
+log = logging.getLogger("swarmnet.peer")
+
 PART_BYTES = 1 << 20
+MAX_OTHERS_HERE = 4
+"""Other runs of which a line is said: anybody may name any."""
+SHOWN_CHARACTERS = 16
+"""Of a run's id, in a line."""
+
+
+class SpecService:
+    """Gives the run's spec to newcomers, which know only an address."""
+
+    def __init__(self, transport: Transport, run_id: str, spec: bytes) -> None:
+        """`spec`: its canonical bytes."""
+        self._run_id = run_id
+        self._spec = spec
+        self._others_here: list[str] = []
+        serve(transport, SPEC, self._on_spec)
+
+    async def _on_spec(self, request: Request[None]) -> Message[SpecReply]:
+        """One that is in a run already starts that one, and looks whether another is alive here."""
+        other, own = request.run_id, self._run_id
+        if other not in ("", own, *self._others_here) and len(self._others_here) < MAX_OTHERS_HERE:
+            self._others_here.append(other)
+            log.warning(
+                "a peer that starts another run (%s) found this one (%s) alive; each needs a "
+                "--ready-file of its own, and a compose project",
+                other[:SHOWN_CHARACTERS],
+                own[:SHOWN_CHARACTERS],
+            )
+        return Message(SpecReply(own, self._spec))
+
+
+async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = ANSWER_S) -> SpecReply:
+    """The spec of the run that a peer belongs to; the caller checks the hash."""
+    reply = await call(transport, peer_id, SPEC, Message(), timeout_s=timeout_s)
+    return reply.body
 
 
 class FileService:
-    """Gives the run's files to whoever asks, also to peers that are yet to join."""
+    """Gives the run's files to whoever asks."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class Reconnecting:
         """`remembered`: members beside those in the view, from other times or places."""
         self._gossip = gossip
         self._own_machine = machine_of(gossip.own.peer_id)
-        self.remembered = remembered
+        self._remembered = remembered
         self._table = Reconnect(rng)
         self._tasks = Tasks("reconnecting")
 
@@ -52,7 +52,7 @@ class Reconnecting:
                 # A look takes longer in a large swarm, and so does news.
                 if self._table.is_look_due(now, max(LOOK_LESS_S, self._gossip.spread_s)):
                     missing = missing_members(
-                        self._gossip.view, self._own_machine, self.remembered(), now
+                        self._gossip.view, self._own_machine, self._remembered(), now
                     )
                     self._table.look(missing, now)
                 row = self._table.next(now)

@@ -68,10 +68,10 @@ class World:
             build=self._build,
             data=SyntheticData(4),  # type: ignore[arg-type]
             neighbours=list(through),
+            remembered=saved.latest_first,
         )
         for other in through:
             peer.transport.learn(other, self.told(other))
-        peer.reconnecting.remembered = saved.latest_first
         return peer
 
     def _build(self, stage: int) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol.membership.records import JOINING, Record
-from swarmnet.swarm.peer import fetch_spec
+from swarmnet.swarm.initial.files import fetch_spec
 from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
