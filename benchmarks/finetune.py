@@ -17,7 +17,7 @@ from pathlib import Path
 
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.training.data import Place
-from swarmnet.training.data.opening import open_data_at
+from swarmnet.training.data.opening import open_data
 from swarmnet.training.models.model_folder import find_folder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of tests/
@@ -51,7 +51,7 @@ def main() -> None:
     run = start_run(options.spec)
     losses = losses_of(options.metrics, run.spec.pipeline.global_batch)
     weights = AutoModelForCausalLM.from_pretrained(find_folder(run.model)).state_dict()
-    data = open_data_at(run.spec, Place(files=run.contents))
+    data = open_data(run.spec, Place(files=run.contents))
     trainer = PlainPeftTrainer(run.spec, weights, initial_adapters(run.spec), data)
     num_slots = run.spec.pipeline.global_batch // run.spec.pipeline.microbatch
     largest, compared = 0.0, 0

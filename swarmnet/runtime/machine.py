@@ -169,7 +169,7 @@ def open_initial_weights(
 def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data | None:
     """What this machine feeds; None, with a line that says why, where it does not. Raises
     `DataError` where the person named the data and it cannot be read."""
-    from swarmnet.training.data import Place, TextData, open_data_at
+    from swarmnet.training.data import Place, TextData, open_data
     from swarmnet.training.data.resolving import is_same, measures_the_same
 
     if not options.feed:
@@ -184,7 +184,7 @@ def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data |
         return None
     try:
         place = Place(options.data, tokenizer, files.contents(), options.starts_run)
-        data = open_data_at(spec, place)
+        data = open_data(spec, place)
     except DataError as e:
         if options.starts_run or options.data:
             raise

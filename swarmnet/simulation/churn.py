@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet.errors import DataError
@@ -91,11 +91,6 @@ def read_trace(path: Path) -> list[ChurnEvent]:
         if len(events) > MAX_TRACE_EVENTS:
             raise DataError(f"{path}: more than {MAX_TRACE_EVENTS} events")
     return sorted(events, key=lambda e: e.at_s)
-
-
-def write_trace(path: Path, events: list[ChurnEvent]) -> None:
-    """The reverse of `read_trace`."""
-    path.write_text("".join(json.dumps(asdict(e)) + "\n" for e in events))
 
 
 def _lines(path: Path) -> Iterator[str]:

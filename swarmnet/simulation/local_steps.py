@@ -8,9 +8,8 @@ met the same parameters in its forward and backward pass, and how far partners a
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -21,16 +20,17 @@ from swarmnet.protocol.codecs import NONE
 from swarmnet.simulation.stage import (
     NUMBERS,
     RATE,
-    Gradient,
     Numbers,
     Observer,
     SyntheticOptimizer,
     SyntheticStage,
-    contribution,
+    gradient_of,
+    numbers_of,
+    packed,
+    rounded,
 )
 from swarmnet.wire import Array
 
-_FLOATS = struct.Struct(f"<{NUMBERS}f")
 MOMENTUM, PULL = 0.5, 0.7
 """Of the outer step of a pair: the weight of the last step, and of the way to the mean."""
 
@@ -51,7 +51,7 @@ class SyntheticLocalSteps:
         self._tokens_per_microbatch = tokens_per_microbatch
         self._observe = observer
         self._shards = range(len(stage.shard_sizes))
-        self._common: list[Numbers] = [_numbers(stage.parameter_shard(j)) for j in self._shards]
+        self._common: list[Numbers] = [numbers_of(stage.parameter_shard(j)) for j in self._shards]
         self._began = list(self._common)
         self._coming: dict[int, Numbers] = {}
         self._stepped: dict[int, Numbers] = {}
@@ -64,7 +64,7 @@ class SyntheticLocalSteps:
     @property
     def weights(self) -> bytes:
         """Digest of all the common parameters."""
-        return xxhash.xxh3_64_digest(b"".join(_FLOATS.pack(*x) for x in self._common))
+        return xxhash.xxh3_64_digest(b"".join(map(packed, self._common)))
 
     @property
     def progress(self) -> float:
@@ -77,10 +77,10 @@ class SyntheticLocalSteps:
 
     def set_common(self, shard_index: int, values: Array) -> None:
         self._stage.stage_parameters(shard_index, values)
-        self._coming[shard_index] = _numbers(values)
+        self._coming[shard_index] = numbers_of(values)
 
     def digest(self, shard_index: int) -> bytes:
-        return xxhash.xxh3_64_digest(_FLOATS.pack(*self._common[shard_index]))
+        return xxhash.xxh3_64_digest(packed(self._common[shard_index]))
 
     def step(self, num_tokens: int, round_index: int) -> None:
         self._stepped.clear()
@@ -89,10 +89,10 @@ class SyntheticLocalSteps:
         if num_tokens <= 0:
             return
         for j in self._shards:
-            gradient = _numbers(self._stage.gradient_shard(j))
-            before = _numbers(self._stage.parameter_shard(j))
+            gradient = numbers_of(self._stage.gradient_shard(j))
+            before = numbers_of(self._stage.parameter_shard(j))
             pairs = zip(before, gradient, strict=True)
-            after = _rounded(p - RATE * g / num_tokens for p, g in pairs)
+            after = rounded(p - RATE * g / num_tokens for p, g in pairs)
             self._stepped[j] = after
             self._stage.stage_parameters(j, self._claim(j, after))
             self._moved[j].update(ids)
@@ -108,16 +108,13 @@ class SyntheticLocalSteps:
         ids = self._moved[shard_index]
         tokens = self._tokens_per_microbatch * ids.total()
         assert weight == tokens, f"a change of {tokens} tokens is pushed as one of {weight}"
-        total = [0.0] * NUMBERS
-        for key, times in ids.items():
-            for i, x in enumerate(contribution(self._stage.stage_index, shard_index, key)):
-                total[i] += times * x
-        return Array("float32", self._shape(shard_index), Gradient.of(total, Counter(ids)))
+        total = gradient_of(self._stage.stage_index, shard_index, ids)
+        return Array("float32", self._shape(shard_index), total)
 
     def offer(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         values, moments = self.export(shard_index)
         common = self._common[shard_index]
-        change = _rounded(_minus(common, self._fast(shard_index)))
+        change = rounded(_minus(common, self._fast(shard_index)))
         arrays = (self.common_shard(shard_index), self._claim(shard_index, change), *moments)
         codec = self._outer.codec
         return values, tuple(codec.coded_sum(shard_index, array)[0] for array in arrays)
@@ -139,13 +136,13 @@ class SyntheticLocalSteps:
             change = [(a + b) / 2 for a, b in zip(change, their_change, strict=True)]
             mean = [(a + b) / 2 for a, b in zip(common, their_common, strict=True)]
         outer, (state, *_) = self._outer.export(shard_index)
-        momentum = _rounded(
+        momentum = rounded(
             MOMENTUM * m - PULL * c + PULL * (a - p)
-            for m, c, a, p in zip(_numbers(state), change, mean, common, strict=True)
+            for m, c, a, p in zip(numbers_of(state), change, mean, common, strict=True)
         )
         outer["steps"] += 1
         self._outer.load(shard_index, outer, (self._claim(shard_index, momentum),))
-        new = _rounded(p + m for p, m in zip(common, momentum, strict=True))
+        new = rounded(p + m for p, m in zip(common, momentum, strict=True))
         self.set_common(shard_index, self._claim(shard_index, new))
         return apart, _squares(fast)
 
@@ -169,26 +166,18 @@ class SyntheticLocalSteps:
         codec = self._outer.codec
         if codec.names.sums != NONE:
             codec.coded_sum(shard_index, self._claim(shard_index, (0.0,) * NUMBERS))
-        return _numbers(codec.decoded_sum(shard_index, array))
+        return numbers_of(codec.decoded_sum(shard_index, array))
 
     def _fast(self, shard_index: int) -> Numbers:
         """The own parameters after the newest step."""
         stepped = self._stepped.get(shard_index)
-        return stepped or _numbers(self._stage.parameter_shard(shard_index))
+        return stepped or numbers_of(self._stage.parameter_shard(shard_index))
 
     def _shape(self, shard_index: int) -> tuple[int, ...]:
         return (self._stage.shard_sizes[shard_index],)
 
     def _claim(self, shard_index: int, numbers: Numbers) -> Array:
-        return Array("float32", self._shape(shard_index), _FLOATS.pack(*numbers))
-
-
-def _numbers(array: Array) -> Numbers:
-    return _FLOATS.unpack(bytes(array.data))
-
-
-def _rounded(numbers: Iterable[float]) -> Numbers:
-    return _FLOATS.unpack(_FLOATS.pack(*numbers))
+        return Array("float32", self._shape(shard_index), packed(numbers))
 
 
 def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:

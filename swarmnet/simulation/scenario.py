@@ -11,7 +11,7 @@ from swarmnet.protocol.membership.assignment import Adaptive, Assigner
 from swarmnet.protocol.membership.pace import GossipSettings
 from swarmnet.protocol.slots import num_slots_of
 from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
-from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
+from swarmnet.simulation.churn import ChurnEvent, ChurnRates
 from swarmnet.simulation.coding import Coding, PassCoding
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
@@ -26,8 +26,6 @@ SEQUENCE_TOKENS, WIDTH = 1024, 1024
 """Of an activation."""
 CHECK_S = 10.0
 """`Scenario.check_s` of `large_swarm`."""
-CHAOS_FROM_S, REPLACED_AFTER_S = 20.0, 2.0
-"""Times of `chaotic_swarm`, seconds."""
 
 
 @dataclass(frozen=True)
@@ -254,37 +252,6 @@ def small_swarm_in(mode: str, seed: int) -> Scenario:
     steps = rng.choice((1, 2, 3, 5))
     fragments = rng.randint(1, steps) if mode == LOCAL else 1
     return replace(scenario, local_steps=steps, fragments=fragments, settled_rounds=steps + 1)
-
-
-def chaotic_swarm(until_s: float, seed: int = 0) -> Scenario:
-    """`swarmnet local --peers 4 --chaos kill=20/min,stop=10/min`, and one peer that lasts: it may
-    be stopped for so long that all peers that it knew are gone when it continues. The scenario is
-    about islands; a swarm of five that loses one peer every three seconds cannot keep books of its
-    rounds."""
-    rng = random.Random(f"chaos {seed}")
-    trace: list[ChurnEvent] = []
-    at = CHAOS_FROM_S
-    while (at := at + rng.expovariate(20 / 60)) < until_s:
-        trace += [ChurnEvent(at, CRASH), ChurnEvent(at + REPLACED_AFTER_S, JOIN)]
-    at = CHAOS_FROM_S
-    while (at := at + rng.expovariate(10 / 60)) < until_s:
-        # Half of the time it hits the peer that lasts.
-        peer = "peer-0000" if rng.random() < 0.5 else ""
-        trace.append(ChurnEvent(at, STALL, peer, rng.uniform(2.0, 12.0)))
-    return Scenario(
-        seed=seed,
-        peers=5,
-        stages=2,
-        until_s=until_s,
-        trace=tuple(sorted(trace, key=lambda e: e.at_s)),
-        lasting=1,
-        max_peers=6,
-        global_batch=32,
-        service_s=1.0,
-        check_s=1.0,
-        keeps_books=False,
-        keep_log=False,
-    )
 
 
 def large_swarm(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -60,6 +60,21 @@ OF_DATA = -1
 
 Numbers = tuple[float, ...]
 Observer = Callable[..., None]
+
+
+def packed(numbers: Iterable[float]) -> bytes:
+    """As fp32."""
+    return _FLOATS.pack(*numbers)
+
+
+def numbers_of(array: Array) -> Numbers:
+    """The reverse, of an array's data."""
+    return _FLOATS.unpack(bytes(array.data))
+
+
+def rounded(numbers: Iterable[float]) -> Numbers:
+    """To fp32."""
+    return _FLOATS.unpack(packed(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +130,7 @@ class Gradient(bytes):
 
     @classmethod
     def of(cls, numbers: Sequence[float], ids: Counter[StepKey]) -> Gradient:
-        gradient = cls(_FLOATS.pack(*numbers))
+        gradient = cls(packed(numbers))
         gradient.ids = ids
         return gradient
 
@@ -127,13 +142,18 @@ def contribution(stage_index: int, shard_index: int, key: StepKey) -> Numbers:
     return (1.0, *(float(x % LARGEST) for x in struct.unpack(f"<{NUMBERS - 1}H", digest)))
 
 
-def check_sum(stage_index: int, shard_index: int, gradient: Gradient) -> bool:
-    """True where the numbers are those of the microbatches that the gradient names."""
+def gradient_of(stage_index: int, shard_index: int, ids: Counter[StepKey]) -> Gradient:
+    """What these microbatches add up to."""
     total = [0.0] * NUMBERS
-    for key, times in gradient.ids.items():
+    for key, times in ids.items():
         for i, x in enumerate(contribution(stage_index, shard_index, key)):
             total[i] += times * x
-    return _FLOATS.pack(*total) == bytes(gradient)
+    return Gradient.of(total, Counter(ids))
+
+
+def check_sum(stage_index: int, shard_index: int, gradient: Gradient) -> bool:
+    """True where the numbers are those of the microbatches that the gradient names."""
+    return gradient_of(stage_index, shard_index, gradient.ids) == gradient
 
 
 def activation(key: StepKey, sizes: Sizes) -> Array:
@@ -275,32 +295,28 @@ class SyntheticStage:
         return inputs
 
     def gradient_shard(self, shard_index: int) -> Array:
-        total = [0.0] * NUMBERS
-        for key, times in self._ids.items():
-            for i, x in enumerate(contribution(self.stage_index, shard_index, key)):
-                total[i] += times * x
-        return self._claim(Gradient.of(total, Counter(self._ids)))
+        return self._claim(gradient_of(self.stage_index, shard_index, self._ids))
 
     def copy_gradient(self, shard_index: int) -> Array:
         return self.gradient_shard(shard_index)
 
     def parameter_shard(self, shard_index: int) -> Array:
-        return self._claim(_FLOATS.pack(*self._parameters[shard_index]))
+        return self._claim(packed(self._parameters[shard_index]))
 
     def digest(self, shard_index: int) -> bytes:
-        return xxhash.xxh3_64_digest(_FLOATS.pack(*self._parameters[shard_index]))
+        return xxhash.xxh3_64_digest(packed(self._parameters[shard_index]))
 
     def stage_parameters(self, shard_index: int, values: Array) -> None:
         if values.dtype != "float32" or values.shape != (self.shard_sizes[shard_index],):
             raise ProtocolViolation("a shard of the wrong size")
         assert self._ahead is None, "the parameters of the round ahead are known"
-        self._coming[shard_index] = _FLOATS.unpack(bytes(values.data))
+        self._coming[shard_index] = numbers_of(values)
 
     def coming_shard(self, shard_index: int) -> Array | None:
         numbers = self._coming.get(shard_index)
         if self._ahead is not None:
             numbers = self._ahead.parameters[shard_index]
-        return None if numbers is None else self._claim(_FLOATS.pack(*numbers))
+        return None if numbers is None else self._claim(packed(numbers))
 
     def open_ahead(self, round_index: int) -> None:
         parameters = [self._coming.get(j, numbers) for j, numbers in enumerate(self._parameters)]
@@ -487,23 +503,23 @@ class SyntheticOptimizer:
         steps, momentum = self._state[shard_index]
         gradient: Gradient = gradient_sum.data
         self._observe("step", shard=shard_index, round=round_index, gradient=gradient)
-        momentum = _rounded(
+        momentum = rounded(
             DECAY * m + scale * g for m, g in zip(momentum, _FLOATS.unpack(gradient), strict=True)
         )
-        before = _FLOATS.unpack(bytes(parameters.data))
-        after = _rounded(p - RATE * m for p, m in zip(before, momentum, strict=True))
+        before = numbers_of(parameters)
+        after = rounded(p - RATE * m for p, m in zip(before, momentum, strict=True))
         self._state[shard_index] = (steps + 1, momentum)
-        result = Array("float32", parameters.shape, _FLOATS.pack(*after))
+        result = Array("float32", parameters.shape, packed(after))
         return self._shards.coded_result(result)
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         steps, momentum = self._state[shard_index]
         shape = (self._sizes.shard_parameters,)
-        moments = Array("float32", shape, _FLOATS.pack(*momentum))
+        moments = Array("float32", shape, packed(momentum))
         return {"steps": steps}, (moments,) * self._num_vectors
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
-        self._state[shard_index] = (int(values["steps"]), _FLOATS.unpack(bytes(arrays[0].data)))
+        self._state[shard_index] = (int(values["steps"]), numbers_of(arrays[0]))
         self._observe("replaced", shard=shard_index)
 
 
@@ -529,8 +545,4 @@ def _tokens(index: int) -> Array:
 
 
 def _digest_of(parameters: Sequence[Numbers]) -> bytes:
-    return xxhash.xxh3_64_digest(b"".join(_FLOATS.pack(*numbers) for numbers in parameters))
-
-
-def _rounded(numbers: Any) -> Numbers:
-    return _FLOATS.unpack(_FLOATS.pack(*numbers))
+    return xxhash.xxh3_64_digest(b"".join(map(packed, parameters)))

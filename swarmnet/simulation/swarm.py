@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from swarmnet.simulation import churn
 from swarmnet.simulation.accounts import Accounts
@@ -182,9 +183,6 @@ class Simulation:
             virtual_s=self._now(),
             rounds=max((m.peer.gossip.own.round for m in monitor.members.values()), default=0),
             samples=monitor.num_committed * per_microbatch,
-            samples_per_s=rates.samples_per_s,
-            bound_per_s=rates.bound_per_s,
-            best_per_s=rates.best_per_s,
             rerouted=total("rerouted"),
             retracted=total("retracted"),
             moved=total("moved"),
@@ -196,13 +194,12 @@ class Simulation:
             shards_reset=total("shard_reset"),
             faults=dict(sorted(self._faults.counts.items())),
             recovery_s=self._recovery.seconds,
-            control_bytes_per_peer_s=rates.control_bytes_per_peer_s,
-            bytes_per_peer_s=rates.bytes_per_peer_s,
             longest_island_s=monitor.islands.longest_s,
             breakdown=self._accounts.breakdown.parts(),
             checks=monitor.num_checks,
             samples_over_time=tuple(self._accounts.curve),
             log=self._log.lines,
+            **asdict(rates),
         )
 
     def _now(self) -> float:

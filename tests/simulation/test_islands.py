@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
 from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.islands import Islands, parts
-from swarmnet.simulation.scenario import Result, Scenario, chaotic_swarm
+from swarmnet.simulation.scenario import Result, Scenario
 from swarmnet.simulation.swarm import Simulation, simulate
 
 HOUR_S = 3600.0
@@ -17,6 +18,40 @@ SHORT_S = 180.0
 SWARM, NUM_REPLACED, EVERY_S = 5, 60, 2.5
 """Peers, newcomers, and how often one comes in the place of another."""
 STOPPED_AT_S, STOPPED_S = 155.0, 14.0
+
+CHAOS_FROM_S, REPLACED_AFTER_S = 20.0, 2.0
+"""Times of `chaotic_swarm`, seconds."""
+
+
+def chaotic_swarm(until_s: float, seed: int = 0) -> Scenario:
+    """`swarmnet local --peers 4 --chaos kill=20/min,stop=10/min`, and one peer that lasts: it may
+    be stopped for so long that all peers that it knew are gone when it continues. The scenario is
+    about islands; a swarm of five that loses one peer every three seconds cannot keep books of its
+    rounds."""
+    rng = random.Random(f"chaos {seed}")
+    trace: list[ChurnEvent] = []
+    at = CHAOS_FROM_S
+    while (at := at + rng.expovariate(20 / 60)) < until_s:
+        trace += [ChurnEvent(at, CRASH), ChurnEvent(at + REPLACED_AFTER_S, JOIN)]
+    at = CHAOS_FROM_S
+    while (at := at + rng.expovariate(10 / 60)) < until_s:
+        # Half of the time it hits the peer that lasts.
+        peer = "peer-0000" if rng.random() < 0.5 else ""
+        trace.append(ChurnEvent(at, STALL, peer, rng.uniform(2.0, 12.0)))
+    return Scenario(
+        seed=seed,
+        peers=5,
+        stages=2,
+        until_s=until_s,
+        trace=tuple(sorted(trace, key=lambda e: e.at_s)),
+        lasting=1,
+        max_peers=6,
+        global_batch=32,
+        service_s=1.0,
+        check_s=1.0,
+        keeps_books=False,
+        keep_log=False,
+    )
 
 
 def test_parts_are_found_by_who_sees_whom() -> None:

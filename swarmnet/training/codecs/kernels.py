@@ -37,83 +37,83 @@ NUM_WARPS = 4
 EXACT = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 
 
-def kernels_of(name: str, num_values: int) -> Int8Kernels | TileKernels | None:
+def kernels_of(name: str, num_values: int) -> TritonKernels | None:
     """For rows of so many numbers. None for a codec that has no kernels."""
     if name == INT8:
-        return Int8Kernels(num_values)
-    return TileKernels(name, num_values) if name in TILE_BITS else None
+        return _int8_kernels(num_values)
+    return _tile_kernels(name, num_values) if name in TILE_BITS else None
 
 
-class Int8Kernels:
-    """Implements `fused.Kernels` for `blocks.Int8`."""
+class TritonKernels:
+    """Implements `fused.Kernels`."""
 
-    def __init__(self, num_values: int) -> None:
-        blocks = num_blocks(num_values, BLOCK)
-        group = min(triton.next_power_of_2(blocks), NUMBERS // BLOCK)
-        self.num_findings = triton.cdiv(blocks, group)
-        self._options = {
-            "N": num_values,
-            "BLOCKS": blocks,
-            "ROW": row_bytes(INT8, num_values),
-            "BLOCK": BLOCK,
-            "GROUP": group,
-            "LARGEST_CODE": LARGEST_CODE,
-            "LARGEST_SCALE": bfloat16_bits(LARGEST_SCALED / LARGEST_CODE),
-            **EXACT,
-        }
-        self._smallest = float_bits(SMALLEST)
-
-    def encode(self, values: Tensor, coded: Tensor, findings: Tensor) -> None:
-        with _on_device_of(values):
-            _encode_int8[values.shape[0], self.num_findings](
-                *_numbers(values), coded, findings, SMALLEST=self._smallest, **self._options
-            )
-
-    def decode(self, coded: Tensor, values: Tensor, findings: Tensor) -> None:
-        with _on_device_of(values):
-            _decode_int8[values.shape[0], self.num_findings](
-                coded, *_numbers(values), findings, **self._options
-            )
-
-
-class TileKernels:
-    """Implements `fused.Kernels` for `tiles.Tiles`."""
-
-    def __init__(self, name: str, num_values: int) -> None:
-        tiles, bits = num_blocks(num_values, TILE), TILE_BITS[name]
-        group = max(LEAST_TILES, min(triton.next_power_of_2(tiles), NUMBERS // TILE))
-        most = LARGEST_SCALED / REACH[name]
-        self.num_findings = triton.cdiv(tiles, group)
-        self._options = {
-            "N": num_values,
-            "TILES": tiles,
-            "ROW": row_bytes(name, num_values),
-            "TILE": TILE,
-            "BITS": bits,
-            "GROUP": group,
-            "NUM_SHIFTS": NUM_SHIFTS,
-            "LARGEST_SCALE": bfloat16_bits(most),
-            "LARGEST_ROTATED": bfloat16_bits(most / TILE),
-            **EXACT,
-        }
-        self._encodes = {
-            "GRID": GRID,
-            "REACH": REACH[name],
-            "MOST_ROTATED": math.floor(math.sqrt(TILE) * GRID),  # rotated numbers are whole ones
-            "SMALLEST": float_bits(SMALLEST),
-        }
+    def __init__(
+        self,
+        encode: Any,
+        decode: Any,
+        num_findings: int,
+        options: dict[str, Any],
+        encodes: dict[str, Any],
+    ) -> None:
+        """`options`: of both kernels; `encodes`: of the one that encodes besides."""
+        self.num_findings = num_findings
+        self._encode = encode
+        self._decode = decode
+        self._options = options | EXACT
+        self._encodes = encodes
 
     def encode(self, values: Tensor, coded: Tensor, findings: Tensor) -> None:
         with _on_device_of(values):
-            _encode_tiles[values.shape[0], self.num_findings](
+            self._encode[values.shape[0], self.num_findings](
                 *_numbers(values), coded, findings, **self._encodes, **self._options
             )
 
     def decode(self, coded: Tensor, values: Tensor, findings: Tensor) -> None:
         with _on_device_of(values):
-            _decode_tiles[values.shape[0], self.num_findings](
+            self._decode[values.shape[0], self.num_findings](
                 coded, *_numbers(values), findings, **self._options
             )
+
+
+def _int8_kernels(num_values: int) -> TritonKernels:
+    """For `blocks.Int8`."""
+    blocks = num_blocks(num_values, BLOCK)
+    group = min(triton.next_power_of_2(blocks), NUMBERS // BLOCK)
+    options = {
+        "N": num_values,
+        "BLOCKS": blocks,
+        "ROW": row_bytes(INT8, num_values),
+        "BLOCK": BLOCK,
+        "GROUP": group,
+        "LARGEST_CODE": LARGEST_CODE,
+        "LARGEST_SCALE": bfloat16_bits(LARGEST_SCALED / LARGEST_CODE),
+    }
+    encodes = {"SMALLEST": float_bits(SMALLEST)}
+    return TritonKernels(_encode_int8, _decode_int8, triton.cdiv(blocks, group), options, encodes)
+
+
+def _tile_kernels(name: str, num_values: int) -> TritonKernels:
+    """For `tiles.Tiles`."""
+    tiles, most = num_blocks(num_values, TILE), LARGEST_SCALED / REACH[name]
+    group = max(LEAST_TILES, min(triton.next_power_of_2(tiles), NUMBERS // TILE))
+    options = {
+        "N": num_values,
+        "TILES": tiles,
+        "ROW": row_bytes(name, num_values),
+        "TILE": TILE,
+        "BITS": TILE_BITS[name],
+        "GROUP": group,
+        "NUM_SHIFTS": NUM_SHIFTS,
+        "LARGEST_SCALE": bfloat16_bits(most),
+        "LARGEST_ROTATED": bfloat16_bits(most / TILE),
+    }
+    encodes = {
+        "GRID": GRID,
+        "REACH": REACH[name],
+        "MOST_ROTATED": math.floor(math.sqrt(TILE) * GRID),  # rotated numbers are whole ones
+        "SMALLEST": float_bits(SMALLEST),
+    }
+    return TritonKernels(_encode_tiles, _decode_tiles, triton.cdiv(tiles, group), options, encodes)
 
 
 def float_bits(value: float) -> int:

@@ -9,7 +9,7 @@
 - `text_data`: samples of all sources, as the swarm takes them (`ports.Data`).
 """
 
-from swarmnet.training.data.opening import Place, open_data, open_data_at
+from swarmnet.training.data.opening import Place, open_data
 from swarmnet.training.data.text_data import TextData
 
-__all__ = ["Place", "TextData", "open_data", "open_data_at"]
+__all__ = ["Place", "TextData", "open_data"]

@@ -23,7 +23,7 @@ from swarmnet.training.data.encoding import (
 )
 from swarmnet.training.data.files import find_files
 from swarmnet.training.data.formats import format_of, included, reader_of
-from swarmnet.training.data.held_out import Division, divide
+from swarmnet.training.data.held_out import divide
 from swarmnet.training.data.order import seed_of
 from swarmnet.training.data.packing import DialogueSamples, Documents, Samples, TextSamples
 from swarmnet.training.data.store import Store, StoreWriter
@@ -52,15 +52,7 @@ class Place:
     """The spec's `held_out_paths` may be read: a spec from the network never chooses files."""
 
 
-def open_data(
-    spec: RunSpec, override_paths: Sequence[str] | None = None, override_tokenizer: str = ""
-) -> Data:
-    """The microbatches of a run. `override_paths`: where this machine keeps the text;
-    `override_tokenizer`: likewise the tokenizer.json. Raises as `open_data_at`."""
-    return open_data_at(spec, Place(tuple(override_paths or ()), override_tokenizer))
-
-
-def open_data_at(spec: RunSpec, place: Place) -> Data:
+def open_data(spec: RunSpec, place: Place = Place()) -> Data:
     """The microbatches of a run.
 
     Raises:
@@ -116,14 +108,22 @@ def text_of(
             sequence_length,
             holds_samples=spec.data.held_out_least == "sample",
         )
-        packer = Packer(sequence_length, encoder.end or 0, spec.data.document_mask)
+        seed = seed_of(spec.seed, "documents", k) if k < num_trained else 0
+        trained, rest = (
+            _samples_of(
+                Documents(division, 0 if held_out else seed, held_out=held_out),
+                sequence_length,
+                encoder.end or 0,
+                masks=spec.data.document_mask,
+            )
+            for held_out in (False, True)
+        )
         if k < num_trained:
-            trained, rest = packer.both(division, seed_of(spec.seed, "documents", k))
             most = 0 if store.about.is_dialogues else sequence_length
             if trained.num_samples < 1 or trained.num_tokens <= most:
                 raise too_few(source, store, sequence_length)
-        else:
-            rest, trained = packer.both(division, 0)
+        else:  # all of it is measured on
+            trained, rest = rest, trained
         opened.append(SourceData(source, store, trained, rest))
     return TextData(
         opened,
@@ -144,25 +144,10 @@ def held_out_fraction(data: DataSpec) -> float:
     return data.held_out_fraction
 
 
-@dataclass(frozen=True, slots=True)
-class Packer:
-    """Makes samples of documents."""
-
-    length: int
-    fill: int
-    masks: bool
-
-    def both(self, division: Division, seed: int) -> tuple[Samples, Samples]:
-        """Those that are trained on, and those held out."""
-        return (
-            self._packed(Documents(division, seed, held_out=False)),
-            self._packed(Documents(division, 0, held_out=True)),
-        )
-
-    def _packed(self, documents: Documents) -> Samples:
-        if documents.division.store.about.is_dialogues:
-            return DialogueSamples(documents, self.length, self.fill)
-        return TextSamples(documents, self.length, self.fill, masks=self.masks)
+def _samples_of(documents: Documents, length: int, fill: int, *, masks: bool) -> Samples:
+    if documents.division.store.about.is_dialogues:
+        return DialogueSamples(documents, length, fill)
+    return TextSamples(documents, length, fill, masks=masks)
 
 
 def encoder_of(spec: RunSpec, place: Place) -> tuple[Encoder, dict[str, bytes]]:

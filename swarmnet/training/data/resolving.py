@@ -15,7 +15,7 @@ from swarmnet.training.data.opening import (
     Place,
     encoder_of,
     held_out_fraction,
-    open_data_at,
+    open_data,
     open_store,
     placed,
 )
@@ -70,7 +70,7 @@ def open_to_start(spec: RunSpec, place: Place) -> tuple[RunSpec, Data]:
     that is not what was asked for. Raises as `with_data`."""
     fraction = held_out_fraction(spec.data)
     of_few = spec.with_held_out_documents() if fraction else spec
-    data = open_data_at(of_few, place)  # what there is enough of is divided alike
+    data = open_data(of_few, place)  # what there is enough of is divided alike
     if not isinstance(data, TextData) or not fraction:
         return spec, data
     trained, length = data.sources[: data.num_trained], data.sequence_length

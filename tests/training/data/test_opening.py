@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from swarmnet.errors import DataError
 from swarmnet.training.arrays import to_tensor
-from swarmnet.training.data import TextData, open_data
+from swarmnet.training.data import Place, TextData, open_data
 from swarmnet.wire import Array
 from tests.training.flights import batch
 from tests.training.specs import TEXT, small_spec, write_text
@@ -55,7 +55,7 @@ def test_no_held_out_data_where_none_is_wanted(tmp_path: Path) -> None:
 
 def test_a_peer_may_keep_the_text_elsewhere(tmp_path: Path) -> None:
     path = write_text(tmp_path)
-    elsewhere = open_data(small_spec("/not/here.txt"), [path])
+    elsewhere = open_data(small_spec("/not/here.txt"), Place((path,)))
     assert as_bytes(batch(elsewhere, 3)) == as_bytes(batch(open_text_data(path), 3))
 
 
@@ -111,7 +111,7 @@ def test_a_tokenizer_that_this_machine_has_elsewhere(tmp_path: Path) -> None:
     path, name = write_text(tmp_path), tokenizer_file(tmp_path)
     theirs = small_spec(path, data={"tokenizer": "/not/here.json"})
     own = small_spec(path, data={"tokenizer": name})
-    assert batch(open_data(theirs, [path], name), 3) == batch(open_data(own), 3)
+    assert batch(open_data(theirs, Place((path,), name)), 3) == batch(open_data(own), 3)
 
 
 def test_bad_tokenizers_are_one_clear_line(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from swarmnet.errors import DataError, SpecError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.spec import RunSpec, load_spec, parse_spec
-from swarmnet.training.data import Place, TextData, open_data, open_data_at
+from swarmnet.training.data import Place, TextData, open_data
 from swarmnet.training.data.held_out import divide
 from swarmnet.training.data.resolving import is_same, measures_the_same
 from swarmnet.training.resolving import described, resolve_run
@@ -165,9 +165,9 @@ def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
     assert is_same(spec, open_data(spec))
     other = tmp_path / "other.txt"
     other.write_bytes(TEXT.replace("\n", "\r\n").encode())
-    assert not is_same(spec, open_data(spec, [str(other)]))
+    assert not is_same(spec, open_data(spec, Place((str(other),))))
     other.write_text(TEXT)
-    assert is_same(spec, open_data(spec, [str(other)]))
+    assert is_same(spec, open_data(spec, Place((str(other),))))
 
 
 def test_held_out_files_have_a_fingerprint_too(tmp_path: Path) -> None:
@@ -180,10 +180,10 @@ def test_held_out_files_have_a_fingerprint_too(tmp_path: Path) -> None:
     assert RunSpec.from_canonical(spec.canonical()) == spec
     for name, is_right in (("copy", True), ("other", False)):
         place = Place((text, f"held-out={tmp_path}/{name}.txt"), reads_held_out=False)
-        opened = open_data_at(spec, place)
+        opened = open_data(spec, place)
         assert is_same(spec, opened), "what is trained on has a fingerprint of its own"
         assert measures_the_same(spec, opened) == is_right
-    none = open_data_at(spec, Place((text,), reads_held_out=False))
+    none = open_data(spec, Place((text,), reads_held_out=False))
     assert measures_the_same(spec, none), "what is not measured is not wrong"
 
 
@@ -197,10 +197,10 @@ def test_a_run_without_held_out_files_keeps_its_id(tmp_path: Path, data: dict[st
 def test_held_out_files_where_the_run_has_none_are_refused(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     with pytest.raises(DataError, match="no held_out_paths, it measures on a part of its own data"):
-        open_data_at(small_spec(text), Place((text, f"held-out={text}")))
+        open_data(small_spec(text), Place((text, f"held-out={text}")))
     spec = small_spec(text, data={"held_out_paths": text})
     with pytest.raises(DataError, match="say where the data that are trained on lie, too"):
-        open_data_at(spec, Place((f"held-out={text}",)))
+        open_data(spec, Place((f"held-out={text}",)))
 
 
 def dialogues(folder: Path, count: int) -> tuple[str, str]:
@@ -288,13 +288,13 @@ def test_a_tokenizer_of_the_same_size_is_another(tmp_path: Path) -> None:
     spec = resolved.spec
     assert sorted(resolved.contents) == ["tokenizer.json", "tokenizer_config.json"]
     place = Place((text,), "", resolved.contents)
-    assert is_same(spec, open_data_at(spec, place)), "of the run's own files"
+    assert is_same(spec, open_data(spec, place)), "of the run's own files"
     tokenizer = Path(tokenizer_folder(tmp_path / "other"))
     values = json.loads(tokenizer.read_text())
     vocabulary = values["model"]["vocab"]
     vocabulary["9"], vocabulary["8"] = vocabulary["8"], vocabulary["9"]
     tokenizer.write_text(json.dumps(values))
-    assert not is_same(spec, open_data_at(spec, Place((text,), str(tokenizer), resolved.contents)))
+    assert not is_same(spec, open_data(spec, Place((text,), str(tokenizer), resolved.contents)))
 
 
 def test_paths_of_several_sources(tmp_path: Path) -> None:
@@ -304,11 +304,11 @@ def test_paths_of_several_sources(tmp_path: Path) -> None:
     data = {"paths": (), "source": sources, "held_out_paths": "/nor/this"}
     spec = small_spec("", data=data)
     paths = (f"one={tmp_path}/a.txt", f"2={tmp_path}/b.txt")
-    found = open_data_at(spec, Place(paths, reads_held_out=False))
+    found = open_data(spec, Place(paths, reads_held_out=False))
     assert found.num_held_out == 0
-    found = open_data_at(spec, Place((*paths, f"held-out={tmp_path}/h.txt"), reads_held_out=False))
+    found = open_data(spec, Place((*paths, f"held-out={tmp_path}/h.txt"), reads_held_out=False))
     assert found.num_held_out == 2
     with pytest.raises(DataError, match="say NAME=PATH"):
-        open_data_at(spec, Place((f"{tmp_path}/a.txt",)))
+        open_data(spec, Place((f"{tmp_path}/a.txt",)))
     with pytest.raises(DataError, match="where is 2"):
-        open_data_at(spec, Place(paths[:1]))
+        open_data(spec, Place(paths[:1]))
