@@ -16,7 +16,7 @@ from swarmnet.simulation.bound import (
     replica_rate,
 )
 from swarmnet.simulation.breakdown import Breakdown
-from swarmnet.simulation.invariants import Monitor
+from swarmnet.simulation.invariants import InvariantMonitor
 from swarmnet.simulation.network import SimulatedNetwork
 from swarmnet.simulation.population import Host, Population, SentBytes
 from swarmnet.simulation.scenario import Sample, Scenario
@@ -59,7 +59,7 @@ class Accounts:
         scenario: Scenario,
         population: Population,
         network: SimulatedNetwork,
-        monitor: Monitor,
+        monitor: InvariantMonitor,
         on_sample: Callable[[Sample], None] = lambda sample: None,
     ) -> None:
         """`on_sample` is called with every new point of the curve."""

@@ -10,7 +10,7 @@ from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.simulation import churn
 from swarmnet.simulation.churn import ChurnEvent
 from swarmnet.simulation.event_log import EventLog
-from swarmnet.simulation.invariants import Member, Monitor
+from swarmnet.simulation.invariants import InvariantMonitor, Member
 from swarmnet.simulation.network import SimulatedNetwork
 from swarmnet.simulation.population import Host, Population
 from swarmnet.simulation.recovery_times import RecoveryTimes
@@ -27,7 +27,7 @@ class Faults:
         population: Population,
         hub: MemoryHub,
         network: SimulatedNetwork,
-        monitor: Monitor,
+        monitor: InvariantMonitor,
         recovery: RecoveryTimes,
         log: EventLog,
         rng: random.Random,

@@ -1,6 +1,6 @@
 """The invariants of a simulated swarm, which must hold at every moment, whatever peers have died.
 
-`Monitor` is told of every piece of work at once (by the synthetic stages and optimizers) and checks
+`InvariantMonitor` is told of every piece of work at once (by the synthetic stages and optimizers) and checks
 the peers at every `look`. The first broken invariant is kept with its time; the run ends there.
 
 1. A microbatch of round r meets only the parameters of round r, and its backward the same as its
@@ -94,7 +94,7 @@ class Books:
 
 
 @dataclass
-class Monitor:
+class InvariantMonitor:
     """Checks one run. `now` gives virtual time; `log(kind, **facts)` is the run's event log."""
 
     now: Callable[[], float]

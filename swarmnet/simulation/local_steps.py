@@ -9,7 +9,7 @@ met the same parameters in its forward and backward pass, and how far partners a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import xxhash
@@ -36,7 +36,7 @@ MOMENTUM, PULL = 0.5, 0.7
 
 
 class SyntheticLocalSteps:
-    """`ports.LocalSteps`. `observer` is called at every step, see `invariants.Monitor`."""
+    """`ports.LocalSteps`. `observer` is called at every step, see `invariants.InvariantMonitor`."""
 
     def __init__(
         self,

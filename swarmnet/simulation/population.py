@@ -20,7 +20,7 @@ from swarmnet.protocol.membership.records import OBSERVER_STAGE
 from swarmnet.simulation.coding import NO_CODING, CodingTime, PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.event_log import EventLog
-from swarmnet.simulation.invariants import Member, Monitor
+from swarmnet.simulation.invariants import InvariantMonitor, Member
 from swarmnet.simulation.local_steps import SyntheticLocalSteps
 from swarmnet.simulation.network import Link, SimulatedNetwork, home_link
 from swarmnet.simulation.scenario import Scenario
@@ -78,7 +78,7 @@ class SentBytes:
 
 class Population:
     """Adds machines, starts peers on them, and keeps the counters of the peers that are gone. The
-    running peers are `Monitor.members`. To be used inside a virtual loop."""
+    running peers are `InvariantMonitor.members`. To be used inside a virtual loop."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Population:
         settings: RunSettings,
         hub: MemoryHub,
         network: SimulatedNetwork,
-        monitor: Monitor,
+        monitor: InvariantMonitor,
         log: EventLog,
         rng: random.Random,
     ) -> None:

@@ -200,7 +200,7 @@ class NoBase:
 
 class SyntheticStage:
     """`ports.Stage`. `observer(event, **facts)` is called at every piece of work; see
-    `invariants.Monitor`."""
+    `invariants.InvariantMonitor`."""
 
     def __init__(self, stage_index: int, num_stages: int, sizes: Sizes, observer: Observer) -> None:
         self.stage_index = stage_index

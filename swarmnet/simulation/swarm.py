@@ -15,7 +15,7 @@ from swarmnet.simulation.churn import ChurnEvent
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.event_log import EventLog
 from swarmnet.simulation.faults import Faults
-from swarmnet.simulation.invariants import InvariantBroken, Monitor
+from swarmnet.simulation.invariants import InvariantBroken, InvariantMonitor
 from swarmnet.simulation.network import SimulatedNetwork
 from swarmnet.simulation.population import Population
 from swarmnet.simulation.recovery_times import RecoveryTimes
@@ -31,7 +31,7 @@ RUN_ID = "simulated"
 class _Errors(logging.Handler):
     """Takes every error that a peer logs for a bug: nothing else in a simulation logs errors."""
 
-    def __init__(self, monitor: Monitor) -> None:
+    def __init__(self, monitor: InvariantMonitor) -> None:
         super().__init__(logging.ERROR)
         self._monitor = monitor
 
@@ -81,7 +81,7 @@ class Simulation:
         self._log = EventLog(self._now, keeps_lines=scenario.keep_log)
         self._recovery = RecoveryTimes(self._now)
         settings = _settings(scenario)
-        self.monitor = Monitor(
+        self.monitor = InvariantMonitor(
             self._now,
             self._log.write,
             scenario.stages,

@@ -10,7 +10,7 @@ import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
 from swarmnet.protocol.update.lost_samples import Loss
-from swarmnet.simulation.invariants import InvariantBroken, Member, Monitor
+from swarmnet.simulation.invariants import InvariantBroken, InvariantMonitor, Member
 from swarmnet.simulation.stage import Gradient, contribution
 
 COMMITTED = range(4)
@@ -43,10 +43,10 @@ def gradient_of(stage: int, shard: int, ids: set[int]) -> Gradient:
     return Gradient.of([sum(numbers) for numbers in zip(*parts, strict=True)], Counter(keys))
 
 
-def monitor_of(averaged: dict[tuple[int, int], set[int]]) -> Monitor:
+def monitor_of(averaged: dict[tuple[int, int], set[int]]) -> InvariantMonitor:
     """Two stages of two shards, after round 0. `averaged`: the microbatches in the update of each
     (stage, shard)."""
-    monitor = Monitor(lambda: 0.0, quiet, num_stages=2, num_shards=2)
+    monitor = InvariantMonitor(lambda: 0.0, quiet, num_stages=2, num_shards=2)
     monitor.members["a"] = Member(feeder())
     for (stage, shard), ids in averaged.items():
         step = monitor.observer(f"owner of {shard}", 1, stage)
@@ -76,7 +76,7 @@ def test_what_nobody_committed_must_not_be_averaged() -> None:
 
 @pytest.mark.parametrize("is_parted", [True, False])
 def test_only_peers_that_are_parted_may_both_report_a_loss(*, is_parted: bool) -> None:
-    monitor = Monitor(
+    monitor = InvariantMonitor(
         lambda: 0.0, quiet, num_stages=2, num_shards=2, is_parted=lambda one, other: is_parted
     )
     member = Member(feeder())

@@ -42,8 +42,8 @@ from swarmnet.transport.frames import (
     head_frame,
     part_frames,
 )
-from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
 from swarmnet.wire import Array, Message
+from tests.transport.loopback import LoopbackCarrier, LoopbackHub
 from tests.transport.streams import PATIENCE_S, identity
 from tests.transport.test_frames import raw_frame, read
 

@@ -15,9 +15,9 @@ from swarmnet.transport.base import ByteStream, Request, Traffic
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.dialer import REDIAL_AFTER_S, Dialer
 from swarmnet.transport.handlers import Handlers
-from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
 from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.wire import Message
+from tests.transport.loopback import LoopbackCarrier, LoopbackHub
 
 
 class Stubborn(LoopbackCarrier):

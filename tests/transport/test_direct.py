@@ -34,8 +34,8 @@ from swarmnet.transport.direct import (
 )
 from swarmnet.transport.frames import NOTIFY, head_frame
 from swarmnet.transport.links import MAX_DIRECT, DirectLinks
-from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
 from swarmnet.wire import Array, Message, convert
+from tests.transport.loopback import LoopbackCarrier, LoopbackHub
 from tests.transport.streams import PATIENCE_S, identity
 
 HOST = "127.0.0.1"

@@ -13,9 +13,9 @@ from swarmnet.transport.base import Request
 from swarmnet.transport.calls.writer import BATCH_BYTES
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import PART_BYTES
-from swarmnet.transport.loopback import LoopbackHub
 from swarmnet.transport.pacing import Pacer
 from swarmnet.wire import Array, Message
+from tests.transport.loopback import LoopbackHub
 
 RATE = 1e6
 PIECE = 100_000

@@ -26,9 +26,9 @@ from swarmnet.errors import (
 )
 from swarmnet.transport.base import Envelope, Request, Transport
 from swarmnet.transport.channel import ChannelTransport
-from swarmnet.transport.loopback import LoopbackHub
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import MAX_BODY_BYTES, Array, Message
+from tests.transport.loopback import LoopbackHub
 from tests.transport.streams import PATIENCE_S, identity
 
 SOON_S = 0.05

@@ -17,9 +17,9 @@ from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Request
 from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import client_context
-from swarmnet.transport.loopback import LoopbackHub
 from swarmnet.transport.relay import RELAYED, split_circuit
 from swarmnet.wire import Array, Message
+from tests.transport.loopback import LoopbackHub
 from tests.transport.streams import identity
 
 TIMEOUT_S = 20.0

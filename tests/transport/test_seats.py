@@ -20,8 +20,8 @@ from swarmnet.transport.base import Request
 from swarmnet.transport.calls.outbox import outgoing
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import NOTIFY
-from swarmnet.transport.loopback import LoopbackHub
 from swarmnet.wire import Array, Message
+from tests.transport.loopback import LoopbackHub
 from tests.transport.streams import PATIENCE_S
 
 ACTIVATION = Array("float32", (4,), bytes(16))

@@ -21,8 +21,8 @@ from swarmnet.transport.frames import (
     head_frame,
     part_frames,
 )
-from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
 from swarmnet.wire import Array, Message
+from tests.transport.loopback import LoopbackCarrier, LoopbackHub
 
 TIMEOUT_S = 10.0
 NUM_PARTS = 5

@@ -1,4 +1,4 @@
-"""A carrier within one process, for tests: each stream is a pair of connected sockets.
+"""A carrier within one process: each stream is a pair of connected sockets.
 
 Unlike `transport.memory` it carries bytes: everything above it (frames, channels, calls) is the
 real thing. What it cannot do is authenticate: a peer is who it says it is.
