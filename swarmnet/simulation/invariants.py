@@ -1,7 +1,8 @@
 """The invariants of a simulated swarm, which must hold at every moment, whatever peers have died.
 
-`InvariantMonitor` is told of every piece of work at once (by the synthetic stages and optimizers) and checks
-the peers at every `look`. The first broken invariant is kept with its time; the run ends there.
+`InvariantMonitor` is told of every piece of work at once (by the synthetic stages and optimizers)
+and checks the peers at every `look`. The first broken invariant is kept with its time; the run ends
+there.
 
 1. A microbatch of round r meets only the parameters of round r, and its backward the same as its
    forward.
