@@ -77,7 +77,7 @@ def wanted_run(text: str) -> tuple[str, int | None] | None:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A round of a run of which this machine has all stages; implements `resolving.EndedRun`."""
+    """A round of a run of which this machine has all stages."""
 
     run_id: str
     round: int
@@ -90,10 +90,12 @@ class Ended:
 
     @property
     def name(self) -> str:
+        """RUN@ROUND."""
         return f"{self.run_id}@{self.round}"
 
     def weights(self, spec: RunSpec, layout: InitialLayout) -> CheckpointWeights:
-        """As `EndedRun`. Blocks for as long as the files' checksums take."""
+        """Its last parameters, for a run of this spec and layout. Blocks for as long as the files'
+        checksums take. Raises `SpecError` where they are not those of the layout."""
         for folder, meta in (saved[0] for saved in self.stages):
             path = folder / STAGE_FILE
             try:
@@ -137,8 +139,10 @@ class Ended:
             ) from None
 
     def check_base(self, layout: InitialLayout, hashes: bytes, folder: Path) -> None:
-        """As `EndedRun`: the lists of hashes are compared, also where the other run had cut the
-        model otherwise, for which the folder is read once more. Raises `SpecError`."""
+        """For a run of this layout that trains adapters. `hashes`: of its initial shards; `folder`:
+        of the model that they come from. The lists of hashes are compared, also where this run had
+        cut the model otherwise, for which the folder is read once more. Raises `SpecError` where
+        its adapters are for other weights."""
         theirs = InitialLayout.of(self.spec)
         ours = layout.base_hashes(hashes)
         if (theirs.base, theirs.base_sizes) != (layout.base, layout.base_sizes):
@@ -218,7 +222,7 @@ class CheckpointWeights:
 
 
 class SavedRuns:
-    """What the state folders of this machine have of runs; implements `resolving.Past`."""
+    """What the state folders of this machine have of runs."""
 
     def __init__(self, folders: Iterable[Path], wanted: str = "") -> None:
         """`folders`: state folders. `wanted`: `[model] continues`. Raises `SpecError` where a
@@ -233,8 +237,9 @@ class SavedRuns:
             raise SpecError(f"[model] continues: {e}") from None
 
     def begun(self, spec: RunSpec) -> tuple[RunSpec, bytes] | None:
-        """As `Past`: the same file, started again, is the same run, though what it continues may
-        have gone on since."""
+        """The run of the spec, which is resolved up to what it begins from, if it has begun
+        already, and its list of hashes: the same file, started again, is the same run, though what
+        it continues may have gone on since."""
         bare = without_beginning(_values(spec))
         for folder, meta in sorted(self._saved, key=lambda s: s[1].saved_unix_s, reverse=True):
             if not _is_begun(meta, bare, self._run):
@@ -248,7 +253,7 @@ class SavedRuns:
         return None
 
     def ended(self, spec: RunSpec) -> Ended:
-        """As `Past`. Raises `SpecError`."""
+        """The run that `[model] continues` of the spec means. Raises `SpecError`."""
         bare = without_beginning(_values(spec))
         saved = [s for s in self._saved if self._is_meant(s[1], bare)]
         if not saved:

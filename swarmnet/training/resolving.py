@@ -8,11 +8,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, SpecError
 from swarmnet.protocol.codecs import AUTO
 from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEYS, NUM_BYTE_TOKENS, RunSpec
+from swarmnet.training.continuing import Ended, SavedRuns
 from swarmnet.training.models.initial_weights import EndedWeights, InitialLayout, InitialSources
 from swarmnet.training.models.lora import present, target_names
 from swarmnet.training.models.lora_folder import family_targets, read_adapter
@@ -40,34 +41,6 @@ LLAMA_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
 TOKENIZER_FILE, WEIGHTS_FILE = "tokenizer.json", "weights.sha256"
 
 
-class EndedRun(Protocol):
-    """A run that another one continues."""
-
-    @property
-    def name(self) -> str:
-        """RUN@ROUND."""
-
-    def weights(self, spec: RunSpec, layout: InitialLayout) -> EndedWeights:
-        """Its last parameters, for a run of this spec and layout. Raises `SpecError` where they are
-        not those of the layout."""
-
-    def check_base(self, layout: InitialLayout, hashes: bytes, folder: Path) -> None:
-        """For a run of this layout that trains adapters. `hashes`: of its initial shards; `folder`:
-        of the model that they come from. Raises `SpecError` where the other run's adapters are for
-        other weights."""
-
-
-class Past(Protocol):
-    """What this machine has of runs that were before."""
-
-    def begun(self, spec: RunSpec) -> tuple[RunSpec, bytes] | None:
-        """The run of the spec, which is resolved up to what it begins from, if it has begun
-        already, and its list of hashes."""
-
-    def ended(self, spec: RunSpec) -> EndedRun:
-        """The run that `[model] continues` of the spec means. Raises `SpecError`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A run as every peer of it will read it."""
@@ -83,7 +56,7 @@ def resolve(spec: RunSpec, builder: str = "") -> RunSpec:
 
 
 def resolve_run(
-    spec: RunSpec, builder: str = "", place: Place | None = None, past: Past | None = None
+    spec: RunSpec, builder: str = "", place: Place | None = None, past: SavedRuns | None = None
 ) -> Resolved:
     """The spec with its open keys filled in (`RunSpec.open_keys`); one that has none comes back as
     it is. `builder`: where this machine has a custom model's code, in place of the spec's. `place`:
@@ -111,7 +84,7 @@ def resolve_run(
             "models of type %s are trained and exported, but write no texts while they train",
             spec.model.config["model_type"],
         )
-    ended: EndedRun | None = None
+    ended: Ended | None = None
     if "[model] continues" in spec.open_keys:
         if past is None:
             raise SpecError("[model] continues: only whoever starts the run can say which one")
@@ -129,7 +102,7 @@ def _with_weights(
     spec: RunSpec,
     model: RunSpec,
     adapter: str,
-    ended: EndedRun | None,
+    ended: Ended | None,
     contents: dict[str, bytes],
 ) -> tuple[RunSpec, dict[str, bytes]]:
     """The spec with what it begins from in place of where that lies. `model`: as this machine

@@ -49,11 +49,10 @@ from swarmnet.training.models.registry import (
 )
 from swarmnet.training.passes.backward import BackwardPasses
 from swarmnet.training.passes.boundary import Boundary, finite_loss
+from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.generation import StageGeneration
 from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.passes.loss_scale import LossScale
-from swarmnet.training.passes.refusals import Fp16Refusals
 from swarmnet.training.passes.round_vectors import RoundVectors
 from swarmnet.wire import Array
 
@@ -157,11 +156,6 @@ class TorchStage:
             if plan.cache is not None and self.layers.generates
             else None
         )
-
-    @property
-    def num_kept(self) -> int:
-        """Microbatches of which something is kept."""
-        return len(self.kept)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Views of the parameters by name (Hugging Face's for a Llama), until `finish_round`."""

@@ -25,7 +25,7 @@ from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import build_layer
 from swarmnet.training.models.registry import model_plan, split_stages
-from swarmnet.training.optimizer.schedule import learning_rate
+from swarmnet.training.optimizer.shards import learning_rate
 
 
 class _Coded(torch.autograd.Function):

@@ -72,7 +72,7 @@ def test_two_rounds_at_a_time_are_as_one_after_the_other(tmp_path: Path, precisi
             torch.testing.assert_close(gradient(one), gradient(other), rtol=1e-2, atol=2e-4)
             one.finish_round()
             other.finish_round()
-            assert one.num_kept == other.num_kept == 0
+            assert len(one.kept) == len(other.kept) == 0
 
 
 def test_a_round_ahead_that_is_dropped_leaves_its_parameters_put_aside(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_round_ahead_that_is_dropped_leaves_its_parameters_put_aside(tmp_path:
     fly(mixed, (1, 0), *batch(data, 0))
     for stage in mixed:
         stage.drop_ahead()
-        assert stage.num_kept == 0
+        assert len(stage.kept) == 0
     for stages in (mixed, plain):
         fly(stages, (0, 3), *batch(data, 3))
     for one, other in zip(mixed, plain, strict=True):

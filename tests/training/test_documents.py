@@ -130,7 +130,7 @@ def test_documents_that_do_not_fill_a_sample_are_refused(
     ):
         with pytest.raises(ProtocolViolation, match=message):
             call()
-    assert stage.num_kept == 0
+    assert len(stage.kept) == 0
 
 
 def test_documents_without_document_mask_are_refused(tmp_path: Path) -> None:

@@ -293,12 +293,12 @@ def test_a_forward_pass_that_gives_nothing_finite_is_forgotten() -> None:
         inputs = from_tensor(values)
         with pytest.raises(ProtocolViolation):
             await device.run(FORWARD, stage.forward_pass((0, 1), inputs))
-        assert stage.num_kept == 0
+        assert len(stage.kept) == 0
         for parameter in stage.layers.parameters():
             parameter.data.fill_(torch.nan)
         good = coded(INT8, torch.ones_like(values))
         with pytest.raises(ProtocolViolation):
             await device.run(FORWARD, stage.forward_pass((0, 2), good))
-        assert stage.num_kept == 0
+        assert len(stage.kept) == 0
 
     play(scenario)

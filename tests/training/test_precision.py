@@ -18,7 +18,7 @@ from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing, PrecisionName, choose_precision
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
-from swarmnet.training.passes.loss_scale import GROW_AFTER, MAX_TARGET, MIN_TARGET, LossScale
+from swarmnet.training.passes.fp16 import GROW_AFTER, MAX_TARGET, MIN_TARGET, LossScale
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.training.flights import batch, fly, gradient, optimizers_of, parameters, update
@@ -197,7 +197,7 @@ def test_what_does_not_fit_into_fp16_at_all_is_refused_and_nothing_added(
     assert not gradient(stage).any()
     with pytest.raises(RemoteError, match="an activation of stage 1 does not fit into fp16"):
         stage.forward((0, 1), from_tensor(torch.full((8, 4), 1e6)))
-    assert stage.num_kept == 1
+    assert len(stage.kept) == 1
     assert "2 microbatches so far went elsewhere" in caplog.text
 
 

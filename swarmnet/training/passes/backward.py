@@ -2,7 +2,7 @@
 
 In bf16 a parameter's gradient is added to the fp32 sum as soon as it is there. In fp16 it waits
 until the whole pass is known to be finite; else the pass is made again with a smaller scale
-(`optimizer.loss_scale`).
+(`fp16`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.passes.loss_scale import LossScale
-from swarmnet.training.passes.refusals import Fp16Refusals
 
 log = logging.getLogger("swarmnet.training")
 

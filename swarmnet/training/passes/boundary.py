@@ -20,7 +20,7 @@ from swarmnet.training.arrays import LARGEST_VALUE, check_shape, to_tensor
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.models.base import LayerContext, ModelPlan, TensorSpec
 from swarmnet.training.passes.crossing import Crossing
-from swarmnet.training.passes.refusals import Fp16Refusals
+from swarmnet.training.passes.fp16 import Fp16Refusals
 from swarmnet.wire import Array
 
 

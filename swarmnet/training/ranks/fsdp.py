@@ -36,9 +36,8 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.ranks.leading import LeadStage, following
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
-from swarmnet.training.ranks.rank_stage import RankLayers, RankStage
+from swarmnet.training.ranks.rank_stage import LeadStage, RankLayers, RankStage, following
 from swarmnet.training.ranks.tensor_parallel import both_ways, part_of, unchanged
 from swarmnet.training.stage import TorchStage, build_stage
 

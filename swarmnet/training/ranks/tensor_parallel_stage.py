@@ -35,9 +35,8 @@ from swarmnet.training.models.base import (
     ParameterRange,
     describe_parameters,
 )
-from swarmnet.training.ranks.leading import LeadStage, following
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
-from swarmnet.training.ranks.rank_stage import RankLayers, RankStage
+from swarmnet.training.ranks.rank_stage import LeadStage, RankLayers, RankStage, following
 from swarmnet.training.ranks.tensor_parallel import (
     Cut,
     Region,

@@ -15,8 +15,13 @@ from swarmnet.spec import OptimizerSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import ParameterRange, cut_shards
-from swarmnet.training.optimizer.schedule import learning_rate
-from swarmnet.training.optimizer.shards import Segment, ShardedAdamW, cut_segments, lead
+from swarmnet.training.optimizer.shards import (
+    Segment,
+    ShardedAdamW,
+    cut_segments,
+    lead,
+    learning_rate,
+)
 from swarmnet.wire import Array
 from tests.oracles.reference import ReferenceTrainer
 from tests.training.flights import batch_of_slot, fly, optimizers_of, stages_of, update

@@ -9,9 +9,8 @@ import torch
 
 from swarmnet.errors import RemoteError
 from swarmnet.training.passes.backward import BackwardPasses
+from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.passes.loss_scale import LossScale
-from swarmnet.training.passes.refusals import Fp16Refusals
 from tests.training.passes.models import WIDTH, linear_layers
 
 GRAD = torch.ones(2, WIDTH)

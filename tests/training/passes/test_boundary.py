@@ -15,7 +15,7 @@ from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.memory.device_copies import OneMemory
 from swarmnet.training.models.base import TensorSpec
 from swarmnet.training.passes.boundary import Boundary, finite_loss
-from swarmnet.training.passes.refusals import Fp16Refusals
+from swarmnet.training.passes.fp16 import Fp16Refusals
 from swarmnet.wire import Array
 from tests.training.passes.models import linear_plan
 

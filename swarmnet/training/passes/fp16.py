@@ -1,4 +1,5 @@
-"""Dynamic scaling of the gradient inside one stage, for fp16 (Micikevicius et al., 2018).
+"""fp16: dynamic scaling of the gradient inside one stage (Micikevicius et al., 2018), and refusals
+of what it cannot hold.
 
 fp16 ends at 65,504 above and at 6e-8 below, so a backward pass in it needs its gradient moved into
 that window. Here the window is one stage's own affair: a gradient arrives in fp32, is multiplied by
@@ -12,7 +13,12 @@ when a pass overflowed and rises when many did not.
 
 from __future__ import annotations
 
+import logging
 import math
+
+from swarmnet.errors import RemoteError
+
+log = logging.getLogger("swarmnet.training")
 
 START_TARGET = 2.0**10
 MAX_TARGET = 2.0**15
@@ -54,3 +60,23 @@ class LossScale:
             return True
         self.target = START_TARGET
         return False
+
+
+class Fp16Refusals:
+    """Microbatches that a stage refuses because fp16 cannot hold their values."""
+
+    def __init__(self, stage_index: int) -> None:
+        self._stage_index = stage_index
+        self.num_refused = 0
+
+    def refuse(self, what: str) -> RemoteError:
+        """Counts a refusal. Returns the error for the caller; the person at this machine reads it
+        in the log, less often the more there are."""
+        text = (
+            f"{what} stage {self._stage_index} does not fit into fp16; "
+            "--precision bf16 or fp32 holds it"
+        )
+        self.num_refused += 1
+        if self.num_refused.bit_count() == 1:
+            log.warning("%s (%d microbatches so far went elsewhere)", text, self.num_refused)
+        return RemoteError(text)
