@@ -28,7 +28,7 @@ from swarmnet.training.models.base import (
     own_parameters,
     tie,
 )
-from swarmnet.training.models.document_probe import check_documents_apart
+from swarmnet.training.models.family_probe import check_documents_apart
 from swarmnet.training.models.model_config import load_config, read_config
 from swarmnet.training.models.source_weights import INDEX_FILE, SourceWeights, saved_tensors
 from swarmnet.training.stage import build_stage

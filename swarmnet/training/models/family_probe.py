@@ -5,6 +5,10 @@ The small model has every kind of layer that the config names. Cut into layers i
 logits of the whole, training must leave its buffers as they are, and with a cache, a few tokens at
 a time, the logits must be the same again. Where only the last does not hold, such models train and
 are exported, but write no texts during a run.
+
+Where a run keeps the documents of a sample apart, the small model must give each of them the same
+outputs in a packed sample as alone. Layers with a state that runs along the sequence (linear
+attention, convolutions) do not.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,13 +26,17 @@ from torch import Tensor, nn
 from swarmnet.errors import SpecError
 from swarmnet.spec import ModelSpec
 from swarmnet.training.models.adapter import adapter_plan
-from swarmnet.training.models.base import LayerContext, ModelPlan, TakesContext, seeded
-from swarmnet.training.models.model_config import load_config, model_classes
+from swarmnet.training.models.base import LayerContext, ModelPlan, TakesContext, seeded, with_mask
+from swarmnet.training.models.model_config import load_config, model_classes, rope_tables
 from swarmnet.training.models.shrunk import shrunk_configs
 
 LENGTH, SAMPLES = 24, 2
 PASSES = (11, 4, *(1 for _ in range(9)))
 """Tokens of each, of a text."""
+DOCUMENTS = ((10, 14), (1, 20, 3))
+"""Of two samples, tokens of each."""
+STRETCHED = ("dynamic", "longrope")
+"""Kinds of positions that depend on how long the longest document is."""
 TOLERANCE = 1e-3
 """Relative to the largest output; rounding makes less than 1e-5 of it."""
 
@@ -141,3 +150,59 @@ def _changed_buffers(whole: nn.Module, tokens: Tensor) -> list[str]:
 def _is_same(found: Tensor, expected: Tensor) -> bool:
     difference = (found - expected).abs().max() / expected.abs().max()
     return float(difference.nan_to_num(torch.inf)) < TOLERANCE
+
+
+# ---- documents of one sample ----------------------------------------------------------------
+
+
+def check_documents_apart(config: Mapping[str, Any], sequence_length: int) -> None:
+    """Raises `SpecError` unless a model of this canonical config keeps documents apart in samples
+    of so many tokens."""
+    kind, limit = config["model_type"], _plain_length(config)
+    if sequence_length > limit:
+        raise SpecError(
+            f"[data] document_mask: beyond {limit} tokens positions of this {kind} depend on the "
+            "length of the whole sample; shorten sequence_length, or take document_mask out"
+        )
+    if not _is_apart(json.dumps(dict(config), sort_keys=True)):
+        raise SpecError(
+            f"[data] document_mask: as far as can be told here, a model of type {kind} does not "
+            "keep documents apart; take document_mask out"
+        )
+
+
+def _plain_length(config: Mapping[str, Any]) -> float:
+    """Up to here the position of a token depends on nothing else."""
+    key = "original_max_position_embeddings"
+    limits = [
+        table.get(key) or config.get(key) or config["max_position_embeddings"]
+        for table in rope_tables(config.get("rope_parameters"))
+        if table.get("rope_type", table.get("type")) in STRETCHED
+    ]
+    return min(limits, default=math.inf)
+
+
+@functools.lru_cache(maxsize=16)
+def _is_apart(key: str) -> bool:
+    for small in shrunk_configs(json.loads(key)):
+        try:
+            return _keeps_apart(small)
+        except Exception:
+            continue
+    return False
+
+
+def _keeps_apart(small: dict[str, Any]) -> bool:
+    """Raises whatever the family's code raises."""
+    length = sum(DOCUMENTS[0])
+    plan = adapter_plan(ModelSpec(kind="transformers", config=small), length)
+    with seeded(0):
+        modules = [layer.build().eval() for layer in plan.layers]
+        tokens = torch.randint(small["vocab_size"], (len(DOCUMENTS), length), dtype=torch.int32)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in each]) for each in DOCUMENTS])
+    packed = _through(modules, tokens, with_mask(LayerContext(positions), torch.float32))
+    alone = [
+        torch.cat([_through(modules, part) for part in row[None].split(lengths, dim=1)], dim=1)
+        for row, lengths in zip(tokens, DOCUMENTS, strict=True)
+    ]
+    return _is_same(torch.cat(alone), packed)

@@ -171,14 +171,19 @@ def longest_context(config: Any) -> float:
     longest = getattr(config, "max_position_embeddings", None)
     if not longest:
         return math.inf
-    whole = getattr(config, "rope_parameters", None) or {}
-    tables = [t for t in (whole, *whole.values()) if isinstance(t, Mapping)]
     stretched = (
         t["factor"] * (t.get("original_max_position_embeddings") or longest)
-        for t in tables
+        for t in rope_tables(getattr(config, "rope_parameters", None))
         if isinstance(t.get("factor"), int | float)
     )
     return int(max(longest, *stretched, 0))
+
+
+def rope_tables(rope: Any) -> list[Mapping[str, Any]]:
+    """What a config says of its position encoding: a table, and those within it for kinds of
+    layers."""
+    whole = rope if isinstance(rope, Mapping) else {}
+    return [t for t in (whole, *whole.values()) if isinstance(t, Mapping)]
 
 
 def model_classes(config: Any) -> tuple[Any, Any]:
@@ -281,11 +286,7 @@ def _check_rope(values: Mapping[str, Any], source: str) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for name in ("rope_scaling", "rope_parameters"):
-        table = values.get(name)
-        if not isinstance(table, Mapping):
-            continue
-        nested = [t for t in table.values() if isinstance(t, Mapping)]
-        for one in (table, *nested):
+        for one in rope_tables(values.get(name)):
             kind = one.get("rope_type", one.get("type", "default"))
             if kind not in ("default", *ROPE_INIT_FUNCTIONS):
                 raise SpecError(f"{source}: {name} type {str(kind)[:40]} is not supported")

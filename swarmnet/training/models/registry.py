@@ -43,12 +43,10 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         plan = llama_plan(spec.model, spec.sequence_length)
     elif spec.model.kind == "transformers":
         from swarmnet.training.models.adapter import adapter_plan  # slow to import
-        from swarmnet.training.models.family_probe import checked
+        from swarmnet.training.models.family_probe import check_documents_apart, checked
 
         plan = checked(adapter_plan(spec.model, spec.sequence_length), spec.model.config)
         if spec.data.document_mask:
-            from swarmnet.training.models.document_probe import check_documents_apart
-
             check_documents_apart(spec.model.config, spec.sequence_length)
         if spec.lora is not None:
             from swarmnet.training.models.lora import lora_plan
