@@ -296,27 +296,36 @@ async def _sample(observer: RunObserver) -> list[str]:
     return ["", "the model writes:", *(f"  {line}" for line in shown.splitlines())]
 
 
+COSTS = {
+    "re-routes": "rerouted",
+    "retracted": "retracted",
+    "samples lost": "samples_lost",
+    "results given up after a partition": "diverged",
+    "optimizer shards reset": "shard_reset",
+    "stages begun afresh": "stage_restarted",
+    "moves to another stage": "moved",
+}
+"""What faults have cost, by the key of a run's totals."""
+
+
 def summary_table(summary: Summary) -> Table:
     """The run in numbers."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(justify="right")
-    measured = [
-        ("held-out loss", summary.held_out_loss_first, summary.held_out_loss_last),
-        ("held-out bits per byte", summary.bits_per_byte_first, summary.bits_per_byte_last),
-    ]
+    first, last, totals = summary.held_out_first, summary.held_out_last, summary.totals
+    measured = []
+    if first is not None and last is not None:
+        measured = [
+            ("held-out loss", first.loss, last.loss),
+            ("held-out bits per byte", first.bits_per_byte, last.bits_per_byte),
+        ]
     for name, value in (
         ("rounds", number(summary.rounds)),
         ("tokens", number(summary.tokens)),
         ("tokens/s", number(summary.tokens_per_s)),
         *((name, f"{number(a, 3)} -> {number(b, 3)}") for name, a, b in measured if a),
-        ("re-routes", number(summary.rerouted)),
-        ("retracted", number(summary.retracted)),
-        ("samples lost", number(summary.samples_lost)),
-        ("results given up after a partition", number(summary.diverged)),
-        ("optimizer shards reset", number(summary.shards_reset)),
-        ("stages begun afresh", number(summary.stages_restarted)),
-        ("moves to another stage", number(summary.moved)),
+        *((name, number(totals.get(key, 0))) for name, key in COSTS.items()),
         ("bytes sent per token", size(summary.bytes_per_token)),
     ):
         table.add_row(Text(name), Text(value))

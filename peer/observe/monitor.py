@@ -133,7 +133,7 @@ class RunMonitor:
         self._last: RoundFinished | None = None
         self._held_out_first: HeldOut | None = None
         self._held_out_last: HeldOut | None = None
-        self._num_finished = self._samples = self._tokens = 0
+        self._num_finished = self._tokens = 0
         self._seconds = 0.0
         self._tokens_timed = self._tokens_watched = 0
 
@@ -334,7 +334,6 @@ class RunMonitor:
         if seconds > 0:
             self._recent.append(event)
         self._num_finished += 1
-        self._samples += total.committed
         self._tokens += total.tokens
         self._seconds += seconds
         self._tokens_timed += total.tokens if seconds > 0 else 0
@@ -466,26 +465,14 @@ class RunMonitor:
 
     def summary(self) -> Summary:
         """The run as far as it was told."""
-        seconds = self._seconds
-        first, last = self._held_out_first, self._held_out_last
         sent = self._totals.get("sent_bytes", 0) - self._sent_before
         return Summary(
             rounds=self._num_finished,
-            samples=self._samples,
             tokens=self._tokens,
-            seconds=seconds,
-            tokens_per_s=self._tokens_timed / seconds if seconds > 0 else 0.0,
-            held_out_loss_first=first.loss if first else None,
-            held_out_loss_last=last.loss if last else None,
-            bits_per_byte_first=first.bits_per_byte if first else None,
-            bits_per_byte_last=last.bits_per_byte if last else None,
-            rerouted=self._totals.get("rerouted", 0),
-            retracted=self._totals.get("retracted", 0),
-            samples_lost=self._totals.get("samples_lost", 0),
-            diverged=self._totals.get("diverged", 0),
-            shards_reset=self._totals.get("shard_reset", 0),
-            stages_restarted=self._totals.get("stage_restarted", 0),
-            moved=self._totals.get("moved", 0),
+            tokens_per_s=self._tokens_timed / self._seconds if self._seconds > 0 else 0.0,
+            held_out_first=self._held_out_first,
+            held_out_last=self._held_out_last,
+            totals=dict(self._totals),
             bytes_per_token=sent / self._tokens_watched if self._tokens_watched else 0.0,
         )
 

@@ -23,7 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from peer.observe.monitor import newest_held_out
+from peer.observe.monitor import newest_held_out, owners_by_shard
 from swarmnet.errors import UserError
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.membership.records import STATES
@@ -146,11 +146,9 @@ class PeerCollector(Collector):
             labels=["stage"],
         )
         for k in stages:
-            replicas = [r for r in live if r.stage == k and r.is_replica]
-            num_shards = max((len(r.digests) // 8 for r in replicas), default=0)
-            if num_shards:
-                fewest = min(sum(r.holds_shard(j) for r in replicas) for j in range(num_shards))
-                owners.add_metric([str(k)], fewest)
+            of_shards = owners_by_shard([r for r in live if r.stage == k and r.is_replica])
+            if of_shards:
+                owners.add_metric([str(k)], min(of_shards))
         yield owners
         newest = progress.newest_round(view, now)
         yield GaugeMetricFamily("swarmnet_round", "The round being made.", value=newest)

@@ -3,8 +3,11 @@ alike."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from peer.observe.events import HeldOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +126,12 @@ class Summary:
 
     rounds: int
     """Finished."""
-    samples: int
     tokens: int
-    seconds: float
-    """Of the rounds whose beginning and end were seen."""
     tokens_per_s: float
-    held_out_loss_first: float | None
-    """Nats per token."""
-    held_out_loss_last: float | None
-    bits_per_byte_first: float | None
-    """Of the held-out data; 0 where it is not text."""
-    bits_per_byte_last: float | None
-    rerouted: int
-    retracted: int
-    samples_lost: int
-    diverged: int
-    """Times that a replica gave up its result for that of others, after a partition."""
-    shards_reset: int
-    """Optimizer shards begun afresh, all their owners having been lost."""
-    stages_restarted: int
-    moved: int
+    """In the rounds whose beginning and end were seen."""
+    held_out_first: HeldOut | None
+    held_out_last: HeldOut | None
+    totals: Mapping[str, int]
+    """As of `ViewModel`."""
     bytes_per_token: float
     """Sent, all peers together, over a token trained."""
