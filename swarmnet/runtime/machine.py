@@ -7,13 +7,14 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, UserError
 from swarmnet.runtime.computing import choose_computing, free_bytes_of
 from swarmnet.runtime.joining.past import open_ended, unused_states
+from swarmnet.runtime.joining.starting import Run
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
 from swarmnet.runtime.run_files import TOKENIZER, WEIGHTS, RunFiles
@@ -34,29 +35,16 @@ OPTIMIZER_FOLDER = "optimizer"
 """In the state folder, for `[sync] optimizer_store = "disk"`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a run began from, as far as it is on this machine."""
-
-    files: RunFiles
-    model_folder: str = ""
-    """As `[model] from`, where this peer starts the run."""
-    adapter_folder: str = ""
-    """Likewise, as `[lora] from`."""
-    continues: str = ""
-    """Likewise, as `[model] continues`."""
-
-
 def build_machine(
     spec: RunSpec,
     options: PeerOptions,
     group: LocalGroup | None = None,
     beside: Machine | None = None,
-    origin: Origin | None = None,
+    begun: Run | None = None,
 ) -> Machine:
     """The device of this machine; `group`: its other ranks, where it has any. `beside`: of another
-    seat of the machine, which shares its device and feeds. `origin`: the files in the state folder
-    where it is not given.
+    seat of the machine, which shares its device and feeds. `begun`: the run, where this peer starts
+    it.
 
     Raises `DataError`, `SpecError` or `UserError`."""
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
@@ -76,8 +64,8 @@ def build_machine(
             disk=open_disk(run, spec, options),
             build_local=build_local,
         )
-    origin = origin or Origin(RunFiles(options.state_dir, spec.files))
-    data, disk = open_data_of(spec, options, origin.files), open_disk(run, spec, options)
+    files = RunFiles(options.state_dir, spec.files)
+    data, disk = open_data_of(spec, options, files), open_disk(run, spec, options)
     costs, device = stage_costs(model_plan(spec), spec.pipeline.num_stages), DeviceThread()
 
     return Machine(
@@ -92,10 +80,10 @@ def build_machine(
         measure=lambda: (
             0.0 if group is not None else _expected_s(spec, options, costs, device.share)
         ),
-        weights=open_initial_weights(spec, options, origin),
-        read_file=origin.files.read,
+        weights=open_initial_weights(spec, options, files, begun or Run(spec)),
+        read_file=files.read,
         stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
-        shared=open_shared(spec, options, origin.files, data),
+        shared=open_shared(spec, options, files, data),
     )
 
 
@@ -140,7 +128,7 @@ def _builders(
 
 
 def open_initial_weights(
-    spec: RunSpec, options: PeerOptions, origin: Origin
+    spec: RunSpec, options: PeerOptions, files: RunFiles, begun: Run
 ) -> InitialWeights | None:
     """What the run began from; None where that is random. Raises `SpecError` or `UserError`."""
     if not spec.model.weights:
@@ -150,17 +138,17 @@ def open_initial_weights(
     from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
     from swarmnet.training.models.model_folder import find_folder
 
-    hashes = origin.files.read(spec.files[WEIGHTS].sha256)
+    hashes = files.read(spec.files[WEIGHTS].sha256)
     if hashes is None:
-        raise UserError(f"{origin.files.folder}: the run's {WEIGHTS} is damaged; start again")
+        raise UserError(f"{files.folder}: the run's {WEIGHTS} is damaged; start again")
     folder = options.weights
-    if folder is None and origin.model_folder:
-        folder = find_folder(origin.model_folder)
-    adapter = Path(origin.adapter_folder).expanduser() if origin.adapter_folder else None
+    if folder is None and begun.model:
+        folder = find_folder(begun.model)
+    adapter = Path(begun.adapter).expanduser() if begun.adapter else None
     ended = None
     if spec.model.continues:
         layout = InitialLayout.of(spec)
-        ended = open_ended(spec, layout, options.state_dir, origin.continues)
+        ended = open_ended(spec, layout, options.state_dir, begun.continues)
     return ModelWeights(
         spec, hashes, folder, adapter=adapter, ended=ended, state_dir=options.state_dir
     )

@@ -24,7 +24,7 @@ from swarmnet.runtime.joining.entry import Entry, enter
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.past import past_line
 from swarmnet.runtime.joining.ready import ReadyFile
-from swarmnet.runtime.machine import Origin, build_machine
+from swarmnet.runtime.machine import build_machine
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
 from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
@@ -99,8 +99,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
             stack.push_async_callback(asyncio.to_thread, group.close)
-        origin = Origin(entry.files, entry.model_folder, entry.adapter_folder, entry.continues)
-        machine = await asyncio.to_thread(build_machine, spec, options, group, None, origin)
+        machine = await asyncio.to_thread(build_machine, spec, options, group, None, entry.run)
         neighbours = await entry.neighbours
         await _say_past(entry, neighbours, options, machine)
         stack.push_async_callback(machine.device.close)

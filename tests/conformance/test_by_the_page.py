@@ -25,7 +25,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
-from swarmnet.training.optimizer.schedule import learning_rate
+from swarmnet.training.optimizer.shards import learning_rate
 from swarmnet.training.optimizer.shards import ShardedAdamW
 from swarmnet.training.stage import build_stage
 from swarmnet.transport import frames as ours

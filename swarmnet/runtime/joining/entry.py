@@ -20,7 +20,7 @@ from swarmnet.runtime.joining.beside import (
 )
 from swarmnet.runtime.joining.find import FILE_MARK, WaysIn, find_living, find_run
 from swarmnet.runtime.joining.known_peers import KnownPeers
-from swarmnet.runtime.joining.starting import StartedRun, start_run
+from swarmnet.runtime.joining.starting import Run, start_run
 from swarmnet.runtime.net import Net, open_net
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.run_files import RunFiles
@@ -38,7 +38,7 @@ class Entry:
 
     key: Key
     net: Net
-    spec: RunSpec
+    run: Run
     known: KnownPeers
     ways: WaysIn
     neighbours: asyncio.Future[list[str]]
@@ -48,12 +48,10 @@ class Entry:
     """Peers on this machine; looked for where this one starts a run."""
     files: RunFiles
     """Of the run; all are here."""
-    model_folder: str = ""
-    """With the weights that the run begins from, where this peer starts it."""
-    adapter_folder: str = ""
-    """Of the adapter that the run begins from, likewise."""
-    continues: str = ""
-    """`[model] continues` as it is written, likewise."""
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.run.spec
 
 
 async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
@@ -103,20 +101,7 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         await asyncio.to_thread(files.save, started.contents)
     else:
         await files.fetch(net.transport, await neighbours)
-    of_own = started or StartedRun(spec)
-    return Entry(
-        key,
-        net,
-        spec,
-        known,
-        ways,
-        neighbours,
-        beside,
-        files,
-        of_own.model,
-        of_own.adapter,
-        of_own.continues,
-    )
+    return Entry(key, net, started or Run(spec), known, ways, neighbours, beside, files)
 
 
 async def _end(looking: asyncio.Future[list[str]]) -> None:
@@ -124,7 +109,7 @@ async def _end(looking: asyncio.Future[list[str]]) -> None:
     await asyncio.gather(looking, return_exceptions=True)
 
 
-def _start(options: PeerOptions) -> StartedRun | None:
+def _start(options: PeerOptions) -> Run | None:
     if options.spec is None:
         return None
     return start_run(
@@ -140,7 +125,7 @@ def _start(options: PeerOptions) -> StartedRun | None:
 
 
 async def _find_again(
-    started: StartedRun, key: Key, net: Net, known: KnownPeers, beside: list[Beside]
+    started: Run, key: Key, net: Net, known: KnownPeers, beside: list[Beside]
 ) -> list[str]:
     """Peers of a run that this peer starts, where it is alive already."""
     spec = started.spec

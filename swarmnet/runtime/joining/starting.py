@@ -12,8 +12,8 @@ from swarmnet.spec import RunSpec, load_spec
 
 
 @dataclass(frozen=True, slots=True)
-class StartedRun:
-    """A run of one's own."""
+class Run:
+    """A run, and what it begins from: known where this peer starts it."""
 
     spec: RunSpec
     """Resolved: what its peers agree on."""
@@ -37,7 +37,7 @@ def start_run(
     tokenizer: str = "",
     reads_data: bool = True,
     state_dir: Path | None = None,
-) -> StartedRun:
+) -> Run:
     """The run of a `run.toml` after `--rounds` and `--seed`, its open keys resolved. `builder`: see
     `swarmnet.training.resolving.resolve`. `data` and `tokenizer`: where this machine has
     them; it has none of the data where it `reads_data` not. `state_dir`: of the peer that starts
@@ -50,7 +50,7 @@ def start_run(
     continues = written.model.continues
     past = open_past(state_dir, continues) if continues else None
     resolved = resolve_run(written, builder, place, past)
-    return StartedRun(
+    return Run(
         resolved.spec,
         resolved.contents,
         written.model.source,
