@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hint
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
+from swarmnet.runtime.options import Option
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -56,8 +58,8 @@ class Parameter:
 
 def parameters(options: type[Any]) -> Iterator[Parameter]:
     """One for each option of a dataclass, those of its bases first. An option is a field that is
-    annotated with a `typer.Option` or a `typer.Argument`; its `rich_help_panel` goes before the
-    class's `panel`. Raises `TypeError` where a field is no option."""
+    annotated with an `Option`, a `typer.Option` or a `typer.Argument`; its `rich_help_panel` goes
+    before the class's `panel`. Raises `TypeError` where a field is no option."""
     for base in options.__bases__:
         if is_dataclass(base):
             yield from parameters(base)
@@ -66,6 +68,8 @@ def parameters(options: type[Any]) -> Iterator[Parameter]:
         if get_origin(hint) is ClassVar:
             continue
         kind, option = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
+        if isinstance(option, Option):
+            option = typer.Option(*option.flags, **option.described)
         if not isinstance(option, (OptionInfo, ArgumentInfo)):
             raise TypeError(f"{options.__name__}.{name} is no option")
         option = copy(option)

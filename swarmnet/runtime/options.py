@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-import typer
+from typing import Annotated, Any, ClassVar, Literal
 
 from swarmnet.errors import UserError
 from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
@@ -28,19 +26,29 @@ INVITE_VARIABLE = "SWARMNET_INVITE"
 
 RUN, MODEL, NETWORK, MACHINE = "This run", "Model and data", "Network", "This machine"
 
+
+class Option:
+    """How a command line has a field: what `typer.Option` takes, which a program that uses this
+    library has no need of."""
+
+    def __init__(self, *flags: str, **described: Any) -> None:
+        self.flags = flags
+        self.described = described
+
+
 TransportOption = Annotated[
     TransportName,
-    typer.Option(help="What carries the bytes; peers with either train together."),
+    Option(help="What carries the bytes; peers with either train together."),
 ]
 RoundsOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Length of the run, in place of the spec's.")
+    int | None, Option(min=1, metavar="N", help="Length of the run, in place of the spec's.")
 ]
 SeedOption = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="Seed of the run, in place of the spec's.")
+    int | None, Option(min=0, metavar="N", help="Seed of the run, in place of the spec's.")
 ]
 InviteOption = Annotated[
     str,
-    typer.Option(
+    Option(
         metavar="INVITE",
         envvar=INVITE_VARIABLE,
         show_envvar=False,
@@ -49,7 +57,7 @@ InviteOption = Annotated[
 ]
 DeviceOption = Annotated[
     DeviceName,
-    typer.Option(help="What computes. auto: the GPUs that torch can use, else the CPU."),
+    Option(help="What computes. auto: the GPUs that torch can use, else the CPU."),
 ]
 
 
@@ -61,11 +69,11 @@ class RunOptions:
 
     spec: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Start a new run from this run.toml."),
+        Option(metavar="FILE", help="Start a new run from this run.toml."),
     ] = None
     join: Annotated[
         tuple[str, ...],
-        typer.Option(
+        Option(
             metavar="ADDR",
             help="Join the run behind this address; repeat it to name several peers. "
             "@FILE: the addresses in a file.",
@@ -76,13 +84,11 @@ class RunOptions:
     seed: SeedOption = None
     stage: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="K", help="Serve this stage. Default: the one that needs you most."
-        ),
+        Option(min=0, metavar="K", help="Serve this stage. Default: the one that needs you most."),
     ] = None
     stages: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="N|auto",
             help="Serve so many stages. auto: as many as this machine has room for and the swarm "
             "needs.",
@@ -90,11 +96,11 @@ class RunOptions:
     ] = "1"
     exit_when_done: Annotated[
         bool,
-        typer.Option("--exit-when-done", help="End with the run; else stay and serve the model."),
+        Option("--exit-when-done", help="End with the run; else stay and serve the model."),
     ] = False
     patience_s: Annotated[
         float | None,
-        typer.Option(
+        Option(
             "--patience",
             min=0.0,
             metavar="SECONDS",
@@ -103,7 +109,7 @@ class RunOptions:
     ] = None
     begin_anew: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--begin-anew",
             help="Where nobody is at work in the run: begin from initial parameters, not from the "
             "checkpoints that peers have. They stay on the disks.",
@@ -119,7 +125,7 @@ class ModelOptions:
 
     data: Annotated[
         tuple[str, ...],
-        typer.Option(
+        Option(
             metavar="PATH",
             help="Where this machine has the run's data; repeat it for several. A peer that joins "
             "reads no files that you have not named, but Python's standard library where the run "
@@ -128,14 +134,14 @@ class ModelOptions:
     ] = ()
     serve_data: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--serve-data",
             help="Give the run's data, as tokens, to its members, who can feed when you are gone.",
         ),
     ] = False
     fetch_data: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--fetch-data/--no-fetch-data",
             help="Get the run's data from peers that give them. Default: up to 2 GiB, while few "
             "peers have them.",
@@ -144,14 +150,14 @@ class ModelOptions:
     ] = None
     tokenizer: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Where this machine has the run's tokenizer.json, where the run has one.",
         ),
     ] = ""
     weights: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FOLDER",
             help="Where this machine has the model that the run began from: its weights are given "
             "to others, or complete a whole model that is exported.",
@@ -159,13 +165,9 @@ class ModelOptions:
     ] = None
     builder: Annotated[
         str,
-        typer.Option(
-            metavar="FILE:FUNCTION", help="Where this machine has the code of a custom model."
-        ),
+        Option(metavar="FILE:FUNCTION", help="Where this machine has the code of a custom model."),
     ] = ""
-    feed: Annotated[
-        bool, typer.Option("--no-feed", help="Compute only; start no microbatches.")
-    ] = True
+    feed: Annotated[bool, Option("--no-feed", help="Compute only; start no microbatches.")] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,23 +178,23 @@ class NetworkOptions:
 
     port: Annotated[
         int,
-        typer.Option(
+        Option(
             min=0, max=MAX_PORT, metavar="PORT", help="Listen on this port; 0 = any that is free."
         ),
     ] = 0
     announce: Annotated[
         tuple[str, ...],
-        typer.Option(
+        Option(
             metavar="ADDR",
             help="Tell others this address too (port forwarding, for example).",
         ),
     ] = ()
     host: Annotated[
-        str, typer.Option(metavar="HOST", help="Listen on the interface with this address.")
+        str, Option(metavar="HOST", help="Listen on the interface with this address.")
     ] = ANY_INTERFACE
     direct_port: Annotated[
         int,
-        typer.Option(
+        Option(
             min=0,
             max=MAX_PORT,
             metavar="PORT",
@@ -202,9 +204,7 @@ class NetworkOptions:
     ] = 0
     relay: Annotated[
         bool,
-        typer.Option(
-            "--no-relay", help="Carry nothing between other peers that cannot dial each other."
-        ),
+        Option("--no-relay", help="Carry nothing between other peers that cannot dial each other."),
     ] = True
 
 
@@ -217,7 +217,7 @@ class LinkOptions:
     transport: TransportOption = "p2pd"
     direct: Annotated[
         bool,
-        typer.Option("--no-direct", help="Move everything over libp2p; no direct TLS connections."),
+        Option("--no-direct", help="Move everything over libp2p; no direct TLS connections."),
     ] = True
 
 
@@ -230,14 +230,14 @@ class ComputeOptions:
     device: DeviceOption = "auto"
     precision: Annotated[
         PrecisionName,
-        typer.Option(
+        Option(
             help="Of this machine's passes; what peers exchange does not depend on it. "
             "auto: as the run says."
         ),
     ] = "auto"
     activations: Annotated[
         ActivationsName,
-        typer.Option(
+        Option(
             metavar="POLICY",
             help="Kept between forward and backward: keep, blocks, recompute, offload, or auto "
             "(as the run says, else by free memory).",
@@ -245,7 +245,7 @@ class ComputeOptions:
     ] = "auto"
     tp: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--tp",
             min=1,
             max=64,
@@ -255,20 +255,20 @@ class ComputeOptions:
     ] = None
     local: Annotated[
         LocalName,
-        typer.Option(
+        Option(
             help="What the ranks of --tp share out: the width of layers, or (fsdp) the samples, "
             "with parameters and gradients sharded.",
         ),
     ] = "tensor"
     sequence_parallel: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--sequence-parallel", help="With --tp: split norms and residuals by positions too."
         ),
     ] = False
     compile: Annotated[
         bool,
-        typer.Option("--compile", help="Compile the layers (torch.compile): slow to start."),
+        Option("--compile", help="Compile the layers (torch.compile): slow to start."),
     ] = False
 
 
@@ -280,11 +280,11 @@ class StateOptions:
 
     threads: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Threads to compute with; 0 = torch's choice."),
+        Option(min=0, metavar="N", help="Threads to compute with; 0 = torch's choice."),
     ] = 0
     state_dir: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             help="Keep this peer's identity and checkpoints here. Default: peer-N in "
             "~/.local/state/swarmnet.",
@@ -292,11 +292,11 @@ class StateOptions:
     ] = None
     checkpoint_every: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Rounds between checkpoints of the stage; 0 = none."),
+        Option(min=0, metavar="N", help="Rounds between checkpoints of the stage; 0 = none."),
     ] = 10
     keep_checkpoints: Annotated[
         int,
-        typer.Option(
+        Option(
             min=2,
             metavar="N",
             help="Keep the newest so many checkpoints, and up to 3 for slower disks.",
