@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from peer.machine.limit_keeper import Keeper
 from peer.machine.limits import LIMITS_FILE, change_limits
 from peer.machine.memory_cap import MemoryCap, stage_needs, tree_bytes
 from peer.options import LimitOptions, OutputOptions
-from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.joining.ready import ready_target
 from swarmnet.runtime.options import AUTO_STAGES, PeerChoices, PeerOptions, UsageError
 from swarmnet.runtime.run import Extra, RunningPeer
 from swarmnet.runtime.state_dir import claimed_state_dir
-from swarmnet.spec import RunSpec
 
 FIRST_DIRECT_PORT = 1024
 """Others dial none below (`swarmnet.transport.direct.FIRST_PORT`)."""
@@ -45,7 +43,7 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
         if output.dashboard is not None:
             page = (output.dashboard_host, listen(output.dashboard_host, output.dashboard))
         with open_metrics(output.metrics, append=True) as metrics:
-            life = run_peer(options, extras(output, options, metrics, page))
+            life = run_peer(options, extras(output, metrics, page))
             try:
                 run_in_loop(life, output.parent_pid)
             except Stopped:
@@ -68,17 +66,7 @@ def check(choices: PeerChoices) -> None:
         raise UsageError(f"--direct-port: 0, or {FIRST_DIRECT_PORT} and above")
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What of a peer its screen shows."""
-
-    spec: RunSpec
-    view: View
-    addresses: Sequence[str]
-    limits: Callable[[], str]
-
-
-def extras(output: OutputOptions, options: PeerOptions, metrics: Any, page: Any) -> list[Extra]:
+def extras(output: OutputOptions, metrics: Any, page: Any) -> list[Extra]:
     """What runs beside a peer, in the order in which it begins. `metrics`: an open file of events,
     or None; `page`: host and socket of the web page, or None."""
     keepers: list[Keeper] = []
@@ -94,9 +82,7 @@ def extras(output: OutputOptions, options: PeerOptions, metrics: Any, page: Any)
     async def report(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.observe.report import report_peer
 
-        shown = Shown(running.spec, running.view, running.addresses, lambda: keepers[0].line)
-        stays = not options.exit_when_done
-        return report_peer(shown, output.screen, metrics, page, stays=stays)
+        return report_peer(running, output.screen, metrics, page, keepers[0])
 
     async def serve_prometheus(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.observe.prometheus import serve_metrics, shut_down_when_cancelled

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from peer.console import make_console
 from peer.observe.dashboard.hub import Hub, state_of
@@ -27,13 +26,15 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec, describe
 
+if TYPE_CHECKING:
+    from peer.machine.limit_keeper import Keeper
+    from swarmnet.runtime.run import RunningPeer
+
 log = logging.getLogger("swarmnet.peer")
 
 LOOK_EVERY_S = 0.1
 """Between two looks of a peer at its own view: records tell of the newest `KEPT_ROUNDS` rounds
 only, and those of a small model are short."""
-
-
 LAST_WORDS_S = 10.0
 """How long the last round and measurement are waited for before the run is said to be done."""
 STATE_EVERY_S, STATE_EVERY_S_PER_PEER = 10.0, 0.2
@@ -42,24 +43,6 @@ MAX_OTHERS_CHARS = 400
 """Of the list of a peer's further addresses."""
 PLAIN_WIDTH = 120
 """Columns of output that goes to no terminal."""
-
-
-class Running(Protocol):
-    """A peer at work; `peer.commands.peer.Shown` is one."""
-
-    @property
-    def spec(self) -> RunSpec: ...
-
-    @property
-    def view(self) -> View: ...
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """At which others can join, the one to use first; at least one."""
-
-    @property
-    def limits(self) -> Callable[[], str]:
-        """What its owner lets it take, and why it is paused; a line, or nothing."""
 
 
 def monitor_of(spec: RunSpec) -> RunMonitor:
@@ -166,15 +149,15 @@ async def open_page(
 
 
 async def report_peer(
-    running: Running,
+    running: RunningPeer,
     mode: ScreenName,
     metrics: MetricsFile | None,
-    page: tuple[str, socket.socket] | None = None,
-    *,
-    stays: bool = True,
+    page: tuple[str, socket.socket] | None,
+    keeper: Keeper,
 ) -> None:
     """Says how to join, and then what the peer sees, until it is cancelled. `page`: host and socket
-    of the dashboard, where one is wanted. `stays`: after the end of the run too."""
+    of the dashboard, where one is wanted. `keeper`: of its owner's limits."""
+    stays = not running.options.exit_when_done
     and_now = "this peer goes on serving the model (Ctrl-C ends it)" if stays else "this peer ends"
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -192,13 +175,13 @@ async def report_peer(
             say(f"or, where that cannot be reached: {listed(others, ', ', MAX_OTHERS_CHARS)}")
         if page is not None and not reporter.screen.is_quiet:
             say(f"dashboard: {shown_at}")
-        if running.limits() and not reporter.screen.is_quiet:
-            say(f"limits: {running.limits()}")
+        if keeper.line and not reporter.screen.is_quiet:
+            say(f"limits: {keeper.line}")
         done_at = float("inf")
         is_told = reporter.screen.is_quiet
         try:
             while True:
-                reporter.look(running.view, loop.time(), time.time(), running.limits())
+                reporter.look(running.view, loop.time(), time.time(), keeper.line)
                 if reporter.monitor.done:
                     done_at = min(done_at, loop.time())
                     is_all = reporter.monitor.all_told or loop.time() - done_at > LAST_WORDS_S
@@ -208,4 +191,4 @@ async def report_peer(
                         say(f"the run has done its {rounds} rounds; {and_now}")
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:  # the last measurement may have come since
-            reporter.look(running.view, loop.time(), time.time(), running.limits())
+            reporter.look(running.view, loop.time(), time.time(), keeper.line)
