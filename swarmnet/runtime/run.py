@@ -18,7 +18,6 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.admission import Admitted, admit, date_of
 from swarmnet.runtime.compose import compose
 from swarmnet.runtime.computing import free_bytes_of
-from swarmnet.runtime.faults import arm_from_environment
 from swarmnet.runtime.joining.beside import say_run_beside, tell_run, watch_rendezvous
 from swarmnet.runtime.joining.entry import Entry, enter
 from swarmnet.runtime.joining.known_peers import KnownPeers
@@ -172,7 +171,6 @@ class Crew:
         self.first = compose(
             spec, options, transport, entry.key, own, admitted, remembered=entry.ways.remembered
         )
-        arm_from_environment(self.first)
         count = None
         if group is None:
             count = SeatCount(spec, options, self.first, free_bytes, device)

@@ -30,7 +30,6 @@ from swarmnet.identity import Identity
 from swarmnet.methods.state import FetchRequest
 from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.runtime.counted import COUNTED_FILE, read_counted
-from swarmnet.runtime.faults import VARIABLE
 from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.joining.ready import Ready, read_ready_file
 from swarmnet.runtime.net import open_net
@@ -280,16 +279,17 @@ class Machine:
         everywhere: Sequence[str] = (),
     ) -> list[Command]:
         """A first peer and others that join it, with further arguments each. `kill_at`: the moment
-        (`swarmnet.runtime.faults`) at which a joiner kills itself, by its number from 1.
+        (`tests.processes.faults`) at which a joiner kills itself, by its number from 1.
         `everywhere`: arguments of all. They say what they do on their stderr."""
         more = ("--debug", *everywhere)
-        moments = {i: {VARIABLE: moment} for i, moment in (kill_at or {}).items()}
+        arm = "from tests.processes.faults import arm; arm({!r})"
+        before = {i: arm.format(moment) for i, moment in (kill_at or {}).items()}
         first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0", *more)
         self.until_ready(first)
         data = str(self.folder / "text.txt")
         join = ("--join", first.address, "--data", data, *more)
         others = [
-            self.start_peer(f"peer-{i}", *join, *extra, environment=moments.get(i))
+            self.start_peer(f"peer-{i}", *join, *extra, before=before.get(i, ""))
             for i, extra in enumerate(joiners, start=1)
         ]
         self.until_ready(*others)

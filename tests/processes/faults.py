@@ -1,8 +1,5 @@
-"""Death at an exact moment, for tests and for whoever wants to see what a run makes of it.
-
-`SWARMNET_KILL_AT=push:round=12` in the environment of `swarmnet peer` has that process send itself
-SIGKILL there: no handler runs, nothing is flushed, its channels close as those of any killed
-process do. Without the variable nothing of this is there: no port is wrapped.
+"""Death of a real process at an exact moment: it sends itself SIGKILL there. No handler runs,
+nothing is flushed, its channels close as those of any killed process do.
 
 A moment is `NAME[:round=N][:nth=N]`: the `nth` time (1 where not said) that it comes in round `N`
 or a later one (0 where not said). Several moments, between commas: the first that comes.
@@ -21,21 +18,17 @@ or a later one (0 where not said). Several moments, between commas: the first th
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swarmnet.errors import UserError
 from swarmnet.methods.state import FETCH_PARAMETERS
 from swarmnet.methods.update import MIRROR, REDUCE
+from swarmnet.runtime import run
 from swarmnet.swarm.peer import Peer
 
-log = logging.getLogger("swarmnet.faults")
-
-VARIABLE = "SWARMNET_KILL_AT"
 ON_DEVICE = {"forward": ("forward_pass", "loss_pass"), "backward": ("backward_pass",)}
 CALLS = {"push": REDUCE.name, "mirror": MIRROR.name}
 MOMENTS = ("forward", "backward", "push", "aggregate", "mirror", "donate", "feed")
@@ -51,7 +44,7 @@ class Moment:
 
 
 def parse_moments(text: str) -> list[Moment]:
-    """Reads the variable. Raises `UserError` where it makes no sense."""
+    """Raises `ValueError` where the text makes no sense."""
     moments = []
     for entry in text.split(","):
         name, *settings = entry.strip().split(":")
@@ -59,10 +52,10 @@ def parse_moments(text: str) -> list[Moment]:
         for setting in settings:
             key, _, value = setting.partition("=")
             if key not in values or not value.isdecimal():
-                raise UserError(f"{VARIABLE}: {setting!r}: write round=N or nth=N")
+                raise ValueError(f"{setting!r}: write round=N or nth=N")
             values[key] = int(value)
         if name not in MOMENTS:
-            raise UserError(f"{VARIABLE}: {name!r} is none of {', '.join(MOMENTS)}")
+            raise ValueError(f"{name!r} is none of {', '.join(MOMENTS)}")
         moments.append(Moment(name, values["round"], max(1, values["nth"])))
     return moments
 
@@ -167,9 +160,14 @@ class Faults:
         transport.call = wrapped
 
 
-def arm_from_environment(peer: Peer, environment: Mapping[str, str] = os.environ) -> None:
-    """Arms what the environment asks for, nothing where it asks for nothing. Raises `UserError`."""
-    text = environment.get(VARIABLE, "")
-    if text:
-        log.warning("%s is set: this process will kill itself at %s", VARIABLE, text)
-        Faults(parse_moments(text), peer).arm()
+def arm(text: str) -> None:
+    """In a peer's process, before it has begun: it dies at one of these moments."""
+    moments, inner = parse_moments(text), run.compose
+
+    def armed(*arguments: Any, **named: Any) -> Peer:
+        peer = inner(*arguments, **named)
+        run.compose = inner  # further seats are not armed
+        Faults(moments, peer).arm()
+        return peer
+
+    run.compose = armed
