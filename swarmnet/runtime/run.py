@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,11 @@ from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
 from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
 from swarmnet.runtime.stuck import until_stuck
-from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.discovery import Directory
 from swarmnet.swarm.membership.relaying import Relaying
 from swarmnet.swarm.peer import Machine, Peer
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
-from swarmnet.transport.channel import ChannelTransport
 
 if TYPE_CHECKING:
     from swarmnet.training.ranks.local_group import LocalGroup
@@ -51,34 +49,7 @@ LONGEST_SLEEP_S = 86_400.0
 """A machine's clock may be set meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunningPeer:
-    """A peer that is composed, as a screen, metrics or an owner's limits see it."""
-
-    spec: RunSpec
-    options: PeerOptions
-    seats: Seats
-    """All peers of this machine."""
-    transport: ChannelTransport
-    machine: Machine
-    room: SeatCount | None
-    """How many stages the machine serves; None where its ranks serve one."""
-
-    @property
-    def peer(self) -> Peer:
-        """The first of this machine's peers."""
-        return self.seats.first
-
-    @property
-    def view(self) -> View:
-        return self.peer.view
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        return self.transport.addresses()
-
-
-Extra = Callable[[RunningPeer], Awaitable[Coroutine[Any, Any, None]]]
+Extra = Callable[["RunningPeer"], Awaitable[Coroutine[Any, Any, None]]]
 """Something beside a peer, such as a screen: called when the peer is composed and does nothing yet;
 what it returns runs until the peer has left. What it raises ends the peer."""
 
@@ -106,7 +77,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         for own in (machine.disk, machine.shared):
             if own is not None:
                 stack.push_async_callback(own.worker.close)
-        crew = Crew(entry, neighbours, options, admitted, machine, group)
+        running = RunningPeer(entry, neighbours, options, admitted, machine, group)
         beside: list[Coroutine[Any, Any, None]] = []
         stack.callback(_close, beside)  # where the peer fails before they have begun
         tasks = Tasks("peer")
@@ -114,13 +85,13 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         tasks.start(say_run_beside(transport, entry.beside, spec.run_id, spec.name))
         await entry.ways.read()
         for extra in extras:
-            beside.append(await extra(crew.running))
+            beside.append(await extra(running))
         if admitted.not_after_unix_s:
-            tasks.start(_stop_when_expired(crew.seats, admitted.not_after_unix_s))
-        crew.open_directory(tasks)
+            tasks.start(_stop_when_expired(running.seats, admitted.not_after_unix_s))
+        running.start_directory(tasks)
         offers = options.relay
-        tasks.start(Relaying(transport, crew.first.gossip, crew.first.rng, offers=offers).run())
-        tasks.start(entry.known.keep(spec.run_id, crew.first.view))
+        tasks.start(Relaying(transport, running.peer.gossip, running.peer.rng, offers=offers).run())
+        tasks.start(entry.known.keep(spec.run_id, running.peer.view))
         tasks.start(entry.ways.keep())
         tasks.start(
             follow_addresses(transport, options.state_dir, spec.run_id, spec.name, entry.known)
@@ -135,8 +106,8 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         for work in beside:
             tasks.start(work)
         if options.exit_when_done:
-            tasks.start(stop_when_done(crew.first, spec.optimizer.rounds, crew.seats.stop))
-        await crew.live()
+            tasks.start(stop_when_done(running.peer, spec.optimizer.rounds, running.seats.stop))
+        await running.live()
 
 
 def _close(beside: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -144,9 +115,9 @@ def _close(beside: Sequence[Coroutine[Any, Any, None]]) -> None:
         work.close()
 
 
-class Crew:
+class RunningPeer:
     """All peers of this machine, composed of what it has: the first, and one for each further stage
-    that the machine serves."""
+    that the machine serves. Also what a screen, metrics or an owner's limits read."""
 
     def __init__(
         self,
@@ -157,69 +128,91 @@ class Crew:
         machine: Machine,
         group: LocalGroup | None,
     ) -> None:
-        self._entry = entry
-        self._neighbours = neighbours
-        self._options = options
-        self._admitted = admitted
-        self._machine = machine
-        self._group = group
-        self._directory: Directory | None = None
-        spec, transport = entry.spec, entry.net.transport
-        device = choose_devices(spec, options)[0]
+        self.spec = entry.spec
+        self.options = options
+        self.transport = entry.net.transport
+        self.machine = machine
+        device = choose_devices(self.spec, options)[0]
         free_bytes = float(free_bytes_of(device))
         own = replace(machine, device=machine.device.seat())
-        self.first = compose(
-            spec, options, transport, entry.key, own, admitted, remembered=entry.ways.remembered
+        self.peer = compose(
+            self.spec,
+            options,
+            self.transport,
+            entry.key,
+            own,
+            admitted,
+            remembered=entry.ways.remembered,
         )
-        count = None
+        """The first of this machine's peers."""
+        self.room = None
+        """How many stages the machine serves; None where its ranks serve one."""
         if group is None:
-            count = SeatCount(spec, options, self.first, free_bytes, device)
+            self.room = SeatCount(self.spec, options, self.peer, free_bytes, device)
         changes = group is None and options.stages == AUTO_STAGES
-        self.seats = Seats(self.first, count or _one, self._make_seat, changes)
-        self.running = RunningPeer(spec, options, self.seats, transport, machine, count)
+        self.seats = Seats(self.peer, self.room or _one, self._make_seat, changes)
+        """All of them."""
+        self._entry = entry
+        self._neighbours = neighbours
+        self._admitted = admitted
+        self._group = group
+        self._directory = self._open_directory()
+
+    @property
+    def view(self) -> View:
+        return self.peer.view
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return self.transport.addresses()
+
+    def _open_directory(self) -> Directory | None:
+        """The DHT, where the transport's carrier has one."""
+        net = self._entry.net
+        if net.p2p is None or net.on_restart is None:
+            return None
+        num_stages = self.spec.pipeline.num_stages
+        directory = Directory(self.peer.gossip, num_stages, net.p2p, self.peer.rng)
+        net.on_restart(directory.daemon_restarted)
+        return directory
 
     async def _make_seat(self, seat: int, parts: AsyncExitStack) -> Peer:
-        options, transport = self._options, self._entry.net.transport.seat(seat)
+        options, transport = self.options, self.transport.seat(seat)
         parts.push_async_callback(transport.close)
         its = replace(options, state_dir=seat_dir(options.state_dir, seat), stage=None, feed=False)
         its.state_dir.mkdir(exist_ok=True)
-        desk = await asyncio.to_thread(build_machine, self._entry.spec, its, None, self._machine)
+        desk = await asyncio.to_thread(build_machine, self.spec, its, None, self.machine)
         parts.push_async_callback(desk.worker.run, desk.free)
         if desk.disk is not None:
             parts.push_async_callback(desk.disk.worker.close)
         further = compose(
-            self._entry.spec,
+            self.spec,
             its,
             transport,
             self._entry.key,
             desk,
             self._admitted,
-            self.first.resource_limits,
+            self.peer.resource_limits,
         )
         if self._directory is not None:
             self._directory.also(further.gossip)
             parts.callback(self._directory.without, further.gossip)
         return further
 
-    def open_directory(self, tasks: Tasks) -> None:
-        """The DHT, where the transport's carrier has one."""
-        net, num_stages = self._entry.net, self._entry.spec.pipeline.num_stages
-        if net.p2p is None or net.on_restart is None:
-            return
-        self._directory = Directory(self.first.gossip, num_stages, net.p2p, self.first.rng)
-        net.on_restart(self._directory.daemon_restarted)
-        known = of_all(self._entry.ways.remembered(), net.transport.addresses())
-        tasks.start(self._directory.run(known))
+    def start_directory(self, tasks: Tasks) -> None:
+        """`tasks` run it."""
+        if self._directory is not None:
+            known = of_all(self._entry.ways.remembered(), self.addresses)
+            tasks.start(self._directory.run(known))
 
     async def live(self) -> None:
         """Until all have left. Cancelled once, they hand over and leave."""
         life = asyncio.get_running_loop().create_task(self.seats.run(self._neighbours))
-        machine = self._machine
-        threads: dict[str, Any] = {"device": machine.device, "averaging": machine.worker}
+        threads: dict[str, Any] = {"device": self.machine.device, "averaging": self.machine.worker}
         try:
             await until_over(life, self._group, until_stuck(threads))
         except asyncio.CancelledError:
-            if not self._options.is_quiet:
+            if not self.options.is_quiet:
                 _say("handing over and leaving, as soon as others have what only this peer has")
             self.seats.stop()
             try:
