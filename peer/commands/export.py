@@ -255,9 +255,7 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = W
         spec = RunSpec.from_checkpoint(chosen.spec, chosen.run_id)
         wanted.check(spec)
         files = _run_files(spec, folders)
-        trained = Trained(
-            spec, chosen.round, named, chosen.run_id, files, held_out, base=wanted.base
-        )
+        trained = Trained(spec, chosen.round, named, files, held_out, base=wanted.base)
         if wanted.is_whole(spec):
             trained = trained.whole(kept_base(spec, folders, wanted.weights))
         return write_folder(out, trained, wanted.dtype)

@@ -59,8 +59,6 @@ class Trained:
     round: int
     named: Mapping[str, Tensor]
     """Its parameters."""
-    run_id: str = ""
-    """That of the checkpoint, where an earlier version of swarmnet named the run."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Of the run, by name."""
     held_out: Mapping[int, float] = field(default_factory=dict)
@@ -116,7 +114,7 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     about = {
         "format": "pt",
-        "run_id": trained.run_id or spec.run_id,
+        "run_id": spec.run_id,
         "round": str(trained.round),
     }
     try:
@@ -268,7 +266,7 @@ def _card(trained: Trained, dtype: str) -> str:
         library="peft" if trained.is_adapter else "transformers",
         name=spec.name,
         round=trained.round,
-        run_id=trained.run_id or spec.run_id,
+        run_id=spec.run_id,
         dtype=dtype,
         lines="\n".join(f"- {line}" for line in _about(trained)),
     )
