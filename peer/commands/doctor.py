@@ -279,7 +279,7 @@ async def _ask(
     transport: Transport, own: Sequence[str], options: DoctorOptions
 ) -> tuple[list[Finding], RunSpec | None]:
     try:
-        given = await read_addresses(options.join, lambda _: None, patience_s=0.0)
+        given = await read_addresses(options.join, patience_s=0.0)
         began = time.perf_counter()
         peer_id = await dial_any(transport, given)
         dial_s = time.perf_counter() - began

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
 import struct
@@ -33,8 +32,6 @@ from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array
-
-log = logging.getLogger("swarmnet.peer")
 
 JOIN_ATTEMPTS_S = 30.0
 
@@ -83,12 +80,11 @@ class Observer:
         try:
             async with asyncio.timeout(patience_s):
                 if patience_s is not None:
-                    await read_addresses(addresses, _tell, patience_s=patience_s)
+                    await read_addresses(addresses, patience_s=patience_s)
                 neighbour, spec = await find_run(
                     net.transport,
                     addresses,
                     ways.known,
-                    _tell,
                     patience_s=None if patience_s is None else 0.0,
                 )
                 net.transport.set_run(spec.run_id)
@@ -186,7 +182,3 @@ def sample_token(logits: Array, rng: random.Random, num_tokens: int) -> int:
     top = max(row)
     weights = [math.exp((x - top) / TEMPERATURE) for x in row]
     return rng.choices(range(len(row)), weights)[0]
-
-
-def _tell(line: str) -> None:
-    log.warning("%s", line)

@@ -75,14 +75,24 @@ def view_of(*peer_ids: str) -> View:
     return view
 
 
-def test_a_peer_waits_for_its_run_and_says_why() -> None:
-    said: list[str] = []
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a person is told meanwhile."""
+    lines: list[str] = []
 
+    def warning(text: str, *values: object) -> None:
+        lines.append(text % values)
+
+    monkeypatch.setattr("swarmnet.runtime.joining.find.log.warning", warning)
+    return lines
+
+
+def test_a_peer_waits_for_its_run_and_says_why(said: list[str]) -> None:
     async def main() -> None:
         hub = MemoryHub()
         joiner = hub.transport("joiner")
         asyncio.get_running_loop().call_later(100.0, serve, hub, IDS[0])
-        found = await find_run(joiner, [address(IDS[0])], KnownPeers(Path("x")), said.append)
+        found = await find_run(joiner, [address(IDS[0])], KnownPeers(Path("x")))
         assert found[0] == IDS[0]
         assert found[1].run_id == SPEC.run_id
         assert asyncio.get_running_loop().time() < 100.0 + 75.0
@@ -99,7 +109,6 @@ def test_patience_can_end() -> None:
                 MemoryHub().transport("joiner"),
                 [address(IDS[0])],
                 KnownPeers(Path("x")),
-                lambda _: None,
                 patience_s=30.0,
             )
         assert asyncio.get_running_loop().time() < 60.0
@@ -116,7 +125,7 @@ def test_a_run_whose_first_peer_is_gone_is_found_through_those_met_before(tmp_pa
         hub = MemoryHub()
         serve(hub, IDS[2])
         again = KnownPeers.load(tmp_path)
-        found = await find_run(hub.transport("joiner"), [address(IDS[0])], again, lambda _: None)
+        found = await find_run(hub.transport("joiner"), [address(IDS[0])], again)
         assert found[0] == IDS[2]
 
     run_virtual(main())
@@ -247,7 +256,7 @@ def test_any_peer_of_a_folder_is_a_way_in_and_stale_files_cost_nothing(tmp_path:
         serve(hub, IDS[0])
         joiner = hub.transport("joiner")
         known = KnownPeers(Path("x"))
-        found = await find_run(joiner, [f"@{tmp_path}"], known, lambda _: None)
+        found = await find_run(joiner, [f"@{tmp_path}"], known)
         assert found[0] == IDS[0]
         return asyncio.get_running_loop().time()
 
@@ -302,23 +311,21 @@ def test_addresses_from_a_file_that_comes_later(tmp_path: Path) -> None:
     async def main() -> list[str]:
         content = json.dumps({"address": address(IDS[0]), "peer_id": IDS[0], "pid": 1})
         asyncio.get_running_loop().call_later(20.0, path.write_text, content)
-        return await read_addresses([f"@{path}"], lambda _: None)
+        return await read_addresses([f"@{path}"])
 
     assert run_virtual(main()) == [address(IDS[0])]
     path.write_text(f"\n {address(IDS[2])}\n")
     both = [f"@{path}", f"@{tmp_path / 'never'}", address(IDS[1])]
-    found = run_virtual(read_addresses(both, lambda _: None))
+    found = run_virtual(read_addresses(both))
     assert found == [address(IDS[2]), address(IDS[1])], "who has one way in does not wait"
     (tmp_path / "own").symlink_to(tmp_path / "own")
     with pytest.raises(UserError, match="cannot read"):
-        run_virtual(read_addresses([f"@{tmp_path / 'own'}"], lambda _: None))
+        run_virtual(read_addresses([f"@{tmp_path / 'own'}"]))
 
 
-def test_waits_double_up_to_a_bound() -> None:
-    said: list[str] = []
-
+def test_waits_double_up_to_a_bound(said: list[str]) -> None:
     async def main() -> float:
-        backoff = Backoff(None, said.append, random.Random(1))
+        backoff = Backoff(None, random.Random(1))
         for _ in range(10):
             await backoff.wait("nobody is there")
         return asyncio.get_running_loop().time()
@@ -327,13 +334,12 @@ def test_waits_double_up_to_a_bound() -> None:
     assert len(said) == 10
 
 
-def test_what_is_new_in_a_folder_is_tried_at_once(tmp_path: Path) -> None:
+def test_what_is_new_in_a_folder_is_tried_at_once(tmp_path: Path, said: list[str]) -> None:
     """However long the wait has become."""
-    said: list[str] = []
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        wait = loop.create_task(read_addresses([f"@{tmp_path}"], said.append))
+        wait = loop.create_task(read_addresses([f"@{tmp_path}"]))
         await asyncio.sleep(100.0)
         write_ready_file(tmp_path, ["/ip4/127.0.0.1/tcp/1/p2p/" + "a" * 46], "a" * 46)
         began = loop.time()
@@ -380,7 +386,7 @@ def test_a_peer_that_is_back_at_its_address_is_found_at_once(
         tell(1.0)
         joiner = hub.transport("joiner")
         known = KnownPeers(Path("x"))
-        search = loop.create_task(find_run(joiner, [f"@{tmp_path}"], known, lambda _: None))
+        search = loop.create_task(find_run(joiner, [f"@{tmp_path}"], known))
         await asyncio.sleep(after_s)
         serve(hub, IDS[0])
         await asyncio.sleep(0.001)
@@ -393,10 +399,8 @@ def test_a_peer_that_is_back_at_its_address_is_found_at_once(
 
 
 def test_a_folder_that_leads_to_two_runs_leads_to_none_until_one_of_them_has_ended(
-    tmp_path: Path,
+    tmp_path: Path, said: list[str]
 ) -> None:
-    said: list[str] = []
-
     async def main() -> None:
         hub, loop = MemoryHub(), asyncio.get_running_loop()
         serve(hub, IDS[0])
@@ -404,7 +408,7 @@ def test_a_folder_that_leads_to_two_runs_leads_to_none_until_one_of_them_has_end
         for peer_id, spec in ((IDS[0], SPEC), (IDS[1], OTHER)):
             write_ready_file(tmp_path, [address(peer_id)], peer_id, spec.run_id, spec.name)
         joiner, known = hub.transport("joiner"), KnownPeers(Path("x"))
-        search = loop.create_task(find_run(joiner, [f"@{tmp_path}"], known, said.append))
+        search = loop.create_task(find_run(joiner, [f"@{tmp_path}"], known))
         await asyncio.sleep(20.0)
         assert not search.done()
         await other.close()
@@ -415,16 +419,14 @@ def test_a_folder_that_leads_to_two_runs_leads_to_none_until_one_of_them_has_end
     assert all(s.run_id[:16] in said[0] and "stop all but one" in said[0] for s in (SPEC, OTHER))
 
 
-def test_addresses_of_two_runs_are_an_error_but_for_who_was_in_one_of_them() -> None:
-    said: list[str] = []
-
+def test_addresses_of_two_runs_are_an_error_but_for_who_was_in_one_of_them(said: list[str]) -> None:
     async def main(run_id: str) -> str:
         hub = MemoryHub()
         serve(hub, IDS[0])
         serve(hub, IDS[1], OTHER)
         known = KnownPeers(Path("x"), run_id)
         given = [address(IDS[0]), address(IDS[1])]
-        return (await find_run(hub.transport("joiner"), given, known, said.append))[1].run_id
+        return (await find_run(hub.transport("joiner"), given, known))[1].run_id
 
     with pytest.raises(SeveralRuns, match="addresses of one"):
         run_virtual(main(""))
@@ -445,7 +447,7 @@ def test_who_does_not_answer_is_no_other_run(tmp_path: Path) -> None:
             hub.transport(peer_id)
             hub.partition("joiner", peer_id)
         given = list(map(address, IDS))
-        await find_run(hub.transport("joiner"), given, KnownPeers(Path("x")), lambda _: None)
+        await find_run(hub.transport("joiner"), given, KnownPeers(Path("x")))
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) < 3.0

@@ -77,7 +77,7 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
     beside: list[Beside] = []
     if started is None:
         found, spec = await find_run(
-            net.transport, options.join, known, _say, patience_s=options.patience_s
+            net.transport, options.join, known, patience_s=options.patience_s
         )
         neighbours = asyncio.get_running_loop().create_future()
         neighbours.set_result([found])
@@ -133,11 +133,7 @@ async def _find_again(
     ours = [a for a in ours if peer_of(a) != key.peer_id]
     neighbours = await find_living(net.transport, known, spec.run_id, ours)
     if neighbours and known.run_id != spec.run_id:
-        _say("this run is alive beside this peer already: joining it")
+        log.warning("this run is alive beside this peer already: joining it")
     if not neighbours and known.run_id == spec.run_id and known.peers:
-        _say(f"none of the {len(known.peers)} peers met before answers; it goes on looking")
+        log.warning("none of the %d peers met before answers; it goes on looking", len(known.peers))
     return neighbours
-
-
-def _say(line: str) -> None:
-    log.warning("%s", line)

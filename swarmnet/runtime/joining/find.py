@@ -108,18 +108,14 @@ def _files_of(path: Path) -> list[Path]:
     return files_in(path) if path.is_dir() else [path]
 
 
-async def read_addresses(
-    given: Sequence[str], say: Callable[[str], None], *, patience_s: float | None = None
-) -> list[str]:
+async def read_addresses(given: Sequence[str], *, patience_s: float | None = None) -> list[str]:
     """`--join` with the files that it names read; waits for a file that is not there yet. Raises
     `AddressError` after `patience_s`."""
-    return await _read_when_there(Named(given), say, patience_s)
+    return await _read_when_there(Named(given), patience_s)
 
 
-async def _read_when_there(
-    named: Named, say: Callable[[str], None], patience_s: float | None
-) -> list[str]:
-    backoff = Backoff(patience_s, say)
+async def _read_when_there(named: Named, patience_s: float | None) -> list[str]:
+    backoff = Backoff(patience_s)
     while True:
         found, missing = named.read()
         if found or not missing:
@@ -133,7 +129,6 @@ class Backoff:
 
     patience_s: float | None
     """None = for ever."""
-    say: Callable[[str], None]
     rng: random.Random = field(default_factory=random.Random)
     _next_s: float = FIRST_WAIT_S
     _began: float | None = None
@@ -150,7 +145,7 @@ class Backoff:
             if left_s <= 0:
                 raise AddressError(reason)
             wait_s = min(wait_s, left_s)
-        self.say(f"{reason}; trying again in {wait_s:.0f} s (Ctrl-C stops)")
+        log.warning("%s; trying again in %.0f s (Ctrl-C stops)", reason, wait_s)
         end = loop.time() + wait_s
         while (left_s := end - loop.time()) > 0 and not news():  # noqa: ASYNC110
             await asyncio.sleep(min(LOOK_S, left_s))
@@ -203,7 +198,6 @@ async def find_run(
     transport: Transport,
     given: Sequence[str],
     known: KnownPeers,
-    say: Callable[[str], None],
     *,
     patience_s: float | None = None,
 ) -> tuple[str, RunSpec]:
@@ -211,7 +205,7 @@ async def find_run(
     until one answers. Where the addresses lead to several runs it is the one that this peer was in
     before; else none, for a choice among them is a person's. Raises `AddressError` after
     `patience_s`, and `UserError` for what waiting does not mend."""
-    backoff, named = Backoff(patience_s, say), Named(given)
+    backoff, named = Backoff(patience_s), Named(given)
 
     async def ask(address: str) -> tuple[str, RunSpec]:
         peer_id = await transport.dial(address, timeout_s=DIAL_TIMEOUT_S)
@@ -223,14 +217,14 @@ async def find_run(
 
     while True:
         # Read anew each time: a first peer that comes back may have another address.
-        addresses = await _read_when_there(named, say, patience_s)
+        addresses = await _read_when_there(named, patience_s)
         check_addresses([a for a in given if not a.startswith(FILE_MARK)])
         others = known.also(addresses)
         asked = others_of([*addresses, *others])
         try:
             found = await race(ask, asked, lambda: others_of(named.news()))
             found_too = await _of_other_runs(transport, found, others_of(addresses), named.run_ids)
-            return _the_one([found, *found_too], known, say)
+            return _the_one([found, *found_too], known)
         except NoneAnswers as e:
             error = _as_error(e)
             number = len(by_peer(asked))
@@ -274,9 +268,7 @@ async def _of_other_runs(
     return list(by_run.values())
 
 
-def _the_one(
-    found: Sequence[tuple[str, RunSpec]], known: KnownPeers, say: Callable[[str], None]
-) -> tuple[str, RunSpec]:
+def _the_one(found: Sequence[tuple[str, RunSpec]], known: KnownPeers) -> tuple[str, RunSpec]:
     """The run to join, of those found. Raises `SeveralRuns`."""
     if len(found) == 1:
         return found[0]
@@ -284,7 +276,7 @@ def _the_one(
     what = f"the addresses given lead to {len(found)} runs, {' and '.join(runs)}"
     for one, text in zip(found, runs, strict=True):
         if one[1].run_id == known.run_id:
-            say(f"{what}; this peer was in {text} before and goes on with it")
+            log.warning("%s; this peer was in %s before and goes on with it", what, text)
             return one
     raise SeveralRuns(f"{what}: stop all but one of them, or give the addresses of one")
 
