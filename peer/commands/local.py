@@ -54,6 +54,7 @@ SAMPLE_S, SAMPLE_WAIT_S = 20.0, 60.0
 """After the first, what has been written is shown; after the second, nothing."""
 SAVE_WAIT_S = LONGEST_DRAIN_S + LAST_SAVE_S
 """What peers may take for what the model is written from."""
+SAVING_STEPS = ((signal.SIGINT, SAVE_WAIT_S), *STOP_STEPS[1:])
 
 
 async def run_local(
@@ -88,26 +89,20 @@ async def run_local(
         folder = stack.enter_context(run_folder())
         if hub is not None:
             reporter.screen.say(f"dashboard: {shown_at}")
-        processes = PeerProcesses(folder, command)
+        steps = STOP_STEPS if options.out is None else SAVING_STEPS
+        processes = PeerProcesses(folder, command, steps)
         try:
             await _run(options, spec, reporter, processes, join, rates)
         finally:
-            if options.out is not None:
-                _wait_for_saving(processes, reporter)
+            if options.out is not None and processes.num_alive:
+                reporter.screen.say(
+                    f"waiting until the peers have saved the model, {SAVE_WAIT_S:.0f} s at most; "
+                    "Ctrl-C ends them at once"
+                )
             await processes.stop()
             if options.out is not None:
                 base = started.model
                 await asyncio.to_thread(_export, options, base, options.out, processes, reporter)
-
-
-def _wait_for_saving(processes: PeerProcesses, reporter: Reporter) -> None:
-    """Gives the peers time for their last checkpoints."""
-    processes.stop_steps = ((signal.SIGINT, SAVE_WAIT_S), *STOP_STEPS[1:])
-    if processes.num_alive:
-        reporter.screen.say(
-            f"waiting until the peers have saved the model, {SAVE_WAIT_S:.0f} s at most; "
-            "Ctrl-C ends them at once"
-        )
 
 
 def _export(

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from peer.observe.events import Event
@@ -49,20 +48,11 @@ class MetricsFile:
         except OSError as error:
             raise UserError(f"cannot write --metrics {self.path}: {_reason(error)}") from None
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._file.close()
-
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 @contextmanager

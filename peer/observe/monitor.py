@@ -55,6 +55,15 @@ RECENT_ROUNDS = 5
 """Finished rounds behind the throughput that is shown."""
 CLEARLY_FASTER = 1.1
 """The fastest stage, over the slowest, from which on that one is called the bottleneck."""
+SHOWN_TOTALS = (
+    "sent_bytes",
+    "received_bytes",
+    "links",
+    "direct_links",
+    "direct_sent_bytes",
+    "rerouted",
+)
+"""Of a record's totals, those that `PeerRow` has."""
 MAX_FORGOTTEN = 1024
 """Processes that the view has forgotten and that are known again when they come back: a machine may
 sleep for longer than records are kept."""
@@ -438,30 +447,7 @@ class RunMonitor:
     def _peer_rows(self) -> list[PeerRow]:
         shown = [s for s in self._seen.values() if s.record.state != OBSERVING or s.record.paused]
         shown.sort(key=lambda s: (not s.live, s.record.stage, s.record.peer_id))
-        return [
-            PeerRow(
-                peer_id=seen.record.peer_id,
-                stage=seen.record.stage,
-                state=_state(seen),
-                live=seen.live,
-                round=seen.record.round,
-                samples_per_s=seen.record.samples_per_s,
-                queue_length=seen.record.queue_length,
-                sent_bytes=seen.record.totals.get("sent_bytes", 0),
-                received_bytes=seen.record.totals.get("received_bytes", 0),
-                links=seen.record.totals.get("links", 0),
-                direct_links=seen.record.totals.get("direct_links", 0),
-                direct_sent_bytes=seen.record.totals.get("direct_sent_bytes", 0),
-                rerouted=seen.record.totals.get("rerouted", 0),
-                agent=seen.record.agent,
-                started_unix_s=seen.record.started_unix_s,
-                upload_bytes_per_s=seen.record.upload_bytes_per_s,
-                busy=busy_part(seen.record),
-                has_data=seen.record.has_data,
-                paused=seen.record.paused,
-            )
-            for seen in shown
-        ]
+        return [_peer_row(seen.record, seen.live) for seen in shown]
 
     def summary(self) -> Summary:
         """The run as far as it was told."""
@@ -535,10 +521,24 @@ def data_risk(live: Iterable[Record]) -> str:
     return f"the run hangs on {short_id(only.peer_id)}, its only feeder: {what}"
 
 
-def _state(seen: _Seen) -> str:
-    if not seen.live and seen.record.state != LEFT:
-        return "lost"
-    return "paused" if seen.record.paused else seen.record.state
+def _peer_row(r: Record, live: bool) -> PeerRow:
+    state = "paused" if r.paused else r.state
+    return PeerRow(
+        peer_id=r.peer_id,
+        stage=r.stage,
+        state="lost" if not live and r.state != LEFT else state,
+        live=live,
+        round=r.round,
+        samples_per_s=r.samples_per_s,
+        queue_length=r.queue_length,
+        **{name: r.totals.get(name, 0) for name in SHOWN_TOTALS},
+        agent=r.agent,
+        started_unix_s=r.started_unix_s,
+        upload_bytes_per_s=r.upload_bytes_per_s,
+        busy=busy_part(r),
+        has_data=r.has_data,
+        paused=r.paused,
+    )
 
 
 def _told(record: Record) -> _Told:

@@ -7,7 +7,6 @@ import logging
 import socket
 import time
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from peer.console import make_console
@@ -117,21 +116,12 @@ class Reporter:
         self._state_at = now
         metrics.write_state(state_of(self.spec, model), unix_s)
 
-    def close(self) -> None:
-        """Idempotent."""
-        self.screen.close()
-
     def __enter__(self) -> Reporter:
         self.screen.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self.screen.close()
 
 
 async def open_page(
