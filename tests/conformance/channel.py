@@ -258,13 +258,17 @@ class Channel:
             raise Answered(code, text, details)
         return answer
 
-    async def refused(self, method: str, body: Any = None, *arrays: np.ndarray) -> str:
-        """The code of the error that a call is answered with."""
+    async def error(self, method: str, body: Any = None, *arrays: np.ndarray) -> Answered:
+        """The error that a call is answered with."""
         try:
             answer = await self.call(method, body, *arrays)
         except Answered as e:
-            return e.code
+            return e
         raise AssertionError(f"{method} was answered: {answer}")
+
+    async def refused(self, method: str, body: Any = None, *arrays: np.ndarray) -> str:
+        """Its code."""
+        return (await self.error(method, body, *arrays)).code
 
     async def notify(self, method: str, body: Any) -> None:
         await self._write(frames(NOTIFY, 0, {"m": method, "b": body}))

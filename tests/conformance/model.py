@@ -4,6 +4,7 @@ their order, shards, first weights, and AdamW's step."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -126,6 +127,71 @@ def _mersenne_twister(seed: int) -> np.random.MT19937:
     state["state"] = {"key": np.array(key, np.uint32), "pos": 624}
     generator.state = state
     return generator
+
+
+# ---- a forward pass -------------------------------------------------------------------------
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Of a batch: sums over its tokens."""
+
+    loss_sum: float
+    num_tokens: int
+    head_gradient: np.ndarray
+    """Of `lm_head.weight`."""
+
+
+def passed(
+    spec: Spec, weights: Mapping[str, np.ndarray], inputs: np.ndarray, targets: np.ndarray
+) -> Passed:
+    """A Llama, in fp64: B samples of S tokens, width D, heads of E numbers."""
+    about = spec["model"]
+    w = {name: values.astype(np.float64) for name, values in weights.items()}
+    heads, kv_heads = about["num_attention_heads"], about["num_key_value_heads"]
+    length = inputs.shape[1]
+    size = about["hidden_size"] // heads
+    frequencies = about.get("rope_theta", 10000.0) ** -(np.arange(0, size, 2) / size)
+    angles = np.outer(np.arange(length), frequencies)
+    cos, sin = (np.tile(f(angles), 2)[:, None] for f in (np.cos, np.sin))
+    sees = np.tril(np.ones((length, length), bool))
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        mean = np.square(x).mean(-1, keepdims=True)
+        return x / np.sqrt(mean + about.get("rms_norm_eps", 1e-5)) * w[f"{name}.weight"]
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        half = np.concatenate((-x[..., size // 2 :], x[..., : size // 2]), axis=-1)
+        return x * cos + half * sin
+
+    x = w["model.embed_tokens.weight"][inputs]
+    for i in range(about["num_hidden_layers"]):
+        name = f"model.layers.{i}"
+        y = norm(x, f"{name}.input_layernorm")
+        q, k, v = (
+            (y @ w[f"{name}.self_attn.{part}_proj.weight"].T).reshape(*y.shape[:2], -1, size)
+            for part in "qkv"
+        )
+        k, v = (np.repeat(part, heads // kv_heads, axis=2) for part in (turned(k), v))
+        scores = np.einsum("bshe,bthe->bhst", turned(q), k) / math.sqrt(size)
+        scores = np.exp(np.where(sees, scores, -np.inf))
+        mixed = np.einsum("bhst,bthe->bshe", scores / scores.sum(-1, keepdims=True), v)
+        x = x + mixed.reshape(x.shape) @ w[f"{name}.self_attn.o_proj.weight"].T
+        y = norm(x, f"{name}.post_attention_layernorm")
+        gate = y @ w[f"{name}.mlp.gate_proj.weight"].T
+        up = y @ w[f"{name}.mlp.up_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{name}.mlp.down_proj.weight"].T
+    x = norm(x, "model.norm")
+    learned = targets != IGNORED
+    logits, wanted = (x @ w["lm_head.weight"].T)[learned], targets[learned]
+    odds = np.exp(logits - logits.max(-1, keepdims=True))
+    odds /= odds.sum(-1, keepdims=True)
+    places = np.arange(len(wanted))
+    loss_sum = float(-np.log(odds[places, wanted]).sum())
+    odds[places, wanted] -= 1
+    return Passed(loss_sum, len(wanted), odds.T @ x[learned])
 
 
 # ---- AdamW ----------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update import placement
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.computing import Computing
+from swarmnet.training.data.held_out import divide
+from swarmnet.training.data.opening import Packer
+from swarmnet.training.data.order import seed_of
+from swarmnet.training.data.store import Store, StoreWriter
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.training.optimizer.shards import learning_rate
@@ -30,7 +35,7 @@ from swarmnet.training.optimizer.shards import ShardedAdamW
 from swarmnet.training.stage import build_stage
 from swarmnet.transport import frames as ours
 from swarmnet.wire import Array, pack
-from tests.conformance import channel, model, records, rounds
+from tests.conformance import channel, model, records, rounds, samples
 from tests.transport.test_frames import read
 
 HERE = Path(__file__).parent
@@ -146,6 +151,32 @@ def test_first_weights_follow_from_the_canonical_spec(seed: int) -> None:
     assert difference < 1e-6 * spec["model"].get("initializer_range", 0.02) * 10
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_pass_gives_the_loss_and_the_gradient_of_the_head(seed: int) -> None:
+    rng, draw = random.Random(seed), np.random.default_rng(seed)
+    run = drawn_spec(rng)
+    spec = json.loads(run.canonical())
+    stages, weights = [], {}
+    for stage in range(run.pipeline.num_stages):
+        built = build_stage(run, stage, computing=Computing(activations="keep"))
+        stages.append(built)
+        weights |= {name: p.numpy() for name, p in built.state_dict().items()}
+    inputs, targets = (draw.integers(0, 256, (2, 16)).astype(np.int32) for _ in range(2))
+    targets[0, :5] = samples.IGNORED
+    passed = Array("int32", (2, 16), inputs.tobytes())
+    wanted = Array("int32", (2, 16), targets.tobytes())
+    for built in stages[:-1]:
+        passed = built.forward((0, 1), passed)
+    done = stages[-1].forward_backward((0, 1), passed, wanted)
+    found = model.passed(spec, weights, inputs, targets)
+    assert found.num_tokens == done.num_tokens == 27
+    assert found.loss_sum == pytest.approx(done.loss_sum, rel=1e-5)
+    shards = range(len(stages[-1].shard_sizes))
+    gradient = torch.cat([to_tensor(stages[-1].gradient_shard(j)) for j in shards]).numpy()
+    head = gradient[-weights["lm_head.weight"].size :].reshape(found.head_gradient.shape)
+    np.testing.assert_allclose(found.head_gradient, head, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_are_those_of_the_page(seed: int) -> None:
     rng, draw = random.Random(seed), np.random.default_rng(seed)
@@ -246,6 +277,69 @@ def test_due_shards_are_those_of_the_page() -> None:
                     j, r, rounds=50, warmup=7, local_steps=local_steps, fragments=fragments
                 )
                 assert due == plan.is_due(j, r)
+
+
+# ---- samples --------------------------------------------------------------------------------
+
+END_OF_TEXT = 3
+
+
+def made_store(folder: Path, rng: random.Random, *, dialogues: bool) -> Store:
+    """Documents of random lengths, some equal, with random tokens."""
+    draw = np.random.default_rng(rng.randrange(1 << 30))
+    writer = StoreWriter(folder, np.dtype(np.uint16), END_OF_TEXT, dialogues)
+    longest = rng.choice([12, 40, 600])
+    for _ in range(rng.randint(3, 60)):
+        ids = draw.integers(4, 400, rng.randint(2, min(longest, 24 if dialogues else 600)))
+        for _ in range(rng.choice([1, 1, 1, 2])):
+            learned = draw.integers(0, 2, len(ids)).astype(np.uint8) if dialogues else None
+            writer.write(ids.astype(np.uint16), 0, learned)
+            writer.end_document()
+    about = writer.finish({}, ())
+    writer.close()
+    return Store(folder, about)
+
+
+@pytest.mark.parametrize("dialogues", [False, True], ids=["text", "dialogues"])
+@pytest.mark.parametrize("least", ["sample", "document"])
+@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3])
+def test_samples_are_those_of_the_page(
+    tmp_path: Path, dialogues: bool, least: str, fraction: float
+) -> None:
+    rng = random.Random(f"{dialogues} {least} {fraction}")
+    num_held_out = 0
+    for k in range(4):
+        (tmp_path / str(k)).mkdir()
+        store = made_store(tmp_path / str(k), rng, dialogues=dialogues)
+        length, seed, masks = 24, samples.seed_of(rng.randrange(99), "documents", 0), k % 2 == 0
+        division = divide(store, fraction, length, holds_samples=least == "sample")
+        ours = Packer(length, END_OF_TEXT, masks).both(division, seed)[0]
+
+        ends, hashes = (store.file(f"{name}.bin").view("<u8") for name in ("ends", "hashes"))
+        source = samples.Source(store.tokens, store.learned, ends, hashes)
+        trained = samples.Trained(source, fraction, length, least=least)
+        if dialogues:
+            found = samples.of_dialogues(source, trained, seed, length, END_OF_TEXT)
+        else:
+            found = samples.of_text(source, trained, seed, length, END_OF_TEXT, masks=masks)
+        assert len(found) == ours.num_samples
+        for i, sample in enumerate(found):
+            assert sample.inputs.tolist() == ours.sample(i).inputs.tolist()
+            assert sample.targets.tolist() == ours.sample(i).targets.tolist()
+            assert sample.documents == ours.sample(i).documents
+        num_held_out += len(store.tokens) - ours.num_tokens
+    assert (num_held_out > 0) == (fraction > 0)
+
+
+def test_seeds_and_places_are_those_of_the_page() -> None:
+    rng = random.Random(4)
+    for _ in range(50):
+        seed, size = rng.randrange(1 << 53), rng.randint(1, 1000)
+        epoch, position = rng.randrange(9), rng.randrange(size)
+        assert samples.permuted(seed, epoch, position, size) == slots.permuted(
+            seed, epoch, position, size
+        )
+        assert samples.seed_of(seed, "samples", 3) == seed_of(seed, "samples", 3)
 
 
 # ---- bytes ----------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_a_client_by_the_page_follows_a_run(running: Machine) -> None:
     path.write_text(RUN.format(text=text))
     folder = str(running.folder)
 
-    first = running.start_peer("peer-0", "--spec", str(path), "--stage", "0")
+    first = running.start_peer("peer-0", "--spec", str(path), "--stage", "0", "--serve-data")
     running.until_ready(first)
     speaks("begins", first.address, folder)
     join = ("--join", first.address, "--data", str(text), "--stage", "1")
