@@ -242,12 +242,14 @@ class Channel:
         with trio.fail_after(CALL_S):
             await self._has_greeted.wait()
 
-    async def call(self, method: str, body: Any = None, *arrays: np.ndarray) -> Message:
-        """The reply. Raises `Answered`."""
+    async def call(
+        self, method: str, body: Any = None, *arrays: np.ndarray, seat: int = 0
+    ) -> Message:
+        """The reply. Raises `Answered`. `seat`: of the callee."""
         self._num_calls += 1
         call_id, call = self._num_calls, Call()
         self._calls[call_id] = call
-        head = {"m": method, "b": body}
+        head = {"m": method, "b": body} | ({"s": [0, seat]} if seat else {})
         await self._write(frames(REQUEST, call_id, head, *arrays, is_direct=self._is_direct))
         with trio.fail_after(CALL_S):
             await call.ended.wait()
@@ -258,17 +260,32 @@ class Channel:
             raise Answered(code, text, details)
         return answer
 
-    async def error(self, method: str, body: Any = None, *arrays: np.ndarray) -> Answered:
+    async def error(
+        self, method: str, body: Any = None, *arrays: np.ndarray, seat: int = 0
+    ) -> Answered:
         """The error that a call is answered with."""
         try:
-            answer = await self.call(method, body, *arrays)
+            answer = await self.call(method, body, *arrays, seat=seat)
         except Answered as e:
             return e
         raise AssertionError(f"{method} was answered: {answer}")
 
-    async def refused(self, method: str, body: Any = None, *arrays: np.ndarray) -> str:
+    async def refused(
+        self, method: str, body: Any = None, *arrays: np.ndarray, seat: int = 0
+    ) -> str:
         """Its code."""
-        return (await self.error(method, body, *arrays)).code
+        return (await self.error(method, body, *arrays, seat=seat)).code
+
+    async def begin_and_give_up(self, method: str, body: Any, array: np.ndarray) -> None:
+        """Sends a part of the array, and no more of it."""
+        self._num_calls += 1
+        head = {"m": method, "b": body, "a": [[NAMES[array.dtype], list(array.shape)]]}
+        part = array.tobytes()[:1000]
+        await self._write(
+            frame(REQUEST, self._num_calls, msgpack.packb(head), b"", is_end=False)
+            + frame(REQUEST_PART, self._num_calls, b"", part, is_end=False)
+            + frame(CANCEL, self._num_calls, msgpack.packb({}), b"", is_end=True)
+        )
 
     async def notify(self, method: str, body: Any) -> None:
         await self._write(frames(NOTIFY, 0, {"m": method, "b": body}))

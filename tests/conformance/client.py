@@ -97,11 +97,17 @@ async def stage_of(channel: Channel, spec: model.Spec, record: Record) -> np.nda
     return np.concatenate(parts)
 
 
+def holds(record: Record, j: int) -> bool:
+    """Whether a replica has the optimizer state of a shard."""
+    bits = record["holds"]
+    return j // 8 < len(bits) and bool(bits[j // 8] >> j % 8 & 1)
+
+
 async def optimizer_of(channel: Channel, spec: model.Spec, record: Record) -> model.State:
     """AdamW's state of all shards of a stage, at a replica that holds them all."""
     parts = []
     for j in range(len(model.shard_sizes(spec, record["stage"]))):
-        assert record["holds"][j // 8] >> j % 8 & 1
+        assert holds(record, j)
         body = {"round": record["round"], "stage": record["stage"], "shard": j}
         reply = await channel.call("fetch_optimizer", body)
         mean, square = reply.arrays
@@ -140,14 +146,17 @@ async def check_calls(channel: Channel) -> None:
     assert await channel.refused("of_a_later_version", {"k": 1}) == "unsupported"
     assert await channel.refused("of_a_later_version", None, np.ones(9, np.int8)) == "unsupported"
     await channel.notify("of_a_later_version", {})
+    assert await channel.refused("ping", seat=5) == "not_ready"
     sent = np.zeros(1_200_000, np.uint8)
     (got,) = (await channel.call("bandwidth", {"reply_bytes": 700_001}, sent)).arrays
     assert got.nbytes == 700_001
-    assert await channel.refused("bandwidth", {"reply_bytes": -1}) == "refused"
-    assert await channel.refused("bandwidth", {}) == "refused"
-    assert await channel.refused("bandwidth", {"reply_bytes": (4 << 20) + 1}) == "refused"
-    told = (await channel.call("bandwidth", {"reply_bytes": 1, "of_a_later_version": True})).arrays
-    assert told[0].nbytes == 1
+    await channel.begin_and_give_up("bandwidth", {"reply_bytes": 1}, sent)
+    nothing = {"sha256": "0" * 64, "offset": 0, "of_a_later_version": [1]}
+    assert await channel.refused("run_file", nothing) == "not_ready"
+    assert await channel.refused("run_file", {**nothing, "offset": -1}) == "refused"
+    assert await channel.refused("run_file", {**nothing, "offset": True}) == "refused"
+    assert await channel.refused("run_file", {"sha256": "0" * 64}) == "refused"
+    assert await channel.refused("run_file", "no map") == "refused"
 
 
 async def check_fetches(channel: Channel, spec: model.Spec) -> None:
@@ -246,7 +255,8 @@ async def until_over(one: Channel, other: Channel, run_id: str, spec: model.Spec
     def is_over(record: Record | None) -> bool:
         if record is None or record["round"] < last or record["state"] != "active":
             return False
-        return any(record["holds"]) and len(record["digests"]) > 0
+        number = len(record["digests"]) // 8
+        return number > 0 and all(holds(record, j) for j in range(number))
 
     with trio.fail_after(LIMIT_S):
         while True:

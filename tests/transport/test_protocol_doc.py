@@ -112,6 +112,11 @@ def test_every_feature_is_described() -> None:
     assert ("Today there are none." in text) == (not base.FEATURES)
 
 
+def test_every_state_of_a_record_is_described() -> None:
+    (row,) = re.findall(r"^\| `state` \|.*", section("### Records"), flags=re.M)
+    assert set(re.findall(r"`(\w+)`", row)) == {"state", *records.STATES}
+
+
 def test_every_method_that_is_served_is_described() -> None:
     described = re.findall(r"^\*\*`(\w+)`\*\*", section("## Methods"), flags=re.M)
     assert sorted(described) == sorted(METHODS)
@@ -229,6 +234,7 @@ def test_every_field_is_named(cls: type) -> None:
     ],
 )
 def test_numbers_and_names_are_those_of_the_code(said: str) -> None:
+    assert LIMITS.patience_s == 1.0, "it is in words: for a second"
     assert said in re.sub(r"\s+", " ", DOC)
 
 
