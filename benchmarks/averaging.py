@@ -9,7 +9,7 @@ the next round's parameters in place:
   gloo            torch.distributed all_reduce, then fused AdamW over everything at everybody
   hivemind        DecentralizedAverager: from `step` to the end, and without the matchmaking;
                   no optimizer step
-  swarmnet        the update of `swarm.update.averaging` with real gossip, p2pd and AdamW on shards,
+  swarmnet        the update of `swarm.update.exchanges` with real gossip, p2pd and AdamW on shards,
                   R owners a shard, over direct connections or over libp2p alone; 64 shards as a
                 run has that does not say, which suit dozens of replicas, or 16 large ones
 
@@ -169,12 +169,12 @@ def hivemind_averager(rank: int, size: int, where: list[str]) -> None:
 class Moments:
     """When things happened to the shards of an update, by a clock that all processes share."""
 
-    def __init__(self, averaging: Any, stage: Any) -> None:
+    def __init__(self, exchanges: Any, stage: Any) -> None:
         self.came: dict[int, float] = {}
         self.summed: dict[int, float] = {}
         self.stepped: dict[int, float] = {}
         self.put: dict[int, float] = {}
-        work, service = averaging.work, averaging._service  # noqa: SLF001  timed from outside
+        work, service = exchanges.work, exchanges._service  # noqa: SLF001  timed from outside
         check, total, step = service._gradients_of, work.total, work.step  # noqa: SLF001
         put = stage.stage_parameters
 
@@ -260,7 +260,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.swarm.replica.replica import Replica
     from swarmnet.swarm.settings import Limits
     from swarmnet.swarm.tasks import Tasks
-    from swarmnet.swarm.update.averaging import Averaging
+    from swarmnet.swarm.update.exchanges import Exchanges
     from swarmnet.swarm.update.handover import Handover
     from swarmnet.swarm.update.rounds import ZeroUpdates
     from swarmnet.training.device import DeviceThread, WorkerThread
@@ -297,10 +297,10 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
     gossip.serves(replica)
     settings = run_settings(spec)
-    averaging = Averaging(transport, gossip, settings, Limits(), replica)
-    handover = Handover(gossip, settings, replica, averaging, random.Random())
-    updates = ZeroUpdates(replica, averaging, handover)
-    moments = Moments(averaging, stage)
+    exchanges = Exchanges(transport, gossip, settings, Limits(), replica)
+    handover = Handover(gossip, settings, replica, exchanges, random.Random())
+    updates = ZeroUpdates(replica, exchanges, handover)
+    moments = Moments(exchanges, stage)
     tasks = Tasks("benchmark")
     tasks.start(gossip.run())
     say(where=transport.addresses()[:1])
@@ -321,20 +321,20 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     async with asyncio.timeout(READY_S):
         while len(gossip.view.members(0, loop.time())) < size:
             await gossip.changed.wait(0.05)
-    shards = averaging.ownership.placement(0).owned_by(key.peer_id)
+    shards = exchanges.ownership.placement(0).owned_by(key.peer_id)
     for j in shards:
         replica.optimizer.create(j)
-    averaging.states.restored(shards)
+    exchanges.states.restored(shards)
 
     async def opened() -> None:
         await replica.measure_digests()
         gossip.update(
             round=replica.round,
-            holds=averaging.states.holds(),
+            holds=exchanges.states.holds(),
             digests=replica.digests,
             urgent=True,
         )
-        await averaging.follow_owners()
+        await exchanges.follow_owners()
 
     await opened()
     spare_old_objects()  # as a peer does
@@ -353,12 +353,12 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         await replica.transitions.close_round()
         await updates.make(r, NUM_TOKENS)
         await replica.transitions.open_round(r + 1, is_whole=True)
-        averaging.finish_round(r)
+        exchanges.finish_round(r)
         seconds = time.perf_counter() - began
         say(seconds=seconds, moments=moments.told())
         await opened()
     await tasks.close()
-    await averaging.close()
+    await exchanges.close()
     await transport.close()
     await replica.device.close()
     await replica.worker.close()

@@ -2,6 +2,6 @@
 
 What happens when a peer dies: `membership.liveness` notices it, `pipeline.dispatcher` sends
 its microbatches to another replica, `update.rounds` retracts those of a dead feeder,
-`update.averaging` goes on with the backup of a dead primary, `update.ownership` copies the
+`update.exchanges` goes on with the backup of a dead primary, `update.ownership` copies the
 optimizer state that has lost an owner, `recovery.lost_samples` tells what was lost, and
 `recovery.restart` goes on from a checkpoint where a whole stage is gone."""

@@ -59,7 +59,7 @@ from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.rounds import Rounds, Updates
 from swarmnet.transport.base import Transport
@@ -266,9 +266,9 @@ class Peer:
         return self._served.replica if self._served is not None else None
 
     @property
-    def averaging(self) -> Averaging:
+    def exchanges(self) -> Exchanges:
         """Of the stage that it serves, as are the next three."""
-        return self._serving.averaging
+        return self._serving.exchanges
 
     @property
     def updates(self) -> Updates:
@@ -447,7 +447,7 @@ class Peer:
         if not await served.departure.hand_over():
             log.warning(warning)
         if self.checkpointing is not None:
-            await self.checkpointing.leaving(served.replica, served.averaging)
+            await self.checkpointing.leaving(served.replica, served.exchanges)
 
     async def _leave(self, living: asyncio.Task[None]) -> None:
         """Drains, waits until others hold the shards, says goodbye."""

@@ -22,7 +22,7 @@ class RoundTimes:
     settling_s: float
     averaging_s: float
     opening_s: float
-    """From the end of the averaging until the next round is known to the others."""
+    """From the end of the update until the next round is known to the others."""
 
 
 class Measurements:

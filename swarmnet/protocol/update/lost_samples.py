@@ -1,7 +1,7 @@
 """Samples that were lost: a round counted them, and they are in no update of this stage.
 
 A replica that takes part in an exchange learns the tokens behind its result
-(`swarm.update.averaging`). What the round counted is in the feeders' records. The difference died
+(`swarm.update.exchanges`). What the round counted is in the feeders' records. The difference died
 with a replica, came too late, or was refused. It is taken when the round has been over for
 `SETTLED_ROUNDS`: then the counters of all feeders are here. One replica of the stage reports it, in
 its total `samples_lost`: the active one with the lowest peer id that was there from the first of

@@ -19,7 +19,7 @@ from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import RETRY_S
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.peer")
@@ -110,7 +110,7 @@ class Openings:
     _counted_history: int = 0
     """The history of the rounds that this peer has counted samples of."""
 
-    async def opened(self, replica: Replica, averaging: Averaging) -> list[Happened]:
+    async def opened(self, replica: Replica, exchanges: Exchanges) -> list[Happened]:
         """A round has begun here: says so, with digests, and sees to the shards it owns. Returns
         what the peer is to know of."""
         await replica.measure_digests()
@@ -118,8 +118,8 @@ class Openings:
         joined = own.state == JOINING
         history = self.recovery.history()
         if joined:
-            await self.recovery.settle_errors(replica, averaging, history)
-        changes = self._changes(replica, averaging, history)
+            await self.recovery.settle_errors(replica, exchanges, history)
+        changes = self._changes(replica, exchanges, history)
         happened: list[Happened] = []
         if not joined and history != own.history:
             happened.append(Renamed(own.history, history))
@@ -134,24 +134,24 @@ class Openings:
         self.gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
         if replica.phase.is_declaring:
             replica.transitions.declared()
-        happened += self._close_books(replica, averaging)
+        happened += self._close_books(replica, exchanges)
         if joined:
             self.recovery.opened(replica.round, history)
         self.recovery.forget_loaded()
-        if averaging.current == replica.round:  # else after the exchange that runs beside it
-            averaging.ownership.tasks.start(self._own_shards(replica, averaging))
+        if exchanges.current == replica.round:  # else after the exchange that runs beside it
+            exchanges.ownership.tasks.start(self._own_shards(replica, exchanges))
         if self.checkpointing is not None:
-            self.tasks.start(self.checkpointing.opened(replica, averaging))
+            self.tasks.start(self.checkpointing.opened(replica, exchanges))
         if joined:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
         return happened
 
-    def _close_books(self, replica: Replica, averaging: Averaging) -> list[Loss]:
+    def _close_books(self, replica: Replica, exchanges: Exchanges) -> list[Loss]:
         """Reports the samples that are in no update."""
         own, now = self.gossip.own, asyncio.get_running_loop().time()
         state_since = Since(self.gossip.own_record.state_since)
         has_just_left = own.state == LEAVING and not state_since.is_older(now, RETRY_S)
-        losses = averaging.lost.opened(
+        losses = exchanges.lost.opened(
             replica.round, replica.plan, own, now, has_just_left=has_just_left
         )
         for loss in losses:
@@ -169,15 +169,15 @@ class Openings:
         """Newcomers, and peers that move, go by what is announced; a round may be long."""
         self.gossip.update(samples_per_s=self.speed.rate(replica))
 
-    def _changes(self, replica: Replica, averaging: Averaging, history: int) -> dict[str, object]:
+    def _changes(self, replica: Replica, exchanges: Exchanges, history: int) -> dict[str, object]:
         """What the own record says of the round."""
         own = self.gossip.own
-        rate, holds = self.speed.rate(replica), averaging.states.holds()
+        rate, holds = self.speed.rate(replica), exchanges.states.holds()
         active_from = own.active_from
         if own.state == JOINING:
             is_owner = (
                 len(holds.strip(b"\0")) > 0
-                or averaging.ownership.owns_from_now
+                or exchanges.ownership.owns_from_now
                 or self.recovery.restored is not None
             )
             r = replica.round
@@ -196,7 +196,7 @@ class Openings:
             "samples": replica.samples,
             "last_open_s": replica.measured.open_s,
             "last_busy_s": self.speed.busy_since_opening(replica),
-            "last_exchange_s": averaging.pace.last_s if replica.measured.open_s else 0.0,
+            "last_exchange_s": exchanges.pace.last_s if replica.measured.open_s else 0.0,
         }
 
     def _others(self, stage_index: int) -> list[str]:
@@ -208,10 +208,10 @@ class Openings:
             return others
         return self.gossip.rng.sample(others, MAX_FORETOLD)
 
-    async def _own_shards(self, replica: Replica, averaging: Averaging) -> None:
+    async def _own_shards(self, replica: Replica, exchanges: Exchanges) -> None:
         """Sees to the shards that this replica owns; of those of the first round it says so."""
         r = replica.round
-        await averaging.follow_owners()
-        holds = averaging.states.holds()
+        await exchanges.follow_owners()
+        holds = exchanges.states.holds()
         if r == 0 and replica.is_open(r) and self.gossip.own.holds != holds:
-            self.gossip.update(holds=averaging.states.holds())
+            self.gossip.update(holds=exchanges.states.holds())

@@ -29,8 +29,8 @@ from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.averaging import Averaging, Behind, Diverged
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
+from swarmnet.swarm.update.exchanges import Behind, Diverged, Exchanges
 from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.local_updates import LocalUpdates
@@ -68,9 +68,9 @@ class ServedStage:
         self._checkpointing = checkpointing
         self._openings = openings
         self._weights = weights
-        self.averaging = Averaging(gossip.transport, gossip, settings, limits, replica)
+        self.exchanges = Exchanges(gossip.transport, gossip, settings, limits, replica)
         self._sync = StateSync(gossip, limits, replica, rng)
-        self.handover = Handover(gossip, settings, replica, self.averaging, rng)
+        self.handover = Handover(gossip, settings, replica, self.exchanges, rng)
         self.updates = self._updates(limits)
         self.rounds = Rounds(
             gossip,
@@ -88,19 +88,19 @@ class ServedStage:
 
     def _updates(self, limits: Limits) -> Updates:
         """What the run's mode does with a round's gradient."""
-        gossip, replica, averaging = self._gossip, self.replica, self.averaging
+        gossip, replica, exchanges = self._gossip, self.replica, self.exchanges
         if replica.plan.mode in (DELAYED, AUTO):
-            return DelayedUpdates(gossip, replica, averaging, self.handover)
+            return DelayedUpdates(gossip, replica, exchanges, self.handover)
         if replica.plan.mode == GOSSIP:
-            return GossipAveraging(gossip, limits, replica, averaging)
+            return GossipAveraging(gossip, limits, replica, exchanges)
         if replica.local is not None:
-            return LocalUpdates(gossip, limits, replica, averaging)
-        return ZeroUpdates(replica, averaging, self.handover)
+            return LocalUpdates(gossip, limits, replica, exchanges)
+        return ZeroUpdates(replica, exchanges, self.handover)
 
     async def run(self) -> AsyncGenerator[Happened]:
         """Fetches the stage, then serves it; begins again where it fell behind. Ends never. Yields
         what the peer is to know of."""
-        replica, averaging = self.replica, self.averaging
+        replica, exchanges = self.replica, self.exchanges
         await replica.measure_digests()
         try:
             while self._weights is not None and not await self._weights.fill_base(replica):
@@ -118,12 +118,12 @@ class ServedStage:
         finally:
             await self.rounds.close()
             await self.updates.close()
-            await averaging.close()
+            await exchanges.close()
 
     async def _give_up(self, why: Behind | Diverged) -> None:
         """What is here does not hold: it is fetched again. What belongs to other parameters goes
         too: optimizer state, and what coding has lost of gradients."""
-        replica, averaging = self.replica, self.averaging
+        replica, exchanges = self.replica, self.exchanges
         if isinstance(why, Diverged):
             log.warning("%s: going over to them", why)
             self._gossip.add_total("diverged")
@@ -135,12 +135,12 @@ class ServedStage:
         await replica.transitions.lose()
         self.handover.forget()
         if isinstance(why, Diverged):
-            await averaging.forget_state()
+            await exchanges.forget_state()
         else:
-            averaging.forget_results()
+            exchanges.forget_results()
         await self.updates.close()
         if isinstance(why, Diverged):  # after the last exchange has ended: it may have been coding
-            await averaging.work.contributions_lost(range(replica.num_shards))
+            await exchanges.work.contributions_lost(range(replica.num_shards))
 
     def let_go(self) -> None:
         """The peer goes to another stage, or to none: nothing that comes in reaches this one any
@@ -152,7 +152,7 @@ class ServedStage:
 
     async def _join(self) -> list[Happened]:
         """Returns when the replica has the parameters of a round that is going on."""
-        replica, averaging, updates = self.replica, self.averaging, self.updates
+        replica, exchanges, updates = self.replica, self.exchanges, self.updates
         if replica.synced:
             return []
         loop = asyncio.get_running_loop()
@@ -161,7 +161,7 @@ class ServedStage:
             updates.attend()
             donors = self._sync.donors()
             if donors:
-                if await self._recovery.resume(replica, averaging, donors):
+                if await self._recovery.resume(replica, exchanges, donors):
                     continue
                 self._recovery.forget_loaded()
                 if isinstance(updates, GossipAveraging):
@@ -173,7 +173,7 @@ class ServedStage:
             elif self.departure.others(ACTIVE) or self.departure.others(LEAVING):
                 alone.begin(loop.time())
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
-            elif await self._recovery.attend(replica, averaging):
+            elif await self._recovery.attend(replica, exchanges):
                 if replica.synced and self._checkpointing is not None:
                     self._checkpointing.restored(replica)
             elif alone.is_older(
@@ -191,7 +191,7 @@ class ServedStage:
 
     async def _announce(self) -> list[Happened]:
         """A round has begun here."""
-        happened = await self._openings.opened(self.replica, self.averaging)
+        happened = await self._openings.opened(self.replica, self.exchanges)
         self.rounds.announced()
         return happened
 
@@ -210,7 +210,7 @@ class ServedStage:
             await _put_present_aside(replica)
         kept = await self._weights.put_moments(replica) if self._weights is not None else ()
         await replica.transitions.open_round(round_index, is_whole=True)
-        self.averaging.states.start_fresh(kept)
+        self.exchanges.states.start_fresh(kept)
 
     async def _follow(self, round_index: int) -> None:
         """Fetches a round's parameters; where that round ends first, gets the next one's with its
@@ -258,7 +258,7 @@ class ServedStage:
                         await rounds.finish(replica.round)
                     except Behind:
                         await replica.transitions.lose()
-                        self.averaging.forget_results()
+                        self.exchanges.forget_results()
                         newest = max((d.round for d in sync.donors()), default=replica.round)
                         replica.transitions.aim(newest)
                         await self._gossip.changed.wait(LOOK_AGAIN_S)

@@ -24,7 +24,7 @@ from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.recovery")
@@ -79,13 +79,13 @@ class Checkpointing:
         self._failure = ""
         """Why the newest state that was to be saved is not on the disk."""
 
-    async def opened(self, replica: Replica, averaging: Averaging) -> None:
+    async def opened(self, replica: Replica, exchanges: Exchanges) -> None:
         """A round has opened: saves its beginning when it is due."""
         r = replica.round
         self._hear_losses()
         if not self._pace.is_due(r, is_writing=self._turn.locked()):
             return
-        await self._save(replica, averaging)
+        await self._save(replica, exchanges)
         self._adapt(replica.round - r)
         if r >= self.rounds and self.is_measured:
             await self._await_measurement(r)
@@ -138,7 +138,7 @@ class Checkpointing:
         if (interval := self._pace.interval) > before:
             log.info("the disk is slow: a checkpoint every %d rounds", interval)
 
-    async def leaving(self, replica: Replica, averaging: Averaging) -> None:
+    async def leaving(self, replica: Replica, exchanges: Exchanges) -> None:
         """The peer is about to leave: saves what it has now. In the middle of an exchange its
         moments are not those of the round; a checkpoint without them is worth less than the one
         before, which it must not take the place of."""
@@ -146,7 +146,7 @@ class Checkpointing:
             return
         try:
             async with asyncio.timeout(LAST_SAVE_S):
-                await self._save(replica, averaging, is_leaving=True)
+                await self._save(replica, exchanges, is_leaving=True)
         except TimeoutError:
             self._failure = "the disk took too long"
             log.warning("left before its last checkpoint was written")
@@ -174,14 +174,14 @@ class Checkpointing:
         self._last = (replica.index, replica.round)
 
     async def _save(
-        self, replica: Replica, averaging: Averaging, *, is_leaving: bool = False
+        self, replica: Replica, exchanges: Exchanges, *, is_leaving: bool = False
     ) -> None:
         async with self._turn:
             if self._last == (replica.index, replica.round):
                 return
             try:
                 for _ in range(MAX_TRIES):  # a round that ends meanwhile spoils the copy
-                    snapshot = await self._snapshot(replica, averaging)
+                    snapshot = await self._snapshot(replica, exchanges)
                     if snapshot is not None:
                         if not (is_leaving and await self._is_worse(snapshot, replica)):
                             await self._write(snapshot)
@@ -213,7 +213,7 @@ class Checkpointing:
         self._last = (snapshot.stage, snapshot.round)
         self.gossip.add_total("checkpoints")
 
-    async def _snapshot(self, replica: Replica, averaging: Averaging) -> Snapshot | None:
+    async def _snapshot(self, replica: Replica, exchanges: Exchanges) -> Snapshot | None:
         """The beginning of the present round; None where the round ended meanwhile. What coding has
         lost comes first, then moments, then parameters: in this order an exchange changes them."""
         r, digests, worker = replica.round, replica.digests, replica.worker
@@ -221,19 +221,19 @@ class Checkpointing:
         history = self.gossip.own.history
         moments = {}
         own_steps: tuple[OwnSteps, ...] | None = ()
-        averaging.work.export_begins()
+        exchanges.work.export_begins()
         try:
-            errors = await averaging.work.errors(r)
+            errors = await exchanges.work.errors(r)
             for j in optimizer.owned():
                 state = await worker.run(
-                    lambda j=j: optimizer.export(j) if averaging.states.follows(j, r) else None  # type: ignore[misc]
+                    lambda j=j: optimizer.export(j) if exchanges.states.follows(j, r) else None  # type: ignore[misc]
                 )
                 if state is not None:
                     moments[j] = state
             if replica.local is not None:
                 own_steps = await _own_steps(replica)
         finally:
-            averaging.work.export_ends()
+            exchanges.work.export_ends()
         if own_steps is None:
             return None
         parameters: list[Array] = []

@@ -23,8 +23,8 @@ from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.recovery.waiting_notice import WaitingNotice
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
+from swarmnet.swarm.update.exchanges import Exchanges
 
 log = logging.getLogger("swarmnet.recovery")
 
@@ -114,7 +114,7 @@ class Recovery:
             )
         self._told_ahead = True
 
-    async def settle_errors(self, replica: Replica, averaging: Averaging, history: int) -> None:
+    async def settle_errors(self, replica: Replica, exchanges: Exchanges, history: int) -> None:
         """The replica is about to become active, in this history. What coding had lost when a
         checkpoint was made is part of the run that goes on from it. A run that went on meanwhile
         has been sent some of that since."""
@@ -126,7 +126,7 @@ class Recovery:
         others = any(m.state == ACTIVE and m.peer_id != own_id for m in members)
         went_on = others and loaded[0] >= history
         if went_on or replica.digests != loaded[1]:
-            await averaging.work.contributions_lost(range(replica.num_shards))
+            await exchanges.work.contributions_lost(range(replica.num_shards))
 
     # ---- histories --------------------------------------------------------------------------
 
@@ -141,14 +141,14 @@ class Recovery:
 
     # ---- going on ---------------------------------------------------------------------------
 
-    async def attend(self, replica: Replica, averaging: Averaging) -> bool:
+    async def attend(self, replica: Replica, exchanges: Exchanges) -> bool:
         """For a peer that finds no replica of its stage. True: it has opened a round
         (`replica.synced`), or there is something to wait for and it has waited a moment. False:
         there is nothing to go on from."""
         now = asyncio.get_running_loop().time()
         live = self._loading.waited_for(self.gossip.view.live(now))
         if recovery.is_running(live):
-            return await self._attend_running(replica, averaging, now)
+            return await self._attend_running(replica, exchanges, now)
         decision = self._settling.decide(live, self.num_stages, now)
         if isinstance(decision, recovery.Look):
             await self._take_over(replica.index, live)
@@ -169,11 +169,11 @@ class Recovery:
             self.notice.say(decision.reason, now, is_endless=decision.is_endless)
             await self.gossip.changed.wait(LOOK_AGAIN_S)
             return True
-        await self._restore(decision.candidate, replica, averaging, now)
+        await self._restore(decision.candidate, replica, exchanges, now)
         return True
 
     async def _restore(
-        self, candidate: recovery.Candidate, replica: Replica, averaging: Averaging, now: float
+        self, candidate: recovery.Candidate, replica: Replica, exchanges: Exchanges, now: float
     ) -> None:
         """No replica is active: loads the chosen round, and opens it when the others have it
         too."""
@@ -183,12 +183,12 @@ class Recovery:
         ours = self.offers(replica.index)
         mine = next((o for o in ours if (o.history, o.round) == key), None)
         if mine is not None and self.restored != key:
-            if not await self._load(mine, mine.round, replica, averaging):
+            if not await self._load(mine, mine.round, replica, exchanges):
                 return
             self.gossip.update(
                 round=replica.round,
                 digests=replica.digests,
-                holds=averaging.states.holds(),
+                holds=exchanges.states.holds(),
                 urgent=True,
             )
         live = self.gossip.view.live(now)
@@ -204,7 +204,7 @@ class Recovery:
         self.notice.say(f"others are still loading round {candidate.round}", now)
         await self.gossip.changed.wait(LOOK_AGAIN_S)
 
-    async def _attend_running(self, replica: Replica, averaging: Averaging, now: float) -> bool:
+    async def _attend_running(self, replica: Replica, exchanges: Exchanges, now: float) -> bool:
         """The run lives, but this stage has no replica."""
         view, stage = self.gossip.view, replica.index
         r = progress.newest_round(view, now)
@@ -224,7 +224,7 @@ class Recovery:
                         saved.round,
                     )
                     self.gossip.add_total("stage_restarted")
-                await self._open(saved, r, replica, averaging)
+                await self._open(saved, r, replica, exchanges)
                 return True
             case recovery.Wait():
                 await self.gossip.changed.wait(LOOK_AGAIN_S)
@@ -289,7 +289,7 @@ class Recovery:
         return found
 
     async def resume(
-        self, replica: Replica, averaging: Averaging, donors: Sequence[Record]
+        self, replica: Replica, exchanges: Exchanges, donors: Sequence[Record]
     ) -> bool:
         """Where replicas make steps of their own, for a peer that has just been started, while
         others of its stage are active: goes on with the steps that it saved, where the others have
@@ -305,31 +305,31 @@ class Recovery:
         was_loaded = self.restored == key
         if replica.plan.mode == GOSSIP and not was_loaded and offer.history != donor.history:
             return False  # digests differ among replicas, and prove nothing
-        if not was_loaded and not await self._load(offer, offer.round, replica, averaging):
+        if not was_loaded and not await self._load(offer, offer.round, replica, exchanges):
             return False
         if replica.plan.mode != GOSSIP and replica.digests != donor.digests:
-            await averaging.forget_state()
+            await exchanges.forget_state()
             return False
         await replica.transitions.open_round(donor.round, is_whole=True)
         self._loaded_errors = None  # there has been no exchange since: they hold
         if was_loaded or replica.plan.mode == GOSSIP:
-            averaging.states.restored(replica.optimizer.owned())
+            exchanges.states.restored(replica.optimizer.owned())
         else:  # others own the shards by now
             self.restored = None
-            await averaging.forget_state()
+            await exchanges.forget_state()
         log.info("stage %d: goes on with its own steps of round %d", replica.index, offer.round)
         return True
 
     async def _open(
-        self, offer: Restorable, round_index: int, replica: Replica, averaging: Averaging
+        self, offer: Restorable, round_index: int, replica: Replica, exchanges: Exchanges
     ) -> None:
         key = (offer.history, offer.round)
         loaded = self.restored == key and replica.round == round_index
-        if loaded or await self._load(offer, round_index, replica, averaging):
+        if loaded or await self._load(offer, round_index, replica, exchanges):
             await replica.transitions.open_round(round_index, is_whole=True)
 
     async def _load(
-        self, offer: Restorable, round_index: int, replica: Replica, averaging: Averaging
+        self, offer: Restorable, round_index: int, replica: Replica, exchanges: Exchanges
     ) -> bool:
         """Puts a checkpoint into the replica, which then is at the beginning of `round_index`, but
         not open. A checkpoint that cannot be loaded is no longer offered."""
@@ -339,18 +339,18 @@ class Recovery:
             snapshot = await disk.worker.run(lambda: disk.checkpoints.load(offer.round))
             if snapshot.stage != replica.index:
                 raise UserError(f"round {offer.round}: of stage {snapshot.stage} by now")
-            await replica.worker.run(lambda: _put(snapshot, replica, averaging.work))
+            await replica.worker.run(lambda: _put(snapshot, replica, exchanges.work))
         except (SwarmnetError, OSError) as e:
             log.warning("a checkpoint cannot be used: %s", e)
             self._offers = [o for o in self._offers if o != offer]
             self._damaged = True
             # Some of it may be in the replica already, in place of what was loaded before.
-            await averaging.forget_state()
-            await averaging.work.contributions_lost(range(replica.num_shards))
+            await exchanges.forget_state()
+            await exchanges.work.contributions_lost(range(replica.num_shards))
             self._unload(self.offers(replica.index))
             return False
         await replica.transitions.open_round(round_index, is_whole=False)
-        averaging.states.restored(sorted(snapshot.optimizer))
+        exchanges.states.restored(sorted(snapshot.optimizer))
         await replica.measure_digests()
         self.restored = (snapshot.history, snapshot.round)
         self._loaded_errors = snapshot.history, replica.digests

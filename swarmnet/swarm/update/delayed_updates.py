@@ -35,7 +35,8 @@ from swarmnet.protocol.update.auto_mode import (
 from swarmnet.protocol.update.exchange_waits import EXCHANGE_SMOOTHING
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.update.averaging import Averaging, Behind, Pushed
+from swarmnet.swarm.update.exchange.calls import Contribution
+from swarmnet.swarm.update.exchanges import Behind, Exchanges
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.wire import Array
 
@@ -55,7 +56,7 @@ class Gradient:
     round: int = -1
     """The round, which is the number of its exchange too."""
 
-    async def part(self, j: int) -> Pushed:
+    async def part(self, j: int) -> Contribution:
         return self.num_tokens, self.shards[j] if self.num_tokens else None
 
 
@@ -115,11 +116,11 @@ class DelayedUpdates:
 
     gossip: Gossip
     replica: Replica
-    averaging: Averaging
+    exchanges: Exchanges
     handover: Handover
 
     def __post_init__(self) -> None:
-        self.auto = AutoSync(self.gossip, self.replica, self.averaging)
+        self.auto = AutoSync(self.gossip, self.replica, self.exchanges)
         self._now = UnderWay()
 
     @property
@@ -129,12 +130,12 @@ class DelayedUpdates:
         if not now.gradient.num_tokens:
             return False
         has_begun = now.begun == now.gradient.round
-        return not (has_begun and self.averaging.needs_nothing_of(now.begun))
+        return not (has_begun and self.exchanges.needs_nothing_of(now.begun))
 
     def is_ready_ahead(self, round_index: int) -> bool:
         if not self.replica.plan.is_delayed(round_index):
             return False
-        current = self.averaging.current
+        current = self.exchanges.current
         return current == round_index or self._now.arrived == current
 
     def attend(self) -> None:
@@ -151,20 +152,20 @@ class DelayedUpdates:
         if not self.replica.synced:
             return
         if self._now.is_exchanging:
-            self.averaging.repair_beside()
+            self.exchanges.repair_beside()
         else:
-            self.averaging.ownership.repair(self.replica.round)
+            self.exchanges.ownership.repair(self.replica.round)
 
     def _begin(self) -> None:
         """The exchange that runs beside the present round, where one does."""
-        current, now = self.averaging.current, self._now
+        current, now = self.exchanges.current, self._now
         if current == self.replica.round or now.begun == current:
             return
         now.begins(current, asyncio.get_running_loop().create_task(self._beside(now.gradient)))
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         self.auto.learn()
-        is_late = self.averaging.current < round_index
+        is_late = self.exchanges.current < round_index
         is_beside = self.replica.plan.is_delayed(round_index)
         if is_late or is_beside:
             gradient = await self._copied(num_tokens)
@@ -180,14 +181,14 @@ class DelayedUpdates:
             return True
         if is_late:
             await self.replica.transitions.flush()
-            self.averaging.finish_round(round_index - 1)
+            self.exchanges.finish_round(round_index - 1)
         await self._run(gradient)
         return True
 
     def finish_round(self, round_index: int) -> None:
-        done, replica = self.averaging.current - 1, self.replica
-        replica.counted(self.averaging.books.samples_in(done, replica.samples))
-        self.averaging.finish_round(done)
+        done, replica = self.exchanges.current - 1, self.replica
+        replica.counted(self.exchanges.books.samples_in(done, replica.samples))
+        self.exchanges.finish_round(done)
         self.auto.finish_round(round_index, self.replica.measured.open_s)
 
     async def close(self) -> None:
@@ -199,7 +200,7 @@ class DelayedUpdates:
         those of whom that may change with the round have said so by opening it. New owners fetch
         their state after it, when that stays as it is until the step of the next one; nobody waits
         for them. What others own is dropped before the next one begins."""
-        r, ownership = self.replica.round, self.averaging.ownership
+        r, ownership = self.replica.round, self.exchanges.ownership
 
         def is_known() -> bool:
             now = asyncio.get_running_loop().time()
@@ -209,14 +210,14 @@ class DelayedUpdates:
 
         await self.gossip.changed.until(is_known, SETTLE_S)
         await self._run(gradient)
-        coming = self.averaging.current + 1
+        coming = self.exchanges.current + 1
         if not self._now.is_following:
             self._now.follows(ownership.tasks.start(ownership.fetch_owned(coming)))
-        await self.averaging.drop_spare(coming)
+        await self.exchanges.drop_spare(coming)
 
     async def _run(self, gradient: Gradient) -> None:
-        current = self.averaging.current
-        await self.averaging.update(gradient.part)
+        current = self.exchanges.current
+        await self.exchanges.make(gradient.part)
         self._now.averaged(current)
         self.gossip.changed.notify_all()  # the next round may be opened now
 
@@ -249,7 +250,7 @@ class AutoSync:
 
     gossip: Gossip
     replica: Replica
-    averaging: Averaging
+    exchanges: Exchanges
     chooser: Chooser = field(default_factory=Chooser)
     adviser: Adviser = field(default_factory=Adviser)
     times: OwnTimes = field(default_factory=OwnTimes)
@@ -285,7 +286,7 @@ class AutoSync:
         plan, own = self.replica.plan, self.gossip.own
         if plan.mode != AUTO or not self.replica.synced or round_index == 0:
             return  # the first round has the swarm's beginning in it
-        last_s = self.averaging.pace.last_s
+        last_s = self.exchanges.pace.last_s
         round_s, exchange_s = self.times.add(own.round_s, open_s, last_s, EXCHANGE_SMOOTHING)
         self.gossip.update(round_s=round_s, exchange_s=exchange_s)
         now = asyncio.get_running_loop().time()

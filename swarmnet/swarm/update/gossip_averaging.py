@@ -39,7 +39,7 @@ from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
-from swarmnet.swarm.update.averaging import Averaging, Behind
+from swarmnet.swarm.update.exchanges import Behind, Exchanges
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
 from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request
@@ -62,7 +62,7 @@ class GossipAveraging:
     gossip: Gossip
     limits: Limits
     replica: Replica
-    averaging: Averaging
+    exchanges: Exchanges
 
     def __post_init__(self) -> None:
         self._meeting: Meeting | None = None
@@ -95,13 +95,13 @@ class GossipAveraging:
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica = self.replica
-        await self.averaging.work.until_exported()
+        await self.exchanges.work.until_exported()
         self._check_in_touch(round_index)
         await own_step(replica, self.gossip, num_tokens, round_index)
         if replica.plan.is_due(0, round_index):
             await self._meet(round_index)
             self._forget_steps()
-        self.averaging.states.skip(range(replica.num_shards))
+        self.exchanges.states.skip(range(replica.num_shards))
         return True
 
     def _check_in_touch(self, r: int) -> None:
@@ -115,7 +115,7 @@ class GossipAveraging:
         return self.gossip.view.members(self.replica.index, now)
 
     def finish_round(self, round_index: int) -> None:
-        self.averaging.finish_round(round_index)
+        self.exchanges.finish_round(round_index)
 
     async def close(self) -> None:
         self._meeting = None
@@ -129,7 +129,7 @@ class GossipAveraging:
     async def _meet(self, r: int) -> None:
         """The outer step, with the partner of this round where there is one."""
         partner = partner_of(self.gossip.own.peer_id, self._members(), self.replica.index, r)
-        meeting = Meeting(r, partner, self.averaging, self.limits.max_fetching)
+        meeting = Meeting(r, partner, self.exchanges, self.limits.max_fetching)
         self._meeting = meeting
         self._changed.notify_all()
         try:
@@ -180,7 +180,7 @@ class GossipAveraging:
             return
         self._copies = 0
         await replica.transitions.open_round(newest, is_whole=True)
-        self.averaging.states.restored(list(range(replica.num_shards)))
+        self.exchanges.states.restored(list(range(replica.num_shards)))
         await replica.measure_digests()
 
     async def _copy(
@@ -229,16 +229,16 @@ class Meeting:
     (`protocol.update.roster.pair`), for all shards at once."""
 
     def __init__(
-        self, round_index: int, partner: str | None, averaging: Averaging, max_fetching: int
+        self, round_index: int, partner: str | None, exchanges: Exchanges, max_fetching: int
     ) -> None:
         """`max_fetching`: shards that are asked for at a time."""
         self.round = round_index
         self._partner = partner
-        self._averaging = averaging
-        self._gossip = averaging.gossip
-        self._replica = averaging.replica
+        self._exchanges = exchanges
+        self._gossip = exchanges.gossip
+        self._replica = exchanges.replica
         self._max_fetching = max_fetching
-        self._wait = OfferWait(averaging.pace.waits().call_s)
+        self._wait = OfferWait(exchanges.pace.waits().call_s)
         own = self._gossip.own.peer_id
         self._machine = ShardUpdate(own, pair(own, partner))
         self._wanted = set(range(self._replica.num_shards))
@@ -337,7 +337,7 @@ class Meeting:
         async with at_once:
             try:
                 message = Message(FetchRequest(r, self._replica.index, j))
-                reply = await self._averaging.calls.call(other, OFFER, message)
+                reply = await self._exchanges.calls.call(other, OFFER, message)
                 offers[j] = (reply.body.values, reply.arrays)
             except SwarmnetError as e:
                 log.debug("round %d shard %d: no offer of %s: %s", r, j, other[-8:], e)

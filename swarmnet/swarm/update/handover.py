@@ -34,8 +34,8 @@ from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings
-from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.coded import check_contribution
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
@@ -66,7 +66,7 @@ class Handover:
     gossip: Gossip
     settings: RunSettings
     replica: Replica
-    averaging: Averaging
+    exchanges: Exchanges
     rng: Random
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class Handover:
         async def send(j: int) -> None:
             async with at_once:
                 message = Message(AdoptRequest(r, stage, j), (shards[j],))
-                await self.averaging.calls.call(heir, ADOPT, message)
+                await self.exchanges.calls.call(heir, ADOPT, message)
 
         refusals: list[Exception] = []
         try:
@@ -167,7 +167,7 @@ class Handover:
         if not self.may_give() or not await self._pass_on(heir, r):
             return False
         # What coding had lost went with it. This replica may yet stay, and contribute again.
-        await self.averaging.work.contribution_given(r)
+        await self.exchanges.work.contribution_given(r)
         return True
 
     async def _pass_on(self, heir: str, r: int) -> bool:

@@ -25,8 +25,9 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.averaging import Averaging, Pushed
+from swarmnet.swarm.update.exchange.calls import Contribution
 from swarmnet.swarm.update.exchange.shard_work import strike
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.swarm.update.state_sync import StateSync
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -113,7 +114,7 @@ class LocalUpdates:
     gossip: Gossip
     limits: Limits
     replica: Replica
-    averaging: Averaging
+    exchanges: Exchanges
 
     def __post_init__(self) -> None:
         self._have: dict[int, int] = {}
@@ -139,12 +140,12 @@ class LocalUpdates:
 
     def repair(self) -> None:
         if self.replica.synced:
-            self.averaging.ownership.repair(self.averaging.current)
+            self.exchanges.ownership.repair(self.exchanges.current)
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica, plan = self.replica, self.replica.plan
-        await self.averaging.work.until_exported()
-        self.averaging.books.note_counted(round_index)
+        await self.exchanges.work.until_exported()
+        self.exchanges.books.note_counted(round_index)
         if replica.synced:
             await own_step(replica, self.gossip, num_tokens, round_index)
         due = plan.due(round_index, replica.num_shards)
@@ -154,14 +155,14 @@ class LocalUpdates:
                 self.local.set_common(j, values)
                 self._have[j] = round_index
 
-            await self.averaging.update(self._part, store, due)
+            await self.exchanges.make(self._part, store, due)
             self.local.exchanged(due)
         skipped = set(range(replica.num_shards)) - set(due)
-        self.averaging.states.skip(sorted(skipped))
+        self.exchanges.states.skip(sorted(skipped))
         return replica.synced or await self.settles(round_index + 1)
 
     def finish_round(self, round_index: int) -> None:
-        self.averaging.finish_round(round_index)
+        self.exchanges.finish_round(round_index)
 
     async def close(self) -> None:
         self._forget_steps()
@@ -169,7 +170,7 @@ class LocalUpdates:
     def _forget_steps(self) -> None:
         self.local.exchanged(range(self.replica.num_shards))
 
-    async def _part(self, j: int) -> Pushed:
+    async def _part(self, j: int) -> Contribution:
         num_tokens = self.local.tokens[j] if self.replica.synced else 0
         if not num_tokens:
             return 0, None

@@ -29,7 +29,8 @@ from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
-from swarmnet.swarm.update.averaging import Averaging, Diverged, Pushed
+from swarmnet.swarm.update.exchange.calls import Contribution
+from swarmnet.swarm.update.exchanges import Diverged, Exchanges
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.wire import Message
 
@@ -71,7 +72,7 @@ class ZeroUpdates:
     """`[sync] mode = "zero"`: the exchange lies between two rounds."""
 
     replica: Replica
-    averaging: Averaging
+    exchanges: Exchanges
     handover: Handover
     is_owing = False
 
@@ -83,22 +84,22 @@ class ZeroUpdates:
 
     def repair(self) -> None:
         if self.replica.synced:
-            self.averaging.ownership.repair(self.averaging.current)
+            self.exchanges.ownership.repair(self.exchanges.current)
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         gradient = await self.replica.gradient() if num_tokens else ()
         tokens, shards = await self.handover.contribution(round_index, num_tokens, gradient)
 
-        async def part(j: int) -> Pushed:
+        async def part(j: int) -> Contribution:
             return tokens, shards[j] if tokens else None
 
-        await self.averaging.update(part)
+        await self.exchanges.make(part)
         return True
 
     def finish_round(self, round_index: int) -> None:
         replica = self.replica
-        replica.counted(self.averaging.books.samples_in(round_index, replica.samples))
-        self.averaging.finish_round(round_index)
+        replica.counted(self.exchanges.books.samples_in(round_index, replica.samples))
+        self.exchanges.finish_round(round_index)
 
     async def close(self) -> None:
         pass

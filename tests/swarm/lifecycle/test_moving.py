@@ -21,7 +21,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.lifecycle.departure import DRAIN_S, Departure
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.swarm.update.rounds import ZeroUpdates
 from swarmnet.wire import Array, Message
 from tests.oracles.reference_modes import DelayedReference
@@ -91,11 +91,11 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
     serves another stage: it would say that it holds shards of the wrong one."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
     limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
-    follow_owners = Averaging.follow_owners
+    follow_owners = Exchanges.follow_owners
     looking: dict[str, list[int]] = {}
     """The stages whose shards a peer looks after now."""
 
-    async def slowly(self: Averaging) -> None:
+    async def slowly(self: Exchanges) -> None:
         mine = looking.setdefault(self.gossip.own.peer_id, [])
         mine.append(self.replica.index)
         try:
@@ -108,7 +108,7 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
         for i in range(4):
             swarm.start(f"peer-{i}", stage=1 if i < 3 else 0)
         await swarm.until_round(2)
-        monkeypatch.setattr(Averaging, "follow_owners", slowly)
+        monkeypatch.setattr(Exchanges, "follow_owners", slowly)
         for member in swarm.members.values():
             member.peer.mover.wanted = None
         await swarm.until(lambda: swarm.total("moved") == 1)
@@ -329,7 +329,7 @@ def test_who_moves_is_at_work_as_long_as_its_last_gradient_is_on_its_way(tmp_pat
             swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.024)
         await swarm.until_round(0)
         for member in swarm.members.values():
-            slow(member.peer.averaging, results=False)
+            slow(member.peer.exchanges, results=False)
         await swarm.until_round(1)
         opened = asyncio.get_running_loop().time()
         for member in swarm.members.values():
@@ -385,7 +385,7 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
         await swarm.until_round(1)
         for member in swarm.members.values():
             member.peer.mover.wanted = None
-            slow(member.peer.averaging, results=True)
+            slow(member.peer.exchanges, results=True)
         own = [m.peer.gossip for m in swarm.members.values()]
         await swarm.until(lambda: any(g.own.is_moving for g in own))
         name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.is_moving)
@@ -408,13 +408,13 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
     in_virtual_time(scenario, spec, limits=limits)
 
 
-def slow(averaging: Averaging, *, results: bool) -> None:
+def slow(exchanges: Exchanges, *, results: bool) -> None:
     """Every result that this replica gives, or all that it contributes, waits for long."""
-    work, liveness = averaging.work, averaging.gossip.liveness
+    work, liveness = exchanges.work, exchanges.gossip.liveness
     copy_of, call = work.copy_of, liveness.call_while_live
 
     async def wait() -> None:
-        if averaging.plan.is_delayed(averaging.current):
+        if exchanges.plan.is_delayed(exchanges.current):
             await asyncio.sleep(SLOW_S)
 
     async def late_copy(*arguments: Any, **options: Any) -> Array:

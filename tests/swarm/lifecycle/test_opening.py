@@ -25,7 +25,7 @@ class Opened:
         self.pair = OneReplica()
         self.happened: list[object] = []
         self.tasks = Tasks("test")
-        self.averaging: Any = SimpleNamespace(
+        self.exchanges: Any = SimpleNamespace(
             current=-1,
             ownership=SimpleNamespace(owns_from_now=False),
             states=SimpleNamespace(holds=lambda: holds),
@@ -41,7 +41,7 @@ class Opened:
         is_joining = self.gossip.own.state == JOINING
         state = State.DECLARING if is_joining else State.OPEN
         self.pair.replica.transitions.phase = Phase(state, round_index)
-        self.happened += await self.openings.opened(self.pair.replica, self.averaging)
+        self.happened += await self.openings.opened(self.pair.replica, self.exchanges)
 
     async def close(self) -> None:
         await self.tasks.close()

@@ -165,7 +165,7 @@ def test_a_cut_between_the_roots_of_two_stages_costs_few_rounds(
         await swarm.until_round(5)
         served = swarm.members["peer-0"].peer._served  # noqa: SLF001  nothing else tells the roots
         assert served is not None
-        one, other = (served.averaging.ownership.roots(stage)[0] for stage in range(2))
+        one, other = (served.exchanges.ownership.roots(stage)[0] for stage in range(2))
         swarm.hub.partition(one, other)
         assert await made(swarm) >= KEPT * undisturbed
         no_sample_twice(swarm)

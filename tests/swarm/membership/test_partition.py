@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarmnet.errors import NotReady
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport import memory
 from swarmnet.wire import Message
@@ -107,9 +107,9 @@ def test_a_backup_that_has_seen_another_gradient_fetches_the_moments(
             swarm.start(f"peer-{i}", stage=0)
         await swarm.until_round(5)
         for member in swarm.members.values():
-            averaging = member.peer.averaging
-            assert averaging is not None
-            _send_other_sums(averaging)
+            exchanges = member.peer.exchanges
+            assert exchanges is not None
+            _send_other_sums(exchanges)
         await swarm.until(lambda: swarm.total("shard_unlike") > 0)
         now = max(swarm.rounds())
         await swarm.until_round(now + 5)
@@ -132,7 +132,7 @@ def test_whoever_does_not_know_its_lineage_is_taken_for_a_copy(tmp_path: Path) -
         for i in range(3):
             swarm.start(f"peer-{i}", stage=0)
         await swarm.until_round(5)
-        states = swarm.members["peer-0"].peer.averaging.states
+        states = swarm.members["peer-0"].peer.exchanges.states
         lineages = states._lineages  # noqa: SLF001  only a restart from a checkpoint lacks them
         num_owned = len(lineages)
         lineages.clear()
@@ -144,7 +144,7 @@ def test_whoever_does_not_know_its_lineage_is_taken_for_a_copy(tmp_path: Path) -
     in_virtual_time(scenario, spec, seed=0)
 
 
-def _send_other_sums(averaging: Averaging) -> None:
+def _send_other_sums(exchanges: Exchanges) -> None:
     """With the next sum to each backup, once."""
     told: set[str] = set()
 
@@ -158,8 +158,8 @@ def _send_other_sums(averaging: Averaging) -> None:
     async def refused(peer_id: str, message: Message, go: Go) -> Message:
         raise NotReady("the step carries its sum")
 
-    intercept_calls(averaging.transport, "mirror", other)
-    intercept_calls(averaging.transport, "sums", refused)
+    intercept_calls(exchanges.transport, "mirror", other)
+    intercept_calls(exchanges.transport, "sums", refused)
 
 
 async def _meet(swarm: Swarm) -> None:
@@ -222,7 +222,7 @@ def _lineages_agree(swarm: Swarm) -> bool:
     seen: dict[tuple[int, int], bytes] = {}
     compared = 0
     for member in swarm.members.values():
-        replica, states = member.peer.replica, member.peer.averaging.states
+        replica, states = member.peer.replica, member.peer.exchanges.states
         assert replica is not None
         for j in replica.optimizer.owned():
             lineage = states.lineage(j)

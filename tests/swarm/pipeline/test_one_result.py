@@ -51,7 +51,7 @@ Chosen = dict[int, str]
 def choose(swarm: Swarm, favoured: int) -> tuple[list[str], Chosen]:
     """Two shards of different primaries, and for each of them the `favoured`-th of those that are
     left, another one, so that nobody has both results. The primaries come first."""
-    placement = swarm.members["peer-0"].peer.averaging.ownership.placement(STRUCK)
+    placement = swarm.members["peer-0"].peer.exchanges.ownership.placement(STRUCK)
     replica = swarm.members["peer-0"].peer.replica
     assert replica is not None
     for i, j in itertools.combinations(range(replica.num_shards), 2):
@@ -151,7 +151,7 @@ def test_the_step_that_one_backup_made_is_everybodys(tmp_path: Path, mode: str) 
         for i in range(NUM_PEERS):
             swarm.start(f"peer-{i}")
         await swarm.until_round(STRUCK)
-        order = swarm.members["peer-0"].peer.averaging.ownership.placement(STRUCK).order(0)
+        order = swarm.members["peer-0"].peer.exchanges.ownership.placement(STRUCK).order(0)
         primary, first, second = (swarm.members[name].peer for name in order[:3])
         answer_only(primary, {0: "nobody"})
         take = handler_of(first.transport, "mirror")
@@ -163,9 +163,9 @@ def test_the_step_that_one_backup_made_is_everybodys(tmp_path: Path, mode: str) 
             return await take(request)
 
         first.transport.handle("mirror", take_others)
-        while (STRUCK, 0) not in results_at(second.averaging):  # noqa: ASYNC110
+        while (STRUCK, 0) not in results_at(second.exchanges):  # noqa: ASYNC110
             await asyncio.sleep(1e-4)  # nobody tells, and time costs nothing here
-        lineage = second.averaging.states.lineage(0)
+        lineage = second.exchanges.states.lineage(0)
         swarm.kill(order[0])
         begins = STRUCK + (2 if mode == "delayed" else 1)
         found: dict[str, bytes] = {}
@@ -180,7 +180,7 @@ def test_the_step_that_one_backup_made_is_everybodys(tmp_path: Path, mode: str) 
         assert second.replica is not None
         while second.replica.round < begins:  # noqa: ASYNC110
             await asyncio.sleep(1e-4)  # the next step comes within milliseconds
-        assert second.averaging.states.lineage(0) == lineage, "no other step was made"
+        assert second.exchanges.states.lineage(0) == lineage, "no other step was made"
         await swarm.until(all_have_begun, AT_ONCE_S)
         assert len(set(found.values())) == 1
         await swarm.until_round(ROUNDS)
@@ -197,9 +197,9 @@ def test_what_is_not_finite_is_nobodys_result(tmp_path: Path, dies: bool) -> Non
         for i in range(NUM_PEERS):
             swarm.start(f"peer-{i}")
         await swarm.until_round(STRUCK)
-        averaging = swarm.members["peer-0"].peer.averaging
-        primary, liar = averaging.ownership.placement(STRUCK).order(0)[:: NUM_PEERS - 1]
-        size = averaging.replica.stage.shard_sizes[0]
+        exchanges = swarm.members["peer-0"].peer.exchanges
+        primary, liar = exchanges.ownership.placement(STRUCK).order(0)[:: NUM_PEERS - 1]
+        size = exchanges.replica.stage.shard_sizes[0]
         asked: list[str] = []
 
         async def lie(request: Request) -> Message:
@@ -253,7 +253,7 @@ def test_a_primary_that_stops_when_it_is_past_the_round_is_waited_for(
             swarm.start(f"peer-{i}")
         await swarm.until_round(STRUCK)
         first = swarm.members["peer-0"].peer
-        name = first.averaging.ownership.placement(STRUCK).order(0)[0]
+        name = first.exchanges.ownership.placement(STRUCK).order(0)[0]
         primary = swarm.members[name].peer
         answer, goes_on = handler_of(primary.transport, "reduce"), asyncio.Event()
 

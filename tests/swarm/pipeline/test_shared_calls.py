@@ -57,13 +57,13 @@ def test_shards_share_a_call_as_far_as_they_fit(
             count_calls(swarm, name, calls)
         await swarm.until_round(ROUNDS)
         assert_numbers_agree(swarm, spec, ROUNDS)
-        num_shards = swarm.members["peer-0"].peer.averaging.replica.num_shards
+        num_shards = swarm.members["peer-0"].peer.exchanges.replica.num_shards
         rounds = range(3, ROUNDS - 1)
         assert set(calls.values()) == {1}
         for r in rounds:
             for caller in swarm.members:
                 pushed = [shards for q, who, _, shards in calls if (q, who) == (r, caller)]
-                placement = swarm.members[caller].peer.averaging.ownership.placement(r)
+                placement = swarm.members[caller].peer.exchanges.ownership.placement(r)
                 others = [j for j in range(num_shards) if placement.order(j)[0] != caller]
                 assert sorted(j for shards in pushed for j in shards) == others
                 if room == "all":
@@ -105,7 +105,7 @@ def test_who_calls_the_wrong_primary_hears_it_at_once(tmp_path: Path) -> None:
         await swarm.until_round(2)
         wrong = 0
         for name, other in (("peer-0", "peer-1"), ("peer-1", "peer-0")):
-            ownership = swarm.members[name].peer.averaging.ownership
+            ownership = swarm.members[name].peer.exchanges.ownership
             roster = ownership.roster
 
             def everything(r: int, j: int, other: str = other, roster=roster) -> Roster:  # type: ignore[no-untyped-def]

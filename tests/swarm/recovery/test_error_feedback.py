@@ -218,7 +218,7 @@ def test_errors_are_made_up_for_once_where_a_primary_dies_and_owners_change(
         for i in range(3):
             audited.start(f"peer-{i}")
         await swarm.until_round(1)
-        work = swarm.members[VICTIM].peer.averaging.work
+        work = swarm.members[VICTIM].peer.exchanges.work
         total = work.total
 
         async def dying(exchange: int, *args: Any, **how: Any) -> Any:
@@ -256,16 +256,16 @@ def test_errors_are_made_up_for_once_where_a_gradient_is_given_or_offered(
             audited.start(f"peer-{i}")
         await swarm.until_round(1)
         leaver, codec = swarm.members[LEAVER], audited.codec(LEAVER)
-        replica, averaging = leaver.peer.replica, leaver.peer.averaging
+        replica, exchanges = leaver.peer.replica, leaver.peer.exchanges
         assert replica is not None
-        update = averaging.update
+        update = exchanges.make
 
         async def held(*args: Any, **how: Any) -> None:
-            if averaging.current < replica.round == LEAVES_IN:
+            if exchanges.current < replica.round == LEAVES_IN:
                 await asyncio.wait([asyncio.ensure_future(audit.offered.wait())], timeout=HELD_S)
             await update(*args, **how)
 
-        averaging.update = held  # type: ignore[method-assign]
+        exchanges.make = held  # type: ignore[method-assign]
         for member in swarm.members.values():
             takes = handler_of(member.peer.transport, "adopted")
 

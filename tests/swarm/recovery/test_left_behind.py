@@ -139,9 +139,9 @@ def test_who_is_cut_off_again_before_it_has_moments_begins_none_anew(
         replica = peer.replica
         assert replica is not None
 
-        averaging, is_parted = peer.averaging, asyncio.Event()
-        assert averaging is not None
-        parted, update = [partner] if cut_from == "partner" else others, averaging.update
+        exchanges, is_parted = peer.exchanges, asyncio.Event()
+        assert exchanges is not None
+        parted, update = [partner] if cut_from == "partner" else others, exchanges.make
 
         async def cut_off(*args: Any, **how: Any) -> None:
             if not is_parted.is_set() and replica.ledger.num_tokens(replica.round):
@@ -152,7 +152,7 @@ def test_who_is_cut_off_again_before_it_has_moments_begins_none_anew(
                 is_parted.set()
             await update(*args, **how)
 
-        averaging.update = cut_off  # type: ignore[method-assign]
+        exchanges.make = cut_off  # type: ignore[method-assign]
         await is_parted.wait()
         await asyncio.sleep(again_s)
         for name in parted:

@@ -723,9 +723,9 @@ def test_what_coding_had_lost_holds_only_in_a_run_that_goes_on_from_the_checkpoi
             start(swarm, tmp_path, f"peer-{i}")
         await swarm.until_round(EVERY + 1)
         peer = swarm.members["peer-1"].peer
-        replica, averaging, recovery = peer.replica, peer.averaging, peer.recovery
+        replica, exchanges, recovery = peer.replica, peer.exchanges, peer.recovery
         assert replica is not None
-        assert averaging is not None
+        assert exchanges is not None
         codec, history = replica.optimizer.codec, peer.gossip.own.history
         saved = CheckpointStore(tmp_path / "peer-1", spec).load(EVERY).errors
         assert sorted(saved) == list(range(replica.num_shards))
@@ -735,9 +735,9 @@ def test_what_coding_had_lost_holds_only_in_a_run_that_goes_on_from_the_checkpoi
             ((history, b"others"), history + 1, False),
             (None, history, True),
         ):
-            averaging.work.load_errors(saved)
+            exchanges.work.load_errors(saved)
             recovery._loaded_errors = loaded  # noqa: SLF001  as after `_load`
-            await recovery.settle_errors(replica, averaging, now)
+            await recovery.settle_errors(replica, exchanges, now)
             assert bool(codec.errors()) is is_kept
 
     in_virtual_time(scenario, spec)

@@ -93,9 +93,9 @@ def test_a_new_owner_gets_sums_only_of_shards_whose_state_it_has(
 
         swarm.hub.transports["joiner"].handle("mirror", on_mirror)
         await swarm.until_round(40)
-        ownership, states = peer.averaging.ownership, peer.averaging.states
-        owned = ownership.placement(peer.averaging.current).owned_by("joiner")
-        here = [j for j in owned if states.has_input(j, peer.averaging.current)]
+        ownership, states = peer.exchanges.ownership, peer.exchanges.states
+        owned = ownership.placement(peer.exchanges.current).owned_by("joiner")
+        here = [j for j in owned if states.has_input(j, peer.exchanges.current)]
         print(f"owns {len(owned)}, has {len(here)}; {mirrored} sums, {refused} of no use; {told}")
         assert len(here) >= 0.8 * len(owned)
         assert mirrored > 0
@@ -148,9 +148,9 @@ def test_rounds_go_on_while_state_is_on_its_way_over_slow_uplinks() -> None:
         watching.cancel()
         assert result.broken is None
         assert (result.samples_lost, result.shards_reset) == (0, 0)
-        averaging = members[max(members)].peer.averaging
-        owned = averaging.ownership.placement(averaging.current).owned_by(max(members))
-        here = [j for j in owned if averaging.states.has_input(j, averaging.current)]
+        exchanges = members[max(members)].peer.exchanges
+        owned = exchanges.ownership.placement(exchanges.current).owned_by(max(members))
+        here = [j for j in owned if exchanges.states.has_input(j, exchanges.current)]
         changes = [t for t in range(int(join_s), len(rounds)) if rounds[t] > rounds[t - 1]]
         longest_s = max(b - a for a, b in itertools.pairwise([int(join_s), *changes]))
         num_rounds = rounds[-1] - rounds[int(join_s)]

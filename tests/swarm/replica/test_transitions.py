@@ -22,8 +22,9 @@ from swarmnet.simulation.stage import SyntheticData, activation
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.update.averaging import Behind, Pushed
 from swarmnet.swarm.update.delayed_updates import AutoSync, DelayedUpdates
+from swarmnet.swarm.update.exchange.calls import Contribution
+from swarmnet.swarm.update.exchanges import Behind
 from swarmnet.swarm.update.rounds import Updates, ZeroUpdates
 from swarmnet.wire import Array
 from tests.swarm.one_replica import SIZES, WORK_S, OneReplica
@@ -245,8 +246,8 @@ def auto(replica: Replica, known: tuple[Switch, ...], *records: Record) -> AutoS
     replica.plan = SyncPlan(AUTO, rounds=100, switches=known)
     view = SimpleNamespace(live=lambda now: records, replicas=lambda stage, now: records)
     gossip: Any = SimpleNamespace(view=view, update=lambda **changes: None)
-    averaging: Any = None
-    return AutoSync(gossip, replica, averaging)
+    exchanges: Any = None
+    return AutoSync(gossip, replica, exchanges)
 
 
 DELAYED_AT_3 = Switch(3, DELAYED, 1.0, 1.0)
@@ -331,7 +332,7 @@ def test_the_end_of_an_exchange_is_news_to_who_may_open_the_next_round() -> None
         nobody = SimpleNamespace(live=lambda now: [], members=lambda stage, now: [])
         gossip: Any = SimpleNamespace(changed=Condition(), view=nobody)
         ownership = SimpleNamespace(fetch_owned=nothing, tasks=Tasks("test"))
-        averaging: Any = SimpleNamespace(
+        exchanges: Any = SimpleNamespace(
             current=4,
             update=update,
             ownership=ownership,
@@ -339,7 +340,7 @@ def test_the_end_of_an_exchange_is_news_to_who_may_open_the_next_round() -> None
             repair_beside=lambda: None,
         )
         handover: Any = None
-        updates = DelayedUpdates(gossip, replica, averaging, handover)
+        updates = DelayedUpdates(gossip, replica, exchanges, handover)
         updates.attend()
         assert await gossip.changed.until(lambda: updates.is_ready_ahead(5), 60.0)
         assert asyncio.get_running_loop().time() < 1.1
@@ -358,7 +359,7 @@ def test_the_gradient_of_a_round_is_read_beside_the_loop(mode: str) -> None:
         async def contribution(r: int, num_tokens: int, shards: Sequence[Array]) -> Any:
             return num_tokens, shards
 
-        async def update(part: Callable[[int], Awaitable[Pushed]]) -> None:
+        async def update(part: Callable[[int], Awaitable[Contribution]]) -> None:
             num_tokens, gradient = await part(0)
             assert num_tokens == 4
             assert gradient is not None
@@ -372,11 +373,11 @@ def test_the_gradient_of_a_round_is_read_beside_the_loop(mode: str) -> None:
         replica.plan = SyncPlan(mode, rounds=1)
         replica.stage.gradient_shard = reading  # type: ignore[method-assign]
         handover: Any = SimpleNamespace(contribution=contribution)
-        averaging: Any = SimpleNamespace(current=0, update=update)
+        exchanges: Any = SimpleNamespace(current=0, update=update)
         gossip: Any = SimpleNamespace(changed=Condition())
-        updates: Updates = ZeroUpdates(replica, averaging, handover)
+        updates: Updates = ZeroUpdates(replica, exchanges, handover)
         if mode == DELAYED:  # after the last round both exchanges that are left are made
-            updates = DelayedUpdates(gossip, replica, averaging, handover)
+            updates = DelayedUpdates(gossip, replica, exchanges, handover)
         await work(replica, 0)
         await replica.transitions.close_round()
         assert await updates.make(0, 4)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 
 
-def results_at(averaging: Averaging) -> set[tuple[int, int]]:
+def results_at(exchanges: Exchanges) -> set[tuple[int, int]]:
     """(round, shard) of the results that a peer has of exchanges that are not over."""
-    r = averaging.current
-    return {(r, j) for j in averaging.results_of(r)}
+    r = exchanges.current
+    return {(r, j) for j in exchanges.results_of(r)}

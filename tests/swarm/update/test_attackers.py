@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
@@ -143,16 +143,16 @@ def final_loss(
 
     with pytest.MonkeyPatch.context() as patch:
         if attack in PUSHES:
-            patch.setattr(Averaging, "update", pushing(PUSHES[attack]))
+            patch.setattr(Exchanges, "make", pushing(PUSHES[attack]))
         in_virtual_time(scenario, spec)
     return found[0], clipped[0]
 
 
 def pushing(push: Push) -> Callable[..., Any]:
-    """`Averaging.update`, where false peers push something else."""
-    update = Averaging.update
+    """`Exchanges.make`, where false peers push something else."""
+    update = Exchanges.make
 
-    async def false_update(self: Averaging, part: Any, *arguments: Any) -> None:
+    async def false_update(self: Exchanges, part: Any, *arguments: Any) -> None:
         async def other(j: int) -> Any:
             num_tokens, array = await part(j)
             if array is None:

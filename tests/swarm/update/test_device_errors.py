@@ -95,7 +95,7 @@ def test_no_memory_for_the_state_of_a_shard_ends_no_peer(tmp_path: Path, mode: s
         await swarm.until_round(14, 120.0)
         assert len(failed) == 3
         replica: Any = newcomer.replica
-        owned = newcomer.averaging.ownership.placement(13).owned_by("late")
+        owned = newcomer.exchanges.ownership.placement(13).owned_by("late")
         assert set(owned) <= set(replica.optimizer.owned())
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
 

@@ -16,8 +16,8 @@ from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.replica.transitions import Transitions
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.transport.base import Traffic
 from tests.swarm.even_links import simulate_even_links
 
@@ -191,23 +191,23 @@ def test_an_exchange_takes_six_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     and back, and results. Beside a round nobody waits first until all have told that they have
     opened it, where what they hold stays as it is."""
     opened, begun, took = dict[object, float](), dict[int, list[float]](), list[float]()
-    open_round, update = Transitions.open_round, Averaging.update
+    open_round, update = Transitions.open_round, Exchanges.make
 
     async def opens(transitions: Transitions, *rest: Any, **options: Any) -> None:
         await open_round(transitions, *rest, **options)
         opened[transitions] = now()
 
-    async def updates(averaging: Averaging, *rest: Any) -> None:
-        number = averaging.current
+    async def updates(exchanges: Exchanges, *rest: Any) -> None:
+        number = exchanges.current
         if number >= SETTLED:
-            assert now() == opened[averaging.replica.transitions]
+            assert now() == opened[exchanges.replica.transitions]
             begun.setdefault(number, []).append(now())
-        await update(averaging, *rest)
+        await update(exchanges, *rest)
         if number >= SETTLED:  # all stages wait for each other's norms
             took.append(now() - max(begun[number]))
 
     monkeypatch.setattr(Transitions, "open_round", opens)
-    monkeypatch.setattr(Averaging, "update", updates)
+    monkeypatch.setattr(Exchanges, "make", updates)
     simulate_even_links(WAY_S, peers=4, until_s=60.0, sync_mode=DELAYED)
     assert len(took) > 20
     assert max(took) < 6.9 * WAY_S, "latency varies by a tenth"

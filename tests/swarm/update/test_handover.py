@@ -19,7 +19,7 @@ from swarmnet.protocol.pipeline.ledger import Entry, Ledger
 from swarmnet.protocol.update.robust import CLIP_TOLERANCE, is_alike
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.lifecycle.departure import DRAIN_S
-from swarmnet.swarm.update.averaging import Behind
+from swarmnet.swarm.update.exchanges import Behind
 from swarmnet.swarm.update.handover import MAX_ADOPTED
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport.base import Request

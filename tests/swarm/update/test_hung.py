@@ -169,7 +169,7 @@ def test_the_only_owner_hangs_and_comes_back_with_no_second_result(
         for i in range(3):
             swarm.start(f"peer-{i}", stage=0)
         await swarm.until_round(4)
-        hung = swarm.members["peer-0"].peer.averaging.ownership.placement(4).order(0)[0]
+        hung = swarm.members["peer-0"].peer.exchanges.ownership.placement(4).order(0)[0]
         peer = swarm.members[hung].peer
         worker: Any = peer.machine.worker
         run, goes_on, left = worker.run, asyncio.Event(), [num_works]
@@ -205,7 +205,7 @@ async def made(swarm: Swarm, hung: str) -> int:
 def usual_s(swarm: Swarm, name: str) -> float:
     served = swarm.members[name].peer._served  # noqa: SLF001  it is told nowhere
     assert served is not None
-    return served.averaging.pace.waits().usual_s
+    return served.exchanges.pace.waits().usual_s
 
 
 def same_parameters(swarm: Swarm) -> None:

@@ -54,17 +54,17 @@ def test_a_primary_that_lacks_the_word_of_a_feeder_believes_what_others_contribu
             swarm.start(f"peer-{i}", stage=i)
         await swarm.until_round(2)
         peer = swarm.members["peer-1"].peer
-        averaging = peer.averaging
-        assert averaging is not None
-        books, num_slots = averaging.books, 4
+        exchanges = peer.exchanges
+        assert exchanges is not None
+        books, num_slots = exchanges.books, 4
         whole = num_slots * SIZES.tokens_per_microbatch
 
         def known() -> RoundProgress:
             now = asyncio.get_running_loop().time()
-            return progress.round_progress(peer.view, averaging.current, now, num_slots)
+            return progress.round_progress(peer.view, exchanges.current, now, num_slots)
 
         await swarm.until(lambda: known().num_flights == num_slots - 1)
-        r = averaging.current
+        r = exchanges.current
         assert books.counted_tokens(r) < books.counted_behind(r, 0) == whole
 
     in_virtual_time(scenario, spec, is_synthetic=True)

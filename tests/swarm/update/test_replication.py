@@ -21,7 +21,7 @@ from swarmnet.errors import NotReady
 from swarmnet.methods.update import ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE, bitmap
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
 from swarmnet.transport.base import Request
@@ -84,7 +84,7 @@ def state_of(swarm: Swarm) -> State:
         replica = member.peer.replica
         assert replica is not None
         for j in replica.optimizer.owned():
-            if not member.peer.averaging.states.follows(j, replica.round):
+            if not member.peer.exchanges.states.follows(j, replica.round):
                 continue
             values, arrays = replica.optimizer.export(j)
             moments = [to_tensor(a) for a in arrays]
@@ -122,15 +122,15 @@ def undisturbed(folder: Path, replication: int, mode: str = "zero") -> Undisturb
         began = loop.time()
         replica = swarm.members["peer-0"].peer.replica
         assert replica is not None
-        placement = swarm.members["peer-0"].peer.averaging.ownership.placement(STRUCK)
+        placement = swarm.members["peer-0"].peer.exchanges.ownership.placement(STRUCK)
         owners = [placement.owners(j) for j in range(replica.num_shards)]
-        averaging = swarm.members["peer-0"].peer.averaging
+        exchanges = swarm.members["peer-0"].peer.exchanges
         is_beside = mode == "delayed"  # the update of the round before, in this one
         while not replica.closed and not is_beside:  # noqa: ASYNC110
             await asyncio.sleep(1e-4)  # nobody tells, and time costs nothing here
         update_s = loop.time() - began
         while is_beside and not all(  # noqa: ASYNC110
-            (STRUCK - 1, j) in results_at(averaging) for j in range(replica.num_shards)
+            (STRUCK - 1, j) in results_at(exchanges) for j in range(replica.num_shards)
         ):
             await asyncio.sleep(1e-4)
         updated_s = loop.time() - began
@@ -225,7 +225,7 @@ def test_while_a_newcomer_fetches_its_shards_there_are_as_many_holders_as_ever(
         newcomer = swarm.start("newcomer", data=data)
         await swarm.until(lambda: newcomer.gossip.own.state == ACTIVE)
         rounds.append(newcomer.gossip.own.round)
-        ownership = swarm.members["peer-0"].peer.averaging.ownership
+        ownership = swarm.members["peer-0"].peer.exchanges.ownership
         gained = newcomer.gossip.own.peer_id
         joined = newcomer.gossip.own.round
 
@@ -273,7 +273,7 @@ def test_a_result_is_given_out_when_the_backups_have_made_the_step(
         others = [m.peer for name, m in swarm.members.items() if name not in (first, second)]
 
         def has_result(peer: Any) -> bool:
-            return (STRUCK, shard) in results_at(peer.averaging) or peer.replica.round > STRUCK
+            return (STRUCK, shard) in results_at(peer.exchanges) or peer.replica.round > STRUCK
 
         while not any(map(has_result, others)):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(1e-4)
@@ -343,8 +343,8 @@ def test_owners_that_die_one_after_the_other_beside_one_exchange(folder: Path) -
     values["pipeline"] |= {"global_batch": 192}
     results: list[State] = []
 
-    def make_late(averaging: Averaging) -> None:
-        take = handler_of(averaging.transport, "reduce")
+    def make_late(exchanges: Exchanges) -> None:
+        take = handler_of(exchanges.transport, "reduce")
 
         async def late(request: Request) -> Message:
             reply = await take(request)
@@ -353,7 +353,7 @@ def test_owners_that_die_one_after_the_other_beside_one_exchange(folder: Path) -
                 await asyncio.sleep(RESULTS_S)
             return reply
 
-        averaging.transport.handle("reduce", late)
+        exchanges.transport.handle("reduce", late)
 
     async def run(swarm: Swarm, victims: tuple[str, ...]) -> None:
         data = OneMicrobatch(open_data(swarm.spec))
@@ -361,7 +361,7 @@ def test_owners_that_die_one_after_the_other_beside_one_exchange(folder: Path) -
             swarm.start(f"peer-{i}", data=data, speed=SLOW)
         await swarm.until_round(STRUCK - 1)
         for member in swarm.members.values():
-            make_late(member.peer.averaging)
+            make_late(member.peer.exchanges)
         await swarm.until_round(STRUCK)
         loop = asyncio.get_running_loop()
         end = loop.time() + RESULTS_S
@@ -369,9 +369,9 @@ def test_owners_that_die_one_after_the_other_beside_one_exchange(folder: Path) -
             await asyncio.sleep(REPAIRED_S)
             swarm.kill(name)
         assert loop.time() < end
-        averaging = [m.peer.averaging for m in swarm.members.values()]
-        assert {a.current for a in averaging} == {STRUCK - 1}
-        assert not any(a.needs_nothing_of(STRUCK - 1) for a in averaging), "the exchange is over"
+        exchanges = [m.peer.exchanges for m in swarm.members.values()]
+        assert {a.current for a in exchanges} == {STRUCK - 1}
+        assert not any(a.needs_nothing_of(STRUCK - 1) for a in exchanges), "the exchange is over"
         await swarm.until_round(ROUNDS, 3000.0)
         results.append({shard: state_of(swarm)[shard]})
 
@@ -431,7 +431,7 @@ def test_nobody_claims_a_shard_whose_holder_may_be_back(folder: Path, stop_s: fl
             peer.gossip.liveness.unanswered(holder, first.gossip.own.stamp)
         for _ in range(20):
             await asyncio.sleep(stop_s / 20)
-            assert {p.averaging.current for p in others} == {STRUCK}
+            assert {p.exchanges.current for p in others} == {STRUCK}
             assert not any(p.gossip.own.holds_shard(0) for p in others)
         swarm.hub.thaw(holder)
         assert_same_state((await end_of(swarm))[0], calm.state)
@@ -447,7 +447,7 @@ def test_who_holds_a_shard_since_the_middle_of_a_round_leads_no_update_of_it(fol
     async def scenario(swarm: Swarm) -> None:
         await start(swarm)
         first, second = calm.owners[0][:2]
-        ownerships = [m.peer.averaging.ownership for m in swarm.members.values()]
+        ownerships = [m.peer.exchanges.ownership for m in swarm.members.values()]
 
         def leaders() -> set[str]:
             return {o.roster(STRUCK, 0).ballot.primary for o in ownerships}
@@ -544,13 +544,13 @@ def test_a_shard_that_nobody_steps_on_is_not_claimed_by_who_lacks_its_state(
         for i in range(3):
             swarm.start(f"peer-{i}", stage=0)
         await swarm.until_round(3)
-        averaging = swarm.members["peer-0"].peer.averaging
-        assert averaging is not None
-        states, owned = averaging.states, averaging.replica.optimizer.owned()
-        lacking = next(j for j in range(averaging.replica.num_shards) if j not in owned)
-        r = averaging.current
+        exchanges = swarm.members["peer-0"].peer.exchanges
+        assert exchanges is not None
+        states, owned = exchanges.states, exchanges.replica.optimizer.owned()
+        lacking = next(j for j in range(exchanges.replica.num_shards) if j not in owned)
+        r = exchanges.current
         for j in (lacking, owned[0]):
-            await averaging.work.leave_as_it_is(r, j)
+            await exchanges.work.leave_as_it_is(r, j)
             assert states.is_before(j, r + 1) is (j != lacking)
 
     in_virtual_time(scenario, spec, is_synthetic=True)

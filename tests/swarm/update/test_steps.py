@@ -109,7 +109,7 @@ def test_a_state_that_is_spoiled_while_it_is_made_stands_in_for_none(tmp_path: P
         await swarm.until_round(2)
         replica, states = (
             swarm.members["peer-0"].peer.replica,
-            swarm.members["peer-0"].peer.averaging.states,
+            swarm.members["peer-0"].peer.exchanges.states,
         )
         assert replica is not None
         worker: Any = replica.worker

@@ -22,9 +22,9 @@ from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes, state_vectors
 from swarmnet.simulation.swarm import simulate
-from swarmnet.swarm.update.averaging import Behind
 from swarmnet.swarm.update.delayed_updates import SETTLE_S
 from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchanges import Behind
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
@@ -240,8 +240,8 @@ def test_an_exchange_that_fails_beside_a_round_is_noticed_in_it(tmp_path: Path) 
             swarm.start(f"peer-{i}", stage=0)
         await swarm.until_round(2)
         peer = swarm.members["peer-1"].peer
-        averaging, failed_in = peer.averaging, []
-        update = averaging.update
+        exchanges, failed_in = peer.exchanges, []
+        update = exchanges.make
 
         async def fail_once(*args: Any, **options: Any) -> None:
             if not failed_in:
@@ -249,7 +249,7 @@ def test_an_exchange_that_fails_beside_a_round_is_noticed_in_it(tmp_path: Path) 
                 raise Behind("the others are further on")
             await update(*args, **options)
 
-        averaging.update = fail_once
+        exchanges.make = fail_once
         await swarm.until(lambda: bool(failed_in))
         await swarm.until(lambda: peer.gossip.own.state == JOINING)
         others = [m.peer.replica for name, m in swarm.members.items() if name != "peer-1"]
@@ -295,7 +295,7 @@ def test_who_is_to_gain_or_lose_a_shard_is_waited_for(tmp_path: Path) -> None:
             swarm.start(f"peer-{i}")
         await swarm.until_round(8)
         peer = swarm.members["peer-0"].peer
-        ownership, num_shards = peer.averaging.ownership, peer.replica.num_shards
+        ownership, num_shards = peer.exchanges.ownership, peer.replica.num_shards
         for name in ("peer-1", "peer-2"):
             record = peer.gossip.view.get(name)
             held = [j for j in range(num_shards) if record.holds_shard(j)]
@@ -378,7 +378,7 @@ def test_state_that_was_asked_for_before_all_was_dropped_does_not_count(tmp_path
         newcomer = swarm.start("newcomer")
         await swarm.until(lambda: bool(asked))
         is_over = True
-        await newcomer.averaging.forget_state()
+        await newcomer.exchanges.forget_state()
         await asyncio.sleep(1.5 * slow_s)
         assert set(asked) == {"newcomer"}
         assert newcomer.replica is not None

@@ -44,7 +44,7 @@ def seen(peer: Peer) -> Seen:
     """What a peer has measured, and what it owns."""
     replica, own = peer.replica, peer.gossip.own
     assert replica is not None
-    placement = peer.averaging.ownership.placement(peer.averaging.current)
+    placement = peer.exchanges.ownership.placement(peer.exchanges.current)
     primaries = [j for j in range(NUM_SHARDS) if placement.primary(j) == own.peer_id]
     return Seen(own.upload_bytes_per_s, replica.optimizer.owned(), primaries)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from swarmnet.batch import Documents
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.data import open_data
@@ -267,7 +267,7 @@ def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path, co
         await swarm.until_round(3)
         for member in swarm.members.values():  # so that a gradient has to be copied
             member.peer.replica.stage.layers.overlaps_rounds = False  # type: ignore
-            _begin_later(member.peer.averaging)
+            _begin_later(member.peer.exchanges)
         waiting: list[float] = []
         then = 0.0
         while not waiting or num_owing():  # messages come and go meanwhile
@@ -285,15 +285,15 @@ def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path, co
     in_virtual_time(scenario, spec)
 
 
-def _begin_later(averaging: Averaging) -> None:
+def _begin_later(exchanges: Exchanges) -> None:
     """So that it is seen what a replica holds while a gradient waits."""
-    update = averaging.update
+    update = exchanges.make
 
     async def later(*arguments: Any) -> None:
         await asyncio.sleep(0.005)
         await update(*arguments)
 
-    averaging.update = later  # type: ignore[method-assign, assignment]
+    exchanges.make = later  # type: ignore[method-assign, assignment]
 
 
 def test_coming_parameters_take_the_place_of_the_gradient(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def distance(swarm: Swarm) -> float:
 def test_the_update_is_near_that_of_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, at_once: int
 ) -> None:
-    monkeypatch.setattr("swarmnet.swarm.update.averaging.CODED_AT_ONCE_BYTES", at_once)
+    monkeypatch.setattr("swarmnet.swarm.update.exchanges.CODED_AT_ONCE_BYTES", at_once)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(2, 3)
@@ -218,23 +218,23 @@ def test_parameters_of_a_result_are_never_made_of_those_of_the_next_round(
         for i in range(2):
             swarm.start(f"peer-{i}")
         await swarm.until_round(2)
-        averaging = swarm.members["peer-0"].peer.averaging
-        replica = averaging.replica
-        put = averaging.work.put
+        exchanges = swarm.members["peer-0"].peer.exchanges
+        replica = exchanges.replica
+        put = exchanges.work.put
 
         async def keeping(shard: int, result: Any, *args: Any, **how: Any) -> None:
             await put(shard, result, *args, **how)
             if shard == 0:
-                whole = await averaging.work.copy_of(averaging.current, 0, result, is_whole=True)
-                kept.append((averaging.current, (result, bytes(whole.data))))
+                whole = await exchanges.work.copy_of(exchanges.current, 0, result, is_whole=True)
+                kept.append((exchanges.current, (result, bytes(whole.data))))
 
-        averaging.work.put = keeping
+        exchanges.work.put = keeping
         await swarm.until(lambda: len(kept) > 1)
         number, (result, whole) = kept[0]
         assert result.is_coded
         assert replica.current_exchange > number
         try:
-            late = await averaging.work.copy_of(number, 0, result, is_whole=True)
+            late = await exchanges.work.copy_of(number, 0, result, is_whole=True)
         except NotReady:
             pass
         else:

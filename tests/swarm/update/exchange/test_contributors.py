@@ -33,7 +33,7 @@ def test_replicas_that_begin_with_different_primaries_agree_on_one(tmp_path: Pat
         swarm.start_grid(1, 3)
         await swarm.until_round(STRUCK)
         for name, other in (("peer-0", "peer-1"), ("peer-1", "peer-0"), ("peer-2", "peer-0")):
-            ownership = swarm.members[name].peer.averaging.ownership
+            ownership = swarm.members[name].peer.exchanges.ownership
             roster = ownership.roster
 
             def apart(r: int, j: int, other: str = other, roster=roster) -> Roster:  # type: ignore[no-untyped-def]
@@ -62,8 +62,8 @@ def test_newcomers_are_not_waited_for_in_exchanges_of_rounds_before_theirs(
         swarm.start_grid(1, 2)
         await swarm.until_round(STRUCK)
         swarm.start("late")
-        averaging = swarm.members["peer-0"].peer.averaging
-        view = averaging.gossip.view
+        exchanges = swarm.members["peer-0"].peer.exchanges
+        view = exchanges.gossip.view
 
         def is_active() -> bool:
             record = view.get("late")
@@ -73,7 +73,7 @@ def test_newcomers_are_not_waited_for_in_exchanges_of_rounds_before_theirs(
         joined = view.get("late")
         assert joined is not None
         waited_for = {
-            r: "late" in {c.peer_id for c in averaging.members.contributors(r)}
+            r: "late" in {c.peer_id for c in exchanges.members.contributors(r)}
             for r in (joined.round - 1, joined.round)
         }
         assert waited_for == {joined.round - 1: False, joined.round: True}
@@ -96,11 +96,11 @@ def test_a_member_that_hangs_in_an_earlier_round_holds_nobody_up_beyond_the_dead
         swarm.start_grid(1, 6)
         await swarm.until_round(STRUCK)
         peers = {name: member.peer for name, member in swarm.members.items()}
-        placement = peers["peer-0"].averaging.ownership.placement(STRUCK)
+        placement = peers["peer-0"].exchanges.ownership.placement(STRUCK)
         hung = peers.pop(
             min(n for n in peers if not placement.owned_by(peers[n].gossip.own.peer_id))
         )
-        hung.averaging.update = hang  # type: ignore[method-assign]
+        hung.exchanges.make = hang  # type: ignore[method-assign]
         for r in range(STRUCK + 1, STRUCK + 5):
             await swarm.until(
                 lambda r=r: all(p.replica.round >= r for p in peers.values()),  # type: ignore[misc]

@@ -185,7 +185,7 @@ def test_it_goes_with_results_and_to_backups(tmp_path: Path) -> None:
 
         async def back_up(request: Request) -> Message:
             reply = await take(request)
-            after_backup.append(peer.averaging.norms.known(request.message.body.round))
+            after_backup.append(peer.exchanges.norms.known(request.message.body.round))
             return reply
 
         peer.transport.handle("mirror", back_up)
@@ -200,10 +200,10 @@ def test_it_goes_with_results_and_to_backups(tmp_path: Path) -> None:
         replica = peers[0].replica
         assert replica is not None
         assert replica.num_shards == 1
-        norms = {peer.averaging.norms.known(3) for peer in peers}
+        norms = {peer.exchanges.norms.known(3) for peer in peers}
         assert len(norms) == 1, "all know the same"
         assert norms != {None}
-        assert sum(peer.averaging.norms.last_total > 0 for peer in peers) == 1, "one was primary"
+        assert sum(peer.exchanges.norms.last_total > 0 for peer in peers) == 1, "one was primary"
         assert after_backup
         assert None not in after_backup
 

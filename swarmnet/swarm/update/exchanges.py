@@ -1,9 +1,17 @@
-"""The updates of one replica's stage: every shard's gradient goes to its primary, one step is made
-there, all get the result (ZeRO, Rajbhandari et al. 2020, with owners that may vanish).
+"""The exchanges of one replica's stage, one after the other: every shard's gradient goes to its
+primary, one step is made there, all get the result (ZeRO, Rajbhandari et al. 2020, with owners that
+may vanish).
+
+The words: a *round* makes one *update*, which is the change of a stage's parameters at its end. An
+*exchange* is how replicas of a stage come to it: contributions go up, results come down. It has the
+number of the round whose gradient it is about. What each mode does with a round's gradient, and so
+which exchanges it makes when, are `Updates` (`rounds`). A *meeting* is the exchange of a pair in
+gossip *averaging*, which is the only averaging there is. `reduce` is the name on the wire of a
+push: of the call that carries a contribution.
 
 What a replica does for one shard, and why there is one result, is the table in
-`protocol.update.shard_update`. Here is what lies around it: one exchange after the other, each with
-what every replica has to know of it when it is over."""
+`protocol.update.shard_update`; `exchange.exchange` carries it out. Here is what lies around it:
+what a replica contributes, and what it has to know of an exchange when it is over."""
 
 from __future__ import annotations
 
@@ -33,22 +41,21 @@ from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.ownership import ExchangeMembers, Ownership
 from swarmnet.transport.base import Transport
 
-__all__ = ["Averaging", "Behind", "Diverged", "Pushed"]
+__all__ = ["Behind", "Diverged", "Exchanges"]
 
 RESTORE_WAIT_S = 10.0
 """How long an update waits for a replica that is about to become active with optimizer state that
 nobody else has."""
 CODED_AT_ONCE_BYTES = 1 << 20
 """Of contributions that are coded before any of them is sent: so many shards share a call."""
-Pushed = Contribution
 
 
 class Diverged(SwarmnetError):
     """Others of the stage have another result of the same round, and theirs holds."""
 
 
-class Averaging:
-    """Makes the updates of one replica's stage."""
+class Exchanges:
+    """Makes the exchanges of one replica's stage."""
 
     def __init__(
         self,
@@ -128,15 +135,16 @@ class Averaging:
         """The exchange whose input the present common parameters are."""
         return self.replica.current_exchange
 
-    # ---- an update --------------------------------------------------------------------------
+    # ---- one exchange ------------------------------------------------------------------------
 
-    async def update(
+    async def make(
         self,
         part: Callable[[int], Awaitable[Contribution]],
         store: Put | None = None,
         due: Sequence[int] | None = None,
     ) -> None:
-        """Averages the replica's gradient and puts the next round's parameters aside.
+        """Makes the present exchange: gives this replica's contributions, and puts the next round's
+        parameters aside.
 
         `part`: the contribution to a shard; of no tokens for a joiner. `store`: where the results
         go, on the worker; the stage's coming parameters where it is left out. `due`: the shards
