@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarmnet.protocol.update.roster import Ballot, Standing
+from swarmnet.protocol.update.roster import Ballot, MemberStatus
 
 Handle = Any
 """Whatever the caller keeps a tensor as."""
@@ -29,7 +29,7 @@ class Begun:
 class Seen:
     """What is known of the other members now. Complete: it replaces what was known before."""
 
-    members: Mapping[str, Standing]
+    members: Mapping[str, MemberStatus]
     counted: int = 0
     """Tokens that contributions have to come up to, because not all who hold some may be known
     yet; 0 where nobody is missed."""

@@ -14,7 +14,7 @@ from swarmnet.protocol.leftovers import ROOM_S
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import JOINING, Record
 from swarmnet.protocol.moments import Deadline
-from swarmnet.protocol.update.roster import DEAD, Standing
+from swarmnet.protocol.update.roster import DEAD, MemberStatus
 
 WAIT_FACTOR = 4.0
 """The deadline for contributions, over what a round's exchange took lately."""
@@ -198,7 +198,12 @@ class Pauses:
 
 
 def may_miss_members(
-    exchange: int, began: float | None, now: float, members: Iterable[Standing], *, has_own: bool
+    exchange: int,
+    began: float | None,
+    now: float,
+    members: Iterable[MemberStatus],
+    *,
+    has_own: bool,
 ) -> bool:
     """Somebody who has tokens to contribute may not be known here yet: in the first round, when all
     join at once, or where nobody known has any. A peer that lives is heard of within the time that

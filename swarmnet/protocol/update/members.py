@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, LEAVING, Record
 from swarmnet.protocol.sync_modes import SyncPlan
-from swarmnet.protocol.update.roster import DEAD, HUNG, Standing
+from swarmnet.protocol.update.roster import DEAD, HUNG, MemberStatus
 
 BEHIND_ROUNDS = 2
 """A record that is older than so many rounds is not just late: its peer was cut off."""
@@ -80,11 +80,11 @@ def num_shards(members: Iterable[Record]) -> int:
     return max(said, key=lambda n: (said[n], n), default=0)
 
 
-def standing(record: Record, plan: SyncPlan, round_index: int, life: str) -> Standing:
+def status(record: Record, plan: SyncPlan, round_index: int, life: str) -> MemberStatus:
     """What the record of a member says of an exchange."""
     is_past = plan.parameter_version(record.round) > round_index
     exchange, tokens = record.declared
-    return Standing(life, tokens if exchange == round_index else None, is_past)
+    return MemberStatus(life, tokens if exchange == round_index else None, is_past)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Hung:
 
     def mark(
         self,
-        members: dict[str, Standing],
+        members: dict[str, MemberStatus],
         record_of: Callable[[str], Record | None],
         plan: SyncPlan,
     ) -> None:

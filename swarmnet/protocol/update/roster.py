@@ -48,7 +48,7 @@ def first_ballot(primary: str, *, is_holder: bool) -> Ballot:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MemberStatus:
     """What is known of a member of an exchange."""
 
     life: str = ALIVE
@@ -64,9 +64,11 @@ class Standing:
         return self.life not in (HUNG, DEAD)
 
 
-def still_known(before: Mapping[str, Standing], now: Mapping[str, Standing]) -> dict[str, Standing]:
-    """The standings now, by peer id. Who was a member before and is none now is dead, and not
-    forgotten: it may come back, and may have led others meanwhile."""
+def still_known(
+    before: Mapping[str, MemberStatus], now: Mapping[str, MemberStatus]
+) -> dict[str, MemberStatus]:
+    """The status of each member now, by peer id. Who was a member before and is none now is dead,
+    and not forgotten: it may come back, and may have led others meanwhile."""
     gone = {p: replace(s, life=DEAD) for p, s in before.items() if p not in now}
     return gone | dict(now)
 

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from swarmnet.protocol.update.commands import Command
 from swarmnet.protocol.update.events import Call, Handle
-from swarmnet.protocol.update.roster import ALIVE, DEAD, Ballot, Roster, Standing
+from swarmnet.protocol.update.roster import ALIVE, DEAD, Ballot, MemberStatus, Roster
 
 
 class State(Enum):
@@ -53,7 +53,7 @@ class Facts:
     senders: frozenset[str] = frozenset()
     """Whose contributions are in the sum that was made here."""
     begun: Part | None = None
-    members: Mapping[str, Standing] = field(default_factory=dict)
+    members: Mapping[str, MemberStatus] = field(default_factory=dict)
     counted: int = 0
     """Tokens that contributions have to come up to."""
     is_kept: bool = False
@@ -118,11 +118,11 @@ class Facts:
         given = {peer_id for peer_id, _ in self.parts}
         return [
             peer_id
-            for peer_id, standing in sorted(self.members.items())
-            if standing.is_waited_for
+            for peer_id, status in sorted(self.members.items())
+            if status.is_waited_for
             and peer_id not in given
             and peer_id not in self.lacking
-            and standing.declared != 0
+            and status.declared != 0
         ]
 
     def awaited(self) -> list[str]:
@@ -138,8 +138,8 @@ class Facts:
 
     def is_dead(self, peer_id: str) -> bool:
         """To this replica; a stranger to the exchange is as good as dead."""
-        standing = self.members.get(peer_id)
-        return peer_id != self.me and (standing is None or not standing.is_waited_for)
+        status = self.members.get(peer_id)
+        return peer_id != self.me and (status is None or not status.is_waited_for)
 
     def dead(self) -> frozenset[str]:
         """Members that are dead to this replica, and cannot be asked."""

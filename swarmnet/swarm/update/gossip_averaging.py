@@ -30,7 +30,7 @@ from swarmnet.protocol.membership.records import MAX_RATE, Record
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.pairing import OfferWait, is_out_of_touch, newest_round, partner_of
-from swarmnet.protocol.update.roster import SUSPECT, Standing, pair
+from swarmnet.protocol.update.roster import SUSPECT, MemberStatus, pair
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
@@ -273,9 +273,9 @@ class Meeting:
         partner, liveness = self._partner, self._gossip.liveness
         members = {}
         if partner is not None and liveness.is_live(partner):
-            members[partner] = Standing()
+            members[partner] = MemberStatus()
         elif partner is not None and liveness.is_suspect(partner):
-            members[partner] = Standing(SUSPECT)
+            members[partner] = MemberStatus(SUSPECT)
         self._feed(on.Seen(members))
 
     def _feed(self, event: on.Event) -> None:

@@ -34,7 +34,7 @@ from swarmnet.protocol.update import members as taking_part
 from swarmnet.protocol.update import ownership as rules
 from swarmnet.protocol.update.members import Hung
 from swarmnet.protocol.update.placement import Placement, placed, short_of_owners
-from swarmnet.protocol.update.roster import ALIVE, SUSPECT, Roster, Standing
+from swarmnet.protocol.update.roster import ALIVE, SUSPECT, MemberStatus, Roster
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.settings import Limits, RunSettings
@@ -147,17 +147,17 @@ class ExchangeMembers:
             ],
         )
 
-    def standings(self, round_index: int) -> dict[str, Standing]:
+    def statuses(self, round_index: int) -> dict[str, MemberStatus]:
         """What is known of the other members of an exchange of the stage, by peer id."""
         liveness, view, plan = self.gossip.liveness, self.gossip.view, self.plan
-        found: dict[str, Standing] = {}
+        found: dict[str, MemberStatus] = {}
         for record in self.contributors(round_index):
-            found[record.peer_id] = taking_part.standing(record, plan, round_index, ALIVE)
+            found[record.peer_id] = taking_part.status(record, plan, round_index, ALIVE)
         for peer_id in self.past(round_index):
-            found[peer_id] = Standing(ALIVE, is_past=True)
+            found[peer_id] = MemberStatus(ALIVE, is_past=True)
         for record in self._lost(round_index):
             if record.peer_id not in found and liveness.is_suspect(record.peer_id):
-                found[record.peer_id] = taking_part.standing(record, plan, round_index, SUSPECT)
+                found[record.peer_id] = taking_part.status(record, plan, round_index, SUSPECT)
         found.pop(self.gossip.own.peer_id, None)
         self._hung.mark(found, view.get, plan)
         return found

@@ -8,18 +8,18 @@ import pytest
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress, SumWaits
-from swarmnet.protocol.update.roster import ALIVE, Ballot, Roster, Standing
+from swarmnet.protocol.update.roster import ALIVE, Ballot, MemberStatus, Roster
 from swarmnet.protocol.update.shard_facts import Facts, State
 
 LIMIT_S = 10.0
 PRIMARY, ME, NEXT = "primary", "me", "next"
 
 
-def waiting(ballot: Ballot, **standing: Any) -> Facts:
+def waiting(ballot: Ballot, **status: Any) -> Facts:
     roster = Roster(ballot, (PRIMARY, NEXT), (PRIMARY, NEXT))
     facts = Facts(ME, roster, ballot)
     facts.begun = (4, "gradient")
-    facts.members = {PRIMARY: Standing(ALIVE, **standing), NEXT: Standing(ALIVE)}
+    facts.members = {PRIMARY: MemberStatus(ALIVE, **status), NEXT: MemberStatus(ALIVE)}
     return facts
 
 
@@ -138,7 +138,7 @@ def test_the_word_that_state_has_come_may_be_there_before_the_one_that_it_had_no
 
 def test_nobody_hangs_who_is_not_waited_for() -> None:
     waits, facts = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
-    facts.members = {PRIMARY: Standing(ALIVE), NEXT: Standing(ALIVE, is_past=True)}
+    facts.members = {PRIMARY: MemberStatus(ALIVE), NEXT: MemberStatus(ALIVE, is_past=True)}
     assert waits.hung({0: facts}, began, 150.0, lambda _: LIMIT_S) == set()
     facts.begun = None
     assert waits.hung({0: facts}, began, 150.0, lambda _: LIMIT_S) == set()

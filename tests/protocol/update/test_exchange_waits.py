@@ -22,7 +22,7 @@ from swarmnet.protocol.update.exchange_waits import (
     turn_wait_s,
     upload_s,
 )
-from swarmnet.protocol.update.roster import ALIVE, DEAD, SUSPECT, Standing
+from swarmnet.protocol.update.roster import ALIVE, DEAD, SUSPECT, MemberStatus
 
 NOTHING_KNOWN = ExchangeWaits(0.0, 0.0, 2.0, 0.0, 0.0, 1.0, 60.0, 5.0, 6.0)
 """A second at least for contributions, a minute while nothing was measured."""
@@ -134,20 +134,26 @@ BEGAN = 50.0
 @pytest.mark.parametrize(
     ("exchange", "now", "member", "has_own", "may_miss"),
     [
-        (0, BEGAN, Standing(ALIVE, 8), True, True),  # all join at once
-        (0, BEGAN + SUSPECT_S, Standing(ALIVE, 8), True, True),
-        (0, BEGAN + SUSPECT_S + 0.1, Standing(ALIVE, 8), True, False),  # who lives is known by now
-        (4, BEGAN, Standing(ALIVE, 8), True, False),
-        (4, BEGAN, Standing(ALIVE, 8), False, False),
-        (4, BEGAN, Standing(SUSPECT, 8), False, False),
-        (4, BEGAN, Standing(ALIVE, 0), True, False),
-        (4, BEGAN, Standing(ALIVE, 0), False, True),  # somebody has the tokens
-        (4, BEGAN, Standing(ALIVE), False, True),
-        (4, BEGAN, Standing(DEAD, 8), False, True),
+        (0, BEGAN, MemberStatus(ALIVE, 8), True, True),  # all join at once
+        (0, BEGAN + SUSPECT_S, MemberStatus(ALIVE, 8), True, True),
+        (
+            0,
+            BEGAN + SUSPECT_S + 0.1,
+            MemberStatus(ALIVE, 8),
+            True,
+            False,
+        ),  # who lives is known by now
+        (4, BEGAN, MemberStatus(ALIVE, 8), True, False),
+        (4, BEGAN, MemberStatus(ALIVE, 8), False, False),
+        (4, BEGAN, MemberStatus(SUSPECT, 8), False, False),
+        (4, BEGAN, MemberStatus(ALIVE, 0), True, False),
+        (4, BEGAN, MemberStatus(ALIVE, 0), False, True),  # somebody has the tokens
+        (4, BEGAN, MemberStatus(ALIVE), False, True),
+        (4, BEGAN, MemberStatus(DEAD, 8), False, True),
     ],
 )
 def test_who_has_tokens_may_not_be_known_yet(
-    exchange: int, now: float, member: Standing, has_own: bool, may_miss: bool
+    exchange: int, now: float, member: MemberStatus, has_own: bool, may_miss: bool
 ) -> None:
     assert may_miss_members(exchange, BEGAN, now, [member], has_own=has_own) == may_miss
     assert not may_miss_members(exchange, None, now, [member], has_own=has_own)

@@ -8,7 +8,7 @@ from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, JOINING, 
 from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.protocol.update import members
 from swarmnet.protocol.update.members import BEHIND_ROUNDS, Hung
-from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, Standing
+from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, MemberStatus
 
 PLAN = SyncPlan(ZERO, 100)
 
@@ -73,8 +73,8 @@ def test_most_replicas_say_how_many_shards_a_stage_has() -> None:
 
 def test_a_record_says_what_its_replica_will_contribute() -> None:
     record = replica("here", 9, declared=(9, 40))
-    assert members.standing(record, PLAN, 9, ALIVE) == Standing(ALIVE, 40, is_past=False)
-    assert members.standing(record, PLAN, 8, ALIVE) == Standing(ALIVE, None, is_past=True)
+    assert members.status(record, PLAN, 9, ALIVE) == MemberStatus(ALIVE, 40, is_past=False)
+    assert members.status(record, PLAN, 8, ALIVE) == MemberStatus(ALIVE, None, is_past=True)
 
 
 def test_one_that_hangs_is_not_waited_for_until_it_has_finished_that_exchange() -> None:
@@ -83,7 +83,7 @@ def test_one_that_hangs_is_not_waited_for_until_it_has_finished_that_exchange() 
     hung.found("a", 9)
 
     def life(round_index: int) -> str:
-        found = {"a": Standing(ALIVE), "b": Standing(ALIVE)}
+        found = {"a": MemberStatus(ALIVE), "b": MemberStatus(ALIVE)}
         hung.mark(found, {"a": replica("a", round_index)}.get, PLAN)
         assert found["b"].life == ALIVE
         return found["a"].life

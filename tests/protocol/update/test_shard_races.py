@@ -14,8 +14,8 @@ from swarmnet.protocol.update.roster import (
     MAX_LEAD,
     SUSPECT,
     Ballot,
+    MemberStatus,
     Roster,
-    Standing,
     first_ballot,
     still_known,
 )
@@ -37,8 +37,8 @@ from swarmnet.protocol.update.shard_update import ShardUpdate
 A = first_ballot("a", is_holder=True)
 B = A.next_of("b", is_holder=True)
 C = A.next_of("c", is_holder=False)
-LIVES, GONE, PAST = Standing(), Standing(life=DEAD), Standing(is_past=True)
-HANGS = Standing(life=HUNG)
+LIVES, GONE, PAST = MemberStatus(), MemberStatus(life=DEAD), MemberStatus(is_past=True)
+HANGS = MemberStatus(life=HUNG)
 
 
 def replica(me: str, peers: str = "abc", holders: str = "ab", **options: Any) -> ShardUpdate:
@@ -50,9 +50,9 @@ def replica(me: str, peers: str = "abc", holders: str = "ab", **options: Any) ->
     return u
 
 
-def sees(u: ShardUpdate, **standings: Standing) -> list[do.Command]:
+def sees(u: ShardUpdate, **statuses: MemberStatus) -> list[do.Command]:
     """What is known of the others now; those that are not named live."""
-    members = {p: standings.get(p, LIVES) for p in u.facts.roster.order if p != u.facts.me}
+    members = {p: statuses.get(p, LIVES) for p in u.facts.roster.order if p != u.facts.me}
     return u.handle(on.Seen(members))
 
 
@@ -74,11 +74,11 @@ def clipping(**options: Any) -> ShardUpdate:
 
 def test_backups_may_have_the_sum_while_the_norm_is_on_its_way() -> None:
     """Those that will be asked to make the step, as long as nothing happens."""
-    for standing, backups in ((LIVES, ("b",)), (HANGS, ()), (GONE, ())):
+    for status, backups in ((LIVES, ("b",)), (HANGS, ()), (GONE, ())):
         u = replica("a")
         u.handle(pushed("b"))
         (made,) = [c for c in u.handle(pushed("c")) if isinstance(c, do.Sum)]
-        sees(u, b=standing)
+        sees(u, b=status)
         found = u.handle(on.Summed("sum", made.attempt))
         assert found == [do.FindNorm(made.attempt, "sum", backups, A)]
         mirrored = [c for c in u.handle(on.ClipKnown(made.attempt)) if isinstance(c, do.Mirror)]
@@ -395,7 +395,7 @@ def test_zero_tokens_are_counted_and_not_summed() -> None:
 def test_who_declares_no_tokens_is_not_waited_for() -> None:
     u = replica("a")
     u.handle(pushed("b"))
-    assert "Sum" in kinds(sees(u, c=Standing(declared=0)))
+    assert "Sum" in kinds(sees(u, c=MemberStatus(declared=0)))
 
 
 def test_with_nothing_to_sum_no_backup_makes_a_step() -> None:
@@ -739,7 +739,7 @@ def test_a_primary_waits_for_tokens_that_were_counted_and_nobody_known_has() -> 
     a = ShardUpdate("a", Roster(A, ("a",), ("a",), ("a",), is_holder=True))
     a.handle(on.Seen({}, counted=3))
     assert not [c for c in a.handle(on.Begun(1, "ga")) if isinstance(c, do.Sum)]
-    a.handle(on.Seen({"b": Standing()}, counted=3))
+    a.handle(on.Seen({"b": MemberStatus()}, counted=3))
     (total,) = (c for c in a.handle(on.Pushed(1, "b", A, 2, "gb")) if isinstance(c, do.Sum))
     assert total.senders == {"a", "b"}
 
@@ -906,7 +906,7 @@ def test_a_call_is_held_once() -> None:
 
 
 def test_of_those_that_have_the_result_one_that_surely_lives_is_asked() -> None:
-    unsure = Standing(life=SUSPECT, is_past=True)
+    unsure = MemberStatus(life=SUSPECT, is_past=True)
     for b, d, target in ((unsure, PAST, "d"), (PAST, unsure, "b")):
         assert do.Push(target, A, has_gradient=False) in sees(replica("c", "abcd"), b=b, d=d)
     assert do.Push("b", A, has_gradient=False) in sees(replica("c"), b=unsure)
@@ -930,7 +930,7 @@ def test_of_several_backups_one_answers_as_the_others_live() -> None:
 
 def test_a_pair_makes_no_announcements() -> None:
     u = pair()
-    u.handle(on.Seen({"b": Standing(declared=1)}))
+    u.handle(on.Seen({"b": MemberStatus(declared=1)}))
     assert u.handle(on.Again()) == [do.Pause()]
 
 

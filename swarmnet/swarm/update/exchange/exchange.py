@@ -27,7 +27,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress
 from swarmnet.protocol.update.exchange_waits import Pauses, may_miss_members
-from swarmnet.protocol.update.roster import SUSPECT, Ballot, Standing, still_known
+from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus, still_known
 from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
@@ -160,7 +160,7 @@ class Exchange:
         self._is_flush_due = False
         self._stays_in_stage = False
         self._stalled_s = gossip.liveness.stalled_s()
-        self._members: dict[str, Standing] = {}
+        self._members: dict[str, MemberStatus] = {}
         self._short_of = 0
         self._begun_at: float | None = None
         """When this replica closed its round, in seconds awake."""
@@ -294,7 +294,7 @@ class Exchange:
     def refresh(self) -> None:
         """Looks at who lives, and what they have declared."""
         self._gossip.awake_s()  # after a stall of this process, no peer is silent
-        members = self._ownership.members.standings(self.number)
+        members = self._ownership.members.statuses(self.number)
         for peer_id in self._distrusted:
             members.pop(peer_id, None)
         members = still_known(self._members, members)
@@ -308,7 +308,7 @@ class Exchange:
         for j, machine in list(self._machines.items()):
             self.feed(j, on.Seen(members, counted, machine.facts.is_kept))
 
-    def _counted(self, members: Mapping[str, Standing]) -> int:
+    def _counted(self, members: Mapping[str, MemberStatus]) -> int:
         """Tokens that members have to contribute together, because somebody who holds some may not
         be known here yet; 0 where nobody is missed. So it is where a replica has died: they may
         have died with it."""

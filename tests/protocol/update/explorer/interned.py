@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import DEAD, Standing
+from swarmnet.protocol.update.roster import DEAD, MemberStatus
 from swarmnet.protocol.update.shard_facts import IS_OVER, Facts
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from tests.protocol.update.explorer.small_world import (
@@ -81,7 +81,7 @@ class Interned:
         self.at_messages, self.at_rest = BITS * n, BITS * (n + 1)
         self.locals: Numbers[Any] = Numbers()
         self.machines: list[ShardUpdate | None] = []
-        self.standings: Numbers[Standing | None] = Numbers()
+        self.statuses: Numbers[MemberStatus | None] = Numbers()
         self.messages: Numbers[Message] = Numbers()
         self.bags: Numbers[tuple[int, ...]] = Numbers()
         self.sent: Numbers[tuple[int, ...]] = Numbers()
@@ -111,8 +111,8 @@ class Interned:
     # ---- numbers --------------------------------------------------------------------------------
 
     def begin(self) -> int:
-        gone = Standing(life=DEAD)
-        self.dead = self.standing(None if self.scenario.returns else gone)
+        gone = MemberStatus(life=DEAD)
+        self.dead = self.status(None if self.scenario.returns else gone)
         self.locals.number(None)
         self.machines.append(None)
         self.own.append(self.dead)
@@ -148,15 +148,15 @@ class Interned:
     def unpack(self, world: int) -> list[int]:
         return [world >> shift & MASK for shift in self.shifts]
 
-    def standing(self, standing: Standing | None) -> int:
-        return self.standings.number(standing)
+    def status(self, status: MemberStatus | None) -> int:
+        return self.statuses.number(status)
 
-    def is_dead(self, standing: int) -> bool:
-        found = self.standings.all[standing]
+    def is_dead(self, status: int) -> bool:
+        found = self.statuses.all[status]
         return found is None or found.life == DEAD
 
-    def is_waited_for(self, standing: int) -> bool:
-        found = self.standings.all[standing]
+    def is_waited_for(self, status: int) -> bool:
+        found = self.statuses.all[status]
         return found is not None and found.is_waited_for
 
     def told_of(self, numbers: list[int], k: int, rest: Rest) -> int:
@@ -171,8 +171,8 @@ class Interned:
         if number == len(self.own):
             u = actor.machine.facts
             self.machines.append(actor.machine)
-            self.own.append(self.standing(actor.own))
-            self.seen.append(tuple([self.standing(s) for s in local.seen]))
+            self.own.append(self.status(actor.own))
+            self.seen.append(tuple([self.status(s) for s in local.seen]))
             self.is_over.append(u.state in IS_OVER)
             self.is_settled.append(self.scenario.reduced and is_settled(u))
             self.class_of.append(self.classes.number(self.class_for(local, u)))

@@ -103,7 +103,7 @@ class Moves(Interned):
         is_back = self.is_dead(self.seen[local][index]) and not self.is_dead(heard)
         try:
             if is_back and self.is_heard[m]:
-                actor.see(message.source, self.standings.all[heard])
+                actor.see(message.source, self.statuses.all[heard])
             if message.call[1] == "pull":
                 outcome = self.pull(actor, message)
             else:
@@ -136,17 +136,17 @@ class Moves(Interned):
 
     def hear(self, key: tuple[int, int, int]) -> Outcome:
         local, k, told = key
-        standing, before = self.standings.all[told], self.locals.all[local].seen[k]
+        status, before = self.statuses.all[told], self.locals.all[local].seen[k]
         is_cut = {self.peers[k], self.locals.all[local].me} == set(self.scenario.cut)
-        if is_cut and standing is not None:
-            standing = replace(standing, life=DEAD)
+        if is_cut and status is not None:
+            status = replace(status, life=DEAD)
         is_hung = before is not None and before.life == HUNG
-        if is_hung and standing is not None and standing.life != DEAD and not standing.is_past:
-            standing = replace(standing, life=HUNG)
+        if is_hung and status is not None and status.life != DEAD and not status.is_past:
+            status = replace(status, life=HUNG)
         outcome = Outcome(NOBODY, self.nothing, False)
-        if before != standing:
+        if before != status:
             actor = self.actor(local)
-            actor.see(self.peers[k], standing)
+            actor.see(self.peers[k], status)
             outcome = self.outcome(actor)
         self.news[key] = outcome
         return outcome
@@ -165,11 +165,11 @@ class Moves(Interned):
             is_blind = k < 0 or i in (k, rest.stopped) or local == GONE or self.is_settled[local]
             if is_blind or numbers[k] == GONE:
                 continue
-            standing = self.locals.all[local].seen[k]
-            if standing is None or not standing.is_waited_for or standing.is_past:
+            status = self.locals.all[local].seen[k]
+            if status is None or not status.is_waited_for or status.is_past:
                 continue
             actor = self.actor(local)
-            actor.see(self.peers[k], replace(standing, life=HUNG))
+            actor.see(self.peers[k], replace(status, life=HUNG))
             found.append(self.after(world, numbers, bag, i, self.outcome(actor)))
         return found
 
@@ -274,9 +274,9 @@ class Faults(Moves):
                 outcome = self.news.get(key)
                 if outcome is None:
                     actor = self.actor(local)
-                    standing = actor.seen[k]
-                    assert standing is not None
-                    actor.see(self.peers[k], replace(standing, life=DEAD))
+                    status = actor.seen[k]
+                    assert status is not None
+                    actor.see(self.peers[k], replace(status, life=DEAD))
                     outcome = self.news[key] = self.outcome(actor)
                 found.append(self.after(world, numbers, bag, i, outcome, less))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import DEAD, Ballot, Roster, Standing, first_ballot
+from swarmnet.protocol.update.roster import DEAD, Ballot, MemberStatus, Roster, first_ballot
 from swarmnet.protocol.update.shard_facts import (
     ABANDONED,
     CANVASSING,
@@ -98,7 +98,7 @@ class Local(NamedTuple):
 
     me: str
     facts: tuple[Any, ...]
-    seen: tuple[Standing | None, ...]
+    seen: tuple[MemberStatus | None, ...]
     """By peer: what this one takes it for. Of itself: what others can know."""
     applied: Any
     """The step that the optimizer state is after; None where there is none."""
@@ -154,14 +154,14 @@ class Actor:
         self.sent: list[Message] = []
 
     @property
-    def own(self) -> Standing:
-        standing = self.seen[self.scenario.peers.index(self.me)]
-        assert standing is not None
-        return standing
+    def own(self) -> MemberStatus:
+        status = self.seen[self.scenario.peers.index(self.me)]
+        assert status is not None
+        return status
 
     @own.setter
-    def own(self, standing: Standing) -> None:
-        self.seen[self.scenario.peers.index(self.me)] = standing
+    def own(self, status: MemberStatus) -> None:
+        self.seen[self.scenario.peers.index(self.me)] = status
 
     def local(self) -> Local:
         u = self.machine.facts
@@ -178,8 +178,8 @@ class Actor:
             self.group,
         )
 
-    def see(self, member: str, standing: Standing | None) -> None:
-        self.seen[self.scenario.peers.index(member)] = standing
+    def see(self, member: str, status: MemberStatus | None) -> None:
+        self.seen[self.scenario.peers.index(member)] = status
         self.show()
 
     def show(self) -> None:
@@ -362,7 +362,7 @@ def start(scenario: Scenario) -> list[Actor]:
             clips=scenario.clips,
             pulls=scenario.pulls,
         )
-        seen = [Standing(life=DEAD if {me, p} == set(scenario.cut) else "alive") for p in peers]
+        seen = [MemberStatus(life=DEAD if {me, p} == set(scenario.cut) else "alive") for p in peers]
         applied = UNTOUCHED if me in holders or scenario.pulls else None
         local = Local(me, (), tuple(seen), applied, (), None, False, None, frozenset())
         actor = Actor(scenario, local, ShardUpdate(me, roster))
