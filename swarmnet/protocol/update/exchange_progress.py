@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update.shard_facts import CLIPPING, COPYING, FOLLOWING, STEPPING, Facts
+from swarmnet.protocol.update.shard_state import CLIPPING, COPYING, FOLLOWING, STEPPING, ShardState
 
 
 class ExchangeProgress:
@@ -63,7 +63,7 @@ class ExchangeProgress:
 
     def hanging(
         self,
-        shards: Mapping[int, Facts],
+        shards: Mapping[int, ShardState],
         began: float | None,
         now: float,
         behind: Iterable[str],
@@ -81,8 +81,8 @@ class ExchangeProgress:
         for peer_id in behind:
             self._behind_at[peer_id] = now
         is_at_work = any(
-            facts.state in (STEPPING, COPYING) or (facts.state is CLIPPING and j not in self.summed)
-            for j, facts in shards.items()
+            shard.state in (STEPPING, COPYING) or (shard.state is CLIPPING and j not in self.summed)
+            for j, shard in shards.items()
         )
         if began is None or is_at_work or now < began + begin_s:
             return []
@@ -126,7 +126,7 @@ class SumWaits:
 
     def hung(
         self,
-        shards: Mapping[int, Facts],
+        shards: Mapping[int, ShardState],
         began: Callable[[str], float],
         now: float,
         limit_s: Callable[[str], float],
@@ -134,13 +134,13 @@ class SumWaits:
         """Living primaries without a sum after the limit of each, of an exchange that this replica
         has begun, which began for a primary at `began`."""
         found = set()
-        for j, facts in shards.items():
-            primary = facts.ballot.primary
-            is_waiting = facts.state is FOLLOWING and facts.begun is not None
-            if not is_waiting or facts.target() != primary or facts.is_dead(primary):
+        for j, shard in shards.items():
+            primary = shard.ballot.primary
+            is_waiting = shard.state is FOLLOWING and shard.begun is not None
+            if not is_waiting or shard.target() != primary or shard.is_dead(primary):
                 continue
             wait = (j, primary)
-            since = self._since.setdefault(wait, began(primary) if facts.ballot.is_first else now)
+            since = self._since.setdefault(wait, began(primary) if shard.ballot.is_first else now)
             if wait not in self._summed and now >= since + limit_s(primary):
                 found.add(primary)
         return found

@@ -1,6 +1,6 @@
 """The rules that the tables of `shard_update` name: guards, and what is done.
 
-A rule changes the facts and adds commands. It is never called by anybody but the table."""
+A rule changes the shard's state and adds commands. It is never called by anybody but the table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.events import Call, Event, Handle
 from swarmnet.protocol.update.roster import MAX_LEAD, MAX_TERM, Ballot
-from swarmnet.protocol.update.shard_facts import (
+from swarmnet.protocol.update.shard_state import (
     ABANDONED,
     ADOPTED,
     CANVASSING,
@@ -21,37 +21,37 @@ from swarmnet.protocol.update.shard_facts import (
     HAS_STEPPED,
     MIRRORING,
     STEPPING,
-    Facts,
+    ShardState,
 )
 
 # ---- guards -------------------------------------------------------------------------------------
 
 
-def is_elsewhere(u: Facts) -> bool:
+def is_elsewhere(u: ShardState) -> bool:
     return u.past() is not None
 
 
-def leads(u: Facts) -> bool:
+def leads(u: ShardState) -> bool:
     return u.ballot.primary == u.me and u.past() is None
 
 
-def is_misnamed(u: Facts) -> bool:
+def is_misnamed(u: ShardState) -> bool:
     """The ballot takes this replica for a holder of the state, and it is none."""
     is_holder = u.roster.is_holder and not u.is_spoiled
     return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not is_holder
 
 
-def is_next(u: Facts) -> bool:
+def is_next(u: ShardState) -> bool:
     """It takes over: by its own roster, or by that of others, who wait here for a result."""
     is_called = u.successor() == u.me or bool(u.calls)
     return u.roster.may_lead and u.is_dead(u.ballot.primary) and is_called
 
 
-def must_take_over(u: Facts) -> bool:
+def must_take_over(u: ShardState) -> bool:
     return is_next(u) and u.told() is None and u.past() is None
 
 
-def must_push(u: Facts) -> bool:
+def must_push(u: ShardState) -> bool:
     return u.begun is not None and u.target() not in (
         u.me,
         u.pushing,
@@ -59,55 +59,55 @@ def must_push(u: Facts) -> bool:
     )
 
 
-def needs_no_takeover(u: Facts) -> bool:
+def needs_no_takeover(u: ShardState) -> bool:
     return not is_next(u) or u.past() is not None
 
 
-def all_agree(u: Facts) -> bool:
+def all_agree(u: ShardState) -> bool:
     return u.agreed >= set(u.voters())
 
 
-def is_complete(u: Facts) -> bool:
+def is_complete(u: ShardState) -> bool:
     given = sum(num_tokens for _, (num_tokens, _) in u.parts)
     is_whole = not u.waits_for() and given >= u.counted
     return u.begun is not None and (u.is_expired or is_whole)
 
 
-def is_mirrored(u: Facts) -> bool:
+def is_mirrored(u: ShardState) -> bool:
     return not u.awaited() and not u.back()
 
 
-def may_step(u: Facts) -> bool:
+def may_step(u: ShardState) -> bool:
     """A step on a new state takes the moments from those that have them, and lasts where a result
     of theirs does not. So it is for those whose state is lost, and not for who is cut off from it:
     that waits, until it hears from them or of their deaths."""
     return u.has_norm and not u.is_kept
 
 
-def has_one_back(u: Facts) -> bool:
+def has_one_back(u: ShardState) -> bool:
     return not u.lost.isdisjoint(u.living())
 
 
-def must_mirror(u: Facts) -> bool:
+def must_mirror(u: ShardState) -> bool:
     return not u.is_paused and not u.unmirrored.isdisjoint(u.living())
 
 
-def must_use_copy(u: Facts) -> bool:
+def must_use_copy(u: ShardState) -> bool:
     return u.is_dead(u.ballot.primary) and u.past() is None
 
 
-def has_lost_one(u: Facts) -> bool:
+def has_lost_one(u: ShardState) -> bool:
     return not u.dead() <= u.lost
 
 
-def must_ask_back(u: Facts) -> bool:
+def must_ask_back(u: ShardState) -> bool:
     return bool(u.back() - u.asked)
 
 
 # ---- after an event -----------------------------------------------------------------------------
 
 
-def lead(u: Facts) -> None:
+def lead(u: ShardState) -> None:
     """It is the primary of the ballot that it goes by."""
     u.state = GATHERING
     u.is_expired = u.has_stood_still = False
@@ -122,45 +122,45 @@ def lead(u: Facts) -> None:
     pause(u)
 
 
-def canvass(u: Facts) -> None:
+def canvass(u: ShardState) -> None:
     u.state, u.agreed = CANVASSING, frozenset()
     give_up_push(u)
     ask_again(u)
 
 
-def ask_again(u: Facts) -> None:
+def ask_again(u: ShardState) -> None:
     """The question before a takeover."""
     if u.voters():
         u.commands.append(do.Ask(tuple(u.voters()), u.next_ballot(), is_final=False, count=u.count))
         pause(u)
 
 
-def take_over(u: Facts) -> None:
+def take_over(u: ShardState) -> None:
     """All that live would promise: from now on there is no way back to the old primary."""
     go_by(u, u.next_ballot())
 
 
-def nominate(u: Facts) -> None:
+def nominate(u: ShardState) -> None:
     """The next ballot is that of a holder; its own, where none is known to live."""
     holder = next((p for p in u.roster.holders if p != u.me and not u.is_dead(p)), None)
     is_holder = holder is not None
     go_by(u, u.ballot.next_of(u.me if holder is None else holder, is_holder=is_holder))
 
 
-def stand_back(u: Facts) -> None:
+def stand_back(u: ShardState) -> None:
     """It leads nothing any more. Who waits here comes again, to where the result is."""
     u.state, u.parts, u.has_norm = FOLLOWING, (), False
     deny_all(u)
 
 
-def push(u: Facts) -> None:
+def push(u: ShardState) -> None:
     give_up_push(u)
     u.pushing = u.target()
     has_gradient = u.pushing == u.ballot.primary
     u.commands.append(do.Push(u.pushing, u.ballot, has_gradient))
 
 
-def close(u: Facts) -> None:
+def close(u: ShardState) -> None:
     """Nothing comes into the sum any more."""
     u.state, u.has_norm = CLIPPING, False
     u.senders = frozenset(p for p, _ in u.parts)
@@ -171,14 +171,14 @@ def close(u: Facts) -> None:
     u.parts = ()
 
 
-def count_again(u: Facts) -> None:
+def count_again(u: ShardState) -> None:
     """Who is dead may have led others by a higher ballot before: all that live are asked again."""
     u.lost |= u.dead()
     u.count += 1
     u.promised, u.asked = frozenset(), frozenset()
 
 
-def ask_back(u: Facts) -> None:
+def ask_back(u: ShardState) -> None:
     """Before the result is given out: who was dead a moment ago may have another one, and so may
     one that is waited for no more."""
     asked = u.back() - u.asked
@@ -187,7 +187,7 @@ def ask_back(u: Facts) -> None:
     pause(u)
 
 
-def decide(u: Facts) -> None:
+def decide(u: ShardState) -> None:
     u.state = DECIDED
     end_with(u, is_own=True)
 
@@ -195,22 +195,22 @@ def decide(u: Facts) -> None:
 # ---- events -------------------------------------------------------------------------------------
 
 
-def ignore(u: Facts, event: Event) -> None:
+def ignore(u: ShardState, event: Event) -> None:
     pass
 
 
-def begin(u: Facts, event: on.Begun) -> None:
+def begin(u: ShardState, event: on.Begun) -> None:
     u.begun = (event.num_tokens, event.gradient)
     if u.state is GATHERING:
         add_part(u, u.me, *u.begun)
         set_deadline(u)
 
 
-def note(u: Facts, event: on.Seen) -> None:
+def note(u: ShardState, event: on.Seen) -> None:
     u.members, u.counted, u.is_kept = event.members, event.counted, event.is_kept
 
 
-def take_push(u: Facts, event: on.Pushed) -> None:
+def take_push(u: ShardState, event: on.Pushed) -> None:
     if may_go_by(u, event.ballot):
         go_by(u, event.ballot)
         if is_misnamed(u):
@@ -226,19 +226,19 @@ def take_push(u: Facts, event: on.Pushed) -> None:
         add_part(u, event.sender, event.num_tokens, event.gradient)
 
 
-def deny(u: Facts, event: on.Pushed | on.Asked) -> None:
+def deny(u: ShardState, event: on.Pushed | on.Asked) -> None:
     u.commands.append(do.Deny(event.call, u.ballot))
 
 
-def give(u: Facts, event: on.Pushed | on.Asked) -> None:
+def give(u: ShardState, event: on.Pushed | on.Asked) -> None:
     u.commands.append(do.Give(event.call, u.result))
 
 
-def hold(u: Facts, event: on.Pushed | on.Asked) -> None:
+def hold(u: ShardState, event: on.Pushed | on.Asked) -> None:
     wait(u, event.call, event.sender if isinstance(event, on.Pushed) else "")
 
 
-def vote(u: Facts, event: on.Asked) -> None:
+def vote(u: ShardState, event: on.Asked) -> None:
     if event.is_final:
         if event.ballot.primary == event.sender and may_go_by(u, event.ballot):
             go_by(u, event.ballot)
@@ -249,7 +249,7 @@ def vote(u: Facts, event: on.Asked) -> None:
     u.commands.append(answer(event.call, event.ballot if is_promised else u.ballot))
 
 
-def vote_with_copy(u: Facts, event: on.Asked) -> None:
+def vote_with_copy(u: ShardState, event: on.Asked) -> None:
     """The primary of the copied step has the promise. Who has that of all others instead would
     make another step."""
     if event.is_final and event.ballot != u.ballot:
@@ -259,7 +259,7 @@ def vote_with_copy(u: Facts, event: on.Asked) -> None:
         vote(u, event)
 
 
-def hold_for_primary(u: Facts, event: on.Pushed) -> None:
+def hold_for_primary(u: ShardState, event: on.Pushed) -> None:
     """Whoever goes by the same ballot cannot reach the primary, and waits here for its result. By a
     higher one the primary has been overthrown."""
     if event.ballot == u.ballot:
@@ -271,7 +271,7 @@ def hold_for_primary(u: Facts, event: on.Pushed) -> None:
         deny(u, event)
 
 
-def would_promise(u: Facts, ballot: Ballot) -> bool:
+def would_promise(u: ShardState, ballot: Ballot) -> bool:
     if ballot <= u.ballot or u.ballot.primary == u.me:
         return False
     if not u.is_dead(u.ballot.primary):
@@ -280,12 +280,12 @@ def would_promise(u: Facts, ballot: Ballot) -> bool:
     return u.successor() != u.me or u.next_ballot() < ballot
 
 
-def count_agreed(u: Facts, event: on.Agreed) -> None:
+def count_agreed(u: ShardState, event: on.Agreed) -> None:
     if event.ballot == u.next_ballot():
         u.agreed |= {event.sender}
 
 
-def denied(u: Facts, event: on.Denied) -> None:
+def denied(u: ShardState, event: on.Denied) -> None:
     if u.state not in (COPYING, COPIED) and may_go_by(u, event.ballot):
         return go_by(u, event.ballot)
     if u.state is CANVASSING:
@@ -296,7 +296,7 @@ def denied(u: Facts, event: on.Denied) -> None:
     return None
 
 
-def copy(u: Facts, event: on.MirrorCame) -> None:
+def copy(u: ShardState, event: on.MirrorCame) -> None:
     if event.ballot < u.ballot or event.ballot.primary != event.sender:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
@@ -311,7 +311,7 @@ def copy(u: Facts, event: on.MirrorCame) -> None:
     u.commands.append(do.Repeat(event.step, u.attempt))
 
 
-def copy_for(u: Facts, event: on.MirrorCame) -> None:
+def copy_for(u: ShardState, event: on.MirrorCame) -> None:
     """Of the step that is being made, after the first call broke; or of another's."""
     if event.ballot == u.ballot and event.ballot.primary == event.sender:
         u.copied_for = event.call
@@ -319,11 +319,11 @@ def copy_for(u: Facts, event: on.MirrorCame) -> None:
         refuse(u, event)
 
 
-def refuse(u: Facts, event: on.MirrorCame) -> None:
+def refuse(u: ShardState, event: on.MirrorCame) -> None:
     u.commands.append(do.Refuse(event.call))
 
 
-def adopt(u: Facts, event: on.ResultCame) -> None:
+def adopt(u: ShardState, event: on.ResultCame) -> None:
     """Who has promised a higher ballot since may be counted on for that one: nothing that an older
     call still brings may part it from the others."""
     if event.ballot < u.ballot:
@@ -332,37 +332,37 @@ def adopt(u: Facts, event: on.ResultCame) -> None:
     end_with(u, is_own=False)
 
 
-def ask_later(u: Facts, event: on.ResultCame) -> None:
+def ask_later(u: ShardState, event: on.ResultCame) -> None:
     """A step is being copied: the result is asked for once more when that has ended."""
     u.pushing = None
 
 
-def count_promise(u: Facts, event: on.Agreed) -> None:
+def count_promise(u: ShardState, event: on.Agreed) -> None:
     if event.ballot == u.ballot and event.is_final and event.count == u.count:
         u.promised |= {event.sender}
 
 
-def adopt_instead(u: Facts, event: on.ResultCame) -> None:
+def adopt_instead(u: ShardState, event: on.ResultCame) -> None:
     """The step that was made here is not the one that holds."""
     if event.ballot >= u.ballot:
         spoil(u)
         adopt(u, event)
 
 
-def push_failed(u: Facts, event: on.PushFailed) -> None:
+def push_failed(u: ShardState, event: on.PushFailed) -> None:
     if event.target == u.pushing:
         u.pushing, u.failed, u.host = None, event.target, None
         pause(u)
 
 
-def go_without(u: Facts, event: on.PushFailed) -> None:
+def go_without(u: ShardState, event: on.PushFailed) -> None:
     """Gossip averaging: the partner has no offer. Of another exchange, what was asked before
     this replica became the primary."""
     if u.roster.pulls:
         u.lacking |= {event.target}
 
 
-def again(u: Facts, event: on.Again) -> None:
+def again(u: ShardState, event: on.Again) -> None:
     u.is_paused, u.failed, u.host = False, None, None
     if u.state is CANVASSING:
         ask_again(u)
@@ -372,7 +372,7 @@ def again(u: Facts, event: on.Again) -> None:
         u.asked = frozenset()
 
 
-def remind(u: Facts) -> None:
+def remind(u: ShardState) -> None:
     """Members that have closed the round and go by another ballot, or whose promise was
     lost."""
     late = [p for p in u.waits_for() if u.members[p].declared is not None]
@@ -381,7 +381,7 @@ def remind(u: Facts) -> None:
     pause(u)
 
 
-def summed(u: Facts, event: on.Summed) -> None:
+def summed(u: ShardState, event: on.Summed) -> None:
     if event.attempt != u.attempt:
         return
     u.total = event.total
@@ -392,12 +392,12 @@ def summed(u: Facts, event: on.Summed) -> None:
         u.has_norm = True
 
 
-def clip_known(u: Facts, event: on.ClipKnown) -> None:
+def clip_known(u: ShardState, event: on.ClipKnown) -> None:
     if event.attempt == u.attempt:
         u.has_norm = True
 
 
-def step(u: Facts) -> None:
+def step(u: ShardState) -> None:
     u.state, u.has_norm = STEPPING, False
     if u.lost or u.has_stood_still:
         count_again(u)
@@ -409,7 +409,7 @@ def step(u: Facts) -> None:
         u.commands.append(do.SetDeadline())  # for the partner to pull what is given here
 
 
-def mirror(u: Facts) -> None:
+def mirror(u: ShardState) -> None:
     """To the backups that live and have not been sent it; to the others when they are back."""
     backups = u.unmirrored & frozenset(u.living())
     u.unmirrored -= backups
@@ -417,20 +417,20 @@ def mirror(u: Facts) -> None:
         u.commands.append(do.Mirror(u.total, tuple(sorted(backups)), u.ballot, u.attempt))
 
 
-def mirror_failed(u: Facts, event: on.MirrorFailed) -> None:
+def mirror_failed(u: ShardState, event: on.MirrorFailed) -> None:
     """A backup that lives has to have the step before anybody gets the result."""
     if event.attempt == u.attempt:
         u.unmirrored |= {event.sender} & u.pending
         pause(u)
 
 
-def stepped(u: Facts, event: on.Stepped) -> None:
+def stepped(u: ShardState, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
     u.state, u.result = MIRRORING, event.result
 
 
-def copied(u: Facts, event: on.Stepped) -> None:
+def copied(u: ShardState, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
     u.state, u.result = COPIED, event.result
@@ -440,13 +440,13 @@ def copied(u: Facts, event: on.Stepped) -> None:
         deny_all(u)
 
 
-def use_copy(u: Facts) -> None:
+def use_copy(u: ShardState) -> None:
     """There is no primary to have its result from: the copied step makes the same."""
     u.state = ADOPTED
     end_with(u, is_own=False)
 
 
-def not_copied(u: Facts, event: on.StepFailed) -> None:
+def not_copied(u: ShardState, event: on.StepFailed) -> None:
     if event.attempt != u.attempt:
         return
     u.commands.append(do.Refuse(u.copied_for))
@@ -454,7 +454,7 @@ def not_copied(u: Facts, event: on.StepFailed) -> None:
     deny_all(u)
 
 
-def fell_through(u: Facts, event: on.StepFailed) -> None:
+def fell_through(u: ShardState, event: on.StepFailed) -> None:
     """The sum or the step could not be made here: it is tried again, wherever the primary is by
     then."""
     if event.attempt == u.attempt:
@@ -462,7 +462,7 @@ def fell_through(u: Facts, event: on.StepFailed) -> None:
         stand_back(u)
 
 
-def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
+def confirmed(u: ShardState, event: on.Confirmed | on.Refused) -> None:
     if event.attempt != u.attempt:
         return
     u.pending -= {event.sender}
@@ -470,27 +470,27 @@ def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
     u.served |= {event.sender}
 
 
-def expire_pair(u: Facts, event: on.DeadlinePassed) -> None:
+def expire_pair(u: ShardState, event: on.DeadlinePassed) -> None:
     """Gossip averaging: the partner does not come for what is given here."""
     if u.roster.pulls:
         u.pending = frozenset()
 
 
-def expire(u: Facts, event: on.DeadlinePassed) -> None:
+def expire(u: ShardState, event: on.DeadlinePassed) -> None:
     u.is_expired = u.begun is not None
 
 
-def doubt(u: Facts, event: on.StoodStill) -> None:
+def doubt(u: ShardState, event: on.StoodStill) -> None:
     """Whoever has contributed may follow another primary by now. It is asked before the result is
     given out."""
     u.has_stood_still = True
 
 
-def doubt_promises(u: Facts, event: on.StoodStill) -> None:
+def doubt_promises(u: ShardState, event: on.StoodStill) -> None:
     count_again(u)
 
 
-def abandon(u: Facts, event: on.MovedOn) -> None:
+def abandon(u: ShardState, event: on.MovedOn) -> None:
     if u.state in HAS_STEPPED:
         spoil(u)
     u.state = ABANDONED
@@ -501,12 +501,12 @@ def abandon(u: Facts, event: on.MovedOn) -> None:
 # ---- parts of rules -----------------------------------------------------------------------------
 
 
-def may_go_by(u: Facts, ballot: Ballot) -> bool:
+def may_go_by(u: ShardState, ballot: Ballot) -> bool:
     """It is higher, and not so far that only a liar can have raised it."""
     return u.ballot < ballot and ballot.term <= min(MAX_TERM, u.ballot.term + MAX_LEAD)
 
 
-def go_by(u: Facts, ballot: Ballot) -> None:
+def go_by(u: ShardState, ballot: Ballot) -> None:
     """Promises a higher ballot: what was done under the one before does not hold."""
     if u.state in HAS_STEPPED:
         spoil(u)
@@ -519,56 +519,56 @@ def go_by(u: Facts, ballot: Ballot) -> None:
     deny_all(u)
 
 
-def _backups(u: Facts) -> frozenset[str]:
+def _backups(u: ShardState) -> frozenset[str]:
     """Who makes the step too."""
     return frozenset(u.roster.backups) - u.served - {u.me}
 
 
-def set_deadline(u: Facts) -> None:
+def set_deadline(u: ShardState) -> None:
     if not u.roster.pulls:  # the calls that pull end of themselves
         u.commands.append(do.SetDeadline())
 
 
-def spoil(u: Facts) -> None:
+def spoil(u: ShardState) -> None:
     if u.total is not None:
         u.commands.append(do.Spoiled())
         u.is_spoiled = True
     u.pending, u.unmirrored = frozenset(), frozenset()
 
 
-def wait(u: Facts, call: Call, sender: str) -> None:
+def wait(u: ShardState, call: Call, sender: str) -> None:
     """The call is answered later. Who pushes again has given its earlier push up."""
     earlier = [item for item in u.calls if sender and item[0] == sender]
     u.commands += [do.Deny(given_up, u.ballot) for _, given_up in earlier if given_up != call]
     u.calls = (*(item for item in u.calls if item not in earlier), (sender, call))
 
 
-def deny_all(u: Facts) -> None:
+def deny_all(u: ShardState) -> None:
     """Who waits here has to go elsewhere, or to come again under the present ballot."""
     u.commands += [do.Deny(call, u.ballot) for _, call in u.calls]
     u.calls = ()
 
 
-def give_up_push(u: Facts) -> None:
+def give_up_push(u: ShardState) -> None:
     if u.pushing is not None:
         u.commands.append(do.GiveUpPush())
     u.pushing = None
 
 
-def pause(u: Facts) -> None:
+def pause(u: ShardState) -> None:
     if not u.is_paused:
         u.is_paused = True
         u.commands.append(do.Pause())
 
 
-def add_part(u: Facts, peer_id: str, num_tokens: int, gradient: Handle | None) -> None:
+def add_part(u: ShardState, peer_id: str, num_tokens: int, gradient: Handle | None) -> None:
     parts = dict(u.parts)
     if num_tokens or peer_id not in parts:
         parts[peer_id] = (num_tokens, gradient)
     u.parts = tuple(sorted(parts.items(), key=lambda item: item[0]))
 
 
-def end_with(u: Facts, *, is_own: bool) -> None:
+def end_with(u: ShardState, *, is_own: bool) -> None:
     assert u.result is not None
     u.parts, u.total = (), None
     u.begun = None if u.begun is None else (u.begun[0], None)  # its gradient is not needed any more

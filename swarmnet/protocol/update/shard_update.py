@@ -87,7 +87,7 @@ from swarmnet.protocol.update import shard_rules as rules
 from swarmnet.protocol.update.commands import Command
 from swarmnet.protocol.update.events import Event
 from swarmnet.protocol.update.roster import Roster
-from swarmnet.protocol.update.shard_facts import (
+from swarmnet.protocol.update.shard_state import (
     ABANDONED,
     ADOPTED,
     CANVASSING,
@@ -98,12 +98,12 @@ from swarmnet.protocol.update.shard_facts import (
     IS_OVER,
     MIRRORING,
     STEPPING,
-    Facts,
+    ShardState,
     State,
 )
 
-Rule = Callable[[Facts, Any], None]
-Guard = Callable[[Facts], bool]
+Rule = Callable[[ShardState, Any], None]
+Guard = Callable[[ShardState], bool]
 
 
 def _row(default: Rule, **others: Rule) -> dict[State, Rule]:
@@ -211,7 +211,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
 }
 """The rule for each event in each state; the first one is for the states that are not named."""
 
-STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
+STATES: dict[State, tuple[tuple[Guard, Callable[[ShardState], None]], ...]] = {
     FOLLOWING: (
         (rules.is_misnamed, rules.nominate),
         (rules.leads, rules.lead),
@@ -252,36 +252,36 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
 class ShardUpdate:
     """The update of one shard in one exchange, at one replica. `handle` is the only way in."""
 
-    __slots__ = ("facts",)
+    __slots__ = ("shard",)
 
     def __init__(self, me: str, roster: Roster) -> None:
-        self.facts = Facts(me, roster, roster.ballot)
+        self.shard = ShardState(me, roster, roster.ballot)
 
     def copy(self) -> ShardUpdate:
         """Another machine in the same state."""
         other = copy(self)
-        other.facts = copy(self.facts)
+        other.shard = copy(self.shard)
         return other
 
     def handle(self, event: Event) -> list[Command]:
         """Takes an event in. Returns what is to be done now, in this order."""
-        facts = self.facts
-        facts.commands = []
-        EVENTS[type(event)][facts.state](facts, event)
+        shard = self.shard
+        shard.commands = []
+        EVENTS[type(event)][shard.state](shard, event)
         while True:
-            for guard, rule in STATES.get(facts.state, ()):
-                if guard(facts):
-                    rule(facts)
+            for guard, rule in STATES.get(shard.state, ()):
+                if guard(shard):
+                    rule(shard)
                     break
             else:
-                return facts.commands
+                return shard.commands
 
     @property
     def is_over(self) -> bool:
         """There is a result, or there will be none."""
-        return self.facts.state in IS_OVER
+        return self.shard.state in IS_OVER
 
     @property
     def may_step(self) -> bool:
         """The optimizer state of the shard is being changed here, or may be."""
-        return self.facts.state not in (FOLLOWING, ADOPTED, ABANDONED)
+        return self.shard.state not in (FOLLOWING, ADOPTED, ABANDONED)

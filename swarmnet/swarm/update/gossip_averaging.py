@@ -267,7 +267,7 @@ class Meeting:
             self._wanted.remove(shard)
             self._wait.asked(asyncio.get_running_loop().time())
             if not self._wanted:
-                self._feed(on.Confirmed(peer_id, self._machine.facts.attempt))
+                self._feed(on.Confirmed(peer_id, self._machine.shard.attempt))
 
     def _refresh(self) -> None:
         partner, liveness = self._partner, self._gossip.liveness
@@ -298,13 +298,13 @@ class Meeting:
     async def _pull(self, target: str) -> None:
         offers = await self._offers_of(target)
         if offers:
-            ballot = self._machine.facts.ballot
+            ballot = self._machine.shard.ballot
             self._feed(on.Pushed(None, target, ballot, 1, offers))
         else:
             self._feed(on.PushFailed(target))
 
     async def _step(self, offers: Offers | None, attempt: int) -> None:
-        while self._machine.facts.awaited():
+        while self._machine.shard.awaited():
             await self._over.wait(LOOK_AGAIN_S)
         try:
             await self._make_step(offers or {})

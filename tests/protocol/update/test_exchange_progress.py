@@ -9,18 +9,18 @@ import pytest
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress, SumWaits
 from swarmnet.protocol.update.roster import ALIVE, Ballot, MemberStatus, Roster
-from swarmnet.protocol.update.shard_facts import Facts, State
+from swarmnet.protocol.update.shard_state import ShardState, State
 
 LIMIT_S = 10.0
 PRIMARY, ME, NEXT = "primary", "me", "next"
 
 
-def waiting(ballot: Ballot, **status: Any) -> Facts:
+def waiting(ballot: Ballot, **status: Any) -> ShardState:
     roster = Roster(ballot, (PRIMARY, NEXT), (PRIMARY, NEXT))
-    facts = Facts(ME, roster, ballot)
-    facts.begun = (4, "gradient")
-    facts.members = {PRIMARY: MemberStatus(ALIVE, **status), NEXT: MemberStatus(ALIVE)}
-    return facts
+    shard = ShardState(ME, roster, ballot)
+    shard.begun = (4, "gradient")
+    shard.members = {PRIMARY: MemberStatus(ALIVE, **status), NEXT: MemberStatus(ALIVE)}
+    return shard
 
 
 def began(_: str) -> float:
@@ -28,32 +28,32 @@ def began(_: str) -> float:
 
 
 def test_a_primary_without_a_sum_hangs_after_the_limit() -> None:
-    waits, facts = SumWaits(), {0: waiting(Ballot(1, PRIMARY))}
-    assert waits.hung(facts, began, 109.9, lambda _: LIMIT_S) == set()
-    assert waits.hung(facts, began, 110.0, lambda _: LIMIT_S) == {PRIMARY}
+    waits, shards = SumWaits(), {0: waiting(Ballot(1, PRIMARY))}
+    assert waits.hung(shards, began, 109.9, lambda _: LIMIT_S) == set()
+    assert waits.hung(shards, began, 110.0, lambda _: LIMIT_S) == {PRIMARY}
 
 
 def test_each_primary_has_its_own_limit() -> None:
     waits = SumWaits()
-    facts = {0: waiting(Ballot(1, PRIMARY)), 1: waiting(Ballot(2, NEXT))}
+    shards = {0: waiting(Ballot(1, PRIMARY)), 1: waiting(Ballot(2, NEXT))}
     limits = {PRIMARY: 4.0, NEXT: 10.0}.__getitem__
-    assert waits.hung(facts, began, 103.9, limits) == set()
-    assert waits.hung(facts, began, 104.0, limits) == {PRIMARY}
-    assert waits.hung(facts, began, 150.0, limits) == {PRIMARY, NEXT}
+    assert waits.hung(shards, began, 103.9, limits) == set()
+    assert waits.hung(shards, began, 104.0, limits) == {PRIMARY}
+    assert waits.hung(shards, began, 150.0, limits) == {PRIMARY, NEXT}
 
 
 def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
-    waits, facts = SumWaits(), {j: waiting(Ballot(1, PRIMARY)) for j in range(2)}
+    waits, shards = SumWaits(), {j: waiting(Ballot(1, PRIMARY)) for j in range(2)}
     waits.summed(0, PRIMARY)
-    assert waits.hung({0: facts[0]}, began, 150.0, lambda _: LIMIT_S) == set()
-    assert waits.hung(facts, began, 150.0, lambda _: LIMIT_S) == {PRIMARY}
+    assert waits.hung({0: shards[0]}, began, 150.0, lambda _: LIMIT_S) == set()
+    assert waits.hung(shards, began, 150.0, lambda _: LIMIT_S) == {PRIMARY}
 
 
 def test_who_takes_over_gets_as_long() -> None:
-    waits, facts = SumWaits(), {0: waiting(Ballot(3, NEXT))}
-    assert waits.hung(facts, began, 120.0, lambda _: LIMIT_S) == set()
-    assert waits.hung(facts, began, 129.9, lambda _: LIMIT_S) == set()
-    assert waits.hung(facts, began, 130.0, lambda _: LIMIT_S) == {NEXT}
+    waits, shards = SumWaits(), {0: waiting(Ballot(3, NEXT))}
+    assert waits.hung(shards, began, 120.0, lambda _: LIMIT_S) == set()
+    assert waits.hung(shards, began, 129.9, lambda _: LIMIT_S) == set()
+    assert waits.hung(shards, began, 130.0, lambda _: LIMIT_S) == {NEXT}
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_the_word_that_state_has_come_may_be_there_before_the_one_that_it_had_no
 
 
 def test_nobody_hangs_who_is_not_waited_for() -> None:
-    waits, facts = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
-    facts.members = {PRIMARY: MemberStatus(ALIVE), NEXT: MemberStatus(ALIVE, is_past=True)}
-    assert waits.hung({0: facts}, began, 150.0, lambda _: LIMIT_S) == set()
-    facts.begun = None
-    assert waits.hung({0: facts}, began, 150.0, lambda _: LIMIT_S) == set()
+    waits, shard = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
+    shard.members = {PRIMARY: MemberStatus(ALIVE), NEXT: MemberStatus(ALIVE, is_past=True)}
+    assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
+    shard.begun = None
+    assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()

@@ -20,7 +20,7 @@ from swarmnet.protocol.update.roster import (
     still_known,
 )
 from swarmnet.protocol.update.roster import pair as pair_of
-from swarmnet.protocol.update.shard_facts import (
+from swarmnet.protocol.update.shard_state import (
     ABANDONED,
     ADOPTED,
     CANVASSING,
@@ -52,7 +52,7 @@ def replica(me: str, peers: str = "abc", holders: str = "ab", **options: Any) ->
 
 def sees(u: ShardUpdate, **statuses: MemberStatus) -> list[do.Command]:
     """What is known of the others now; those that are not named live."""
-    members = {p: statuses.get(p, LIVES) for p in u.facts.roster.order if p != u.facts.me}
+    members = {p: statuses.get(p, LIVES) for p in u.shard.roster.order if p != u.shard.me}
     return u.handle(on.Seen(members))
 
 
@@ -68,7 +68,7 @@ def clipping(**options: Any) -> ShardUpdate:
     (made,) = [c for c in u.handle(pushed("c")) if isinstance(c, do.Sum)]
     assert [p for p, _, _ in made.parts] == ["a", "b", "c"]
     u.handle(on.Summed("sum", made.attempt))
-    assert u.facts.state is CLIPPING
+    assert u.shard.state is CLIPPING
     return u
 
 
@@ -89,14 +89,14 @@ def stepping() -> ShardUpdate:
     """It has the step made, and b is to make it too."""
     u = clipping()
     assert do.Mirror("sum", ("b",), A, 1) in u.handle(on.ClipKnown(1))
-    assert u.facts.state is STEPPING
+    assert u.shard.state is STEPPING
     return u
 
 
 def mirroring() -> ShardUpdate:
     u = stepping()
     assert not u.handle(on.Stepped("result", 1))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
     return u
 
 
@@ -130,7 +130,7 @@ def test_the_result_is_given_out_when_the_backup_has_it() -> None:
         do.Give("push of b", "result"),
         do.Give("push of c", "result"),
     ]
-    assert u.facts.state is DECIDED
+    assert u.shard.state is DECIDED
     assert u.is_over
 
 
@@ -160,7 +160,7 @@ def test_the_primary_dies_after_the_mirror() -> None:
 def test_a_mirrored_step_that_comes_after_a_promise_is_denied() -> None:
     b = replica("b")
     b.handle(on.Asked("ask", "c", C, is_final=True))
-    assert b.facts.ballot == C
+    assert b.shard.ballot == C
     found = b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
     assert found == [do.Deny("mirror", C)]
 
@@ -175,17 +175,17 @@ def test_a_false_suspicion_is_denied_by_a_third() -> None:
     ]
     found = b.handle(on.Denied("c", A))
     assert do.Push("c", A, has_gradient=False) in found
-    assert b.facts.state is FOLLOWING
-    assert b.facts.ballot == A
+    assert b.shard.state is FOLLOWING
+    assert b.shard.ballot == A
 
 
 def test_the_suspected_primary_is_heard_again() -> None:
     b = replica("b")
     sees(b, a=GONE)
-    assert b.facts.state is CANVASSING
+    assert b.shard.state is CANVASSING
     assert do.Push("a", A, has_gradient=True) in sees(b)
     assert not b.handle(agreed("c", B, is_final=False))
-    assert b.facts.ballot == A
+    assert b.shard.ballot == A
 
 
 def test_overthrown_while_clipping() -> None:
@@ -198,7 +198,7 @@ def test_overthrown_while_clipping() -> None:
         do.Push("b", B, has_gradient=True),
     ]
     assert not u.handle(on.ClipKnown(1))
-    assert u.facts.state is FOLLOWING
+    assert u.shard.state is FOLLOWING
 
 
 def test_overthrown_while_stepping() -> None:
@@ -207,7 +207,7 @@ def test_overthrown_while_stepping() -> None:
     found = u.handle(on.Asked("ask", "b", B, is_final=True))
     assert found[0] == do.Spoiled()
     assert not u.handle(on.Stepped("result", 1))
-    assert u.facts.next_ballot().term % 2 == 0
+    assert u.shard.next_ballot().term % 2 == 0
 
 
 def test_what_an_earlier_attempt_brings_does_not_count() -> None:
@@ -215,25 +215,25 @@ def test_what_an_earlier_attempt_brings_does_not_count() -> None:
     assert not clipping().handle(on.ClipKnown(0))
     u = stepping()
     u.handle(on.Stepped("other", 0))
-    assert u.facts.state is STEPPING
+    assert u.shard.state is STEPPING
     assert not copying().handle(on.Stepped("other", 0))
     assert not copying().handle(on.StepFailed(0))
     for event in (on.Confirmed("b", 0), on.Refused("b", 0), on.MirrorFailed("b", 0)):
         u = mirroring()
         u.handle(on.Again())
         assert not u.handle(event)
-        assert u.facts.pending
-        assert not u.facts.unmirrored
+        assert u.shard.pending
+        assert not u.shard.unmirrored
 
 
 def test_a_member_back_after_the_sum_is_waited_for() -> None:
     u = replica("a")
     u.handle(pushed("b"))
     sees(u, c=GONE)
-    assert u.facts.state is CLIPPING
+    assert u.shard.state is CLIPPING
     found = sees(u)
     assert do.Deny("push of b", A) in found
-    assert u.facts.state is GATHERING
+    assert u.shard.state is GATHERING
 
 
 def test_a_result_that_is_on_its_way_is_not_asked_for_again_of_another() -> None:
@@ -243,7 +243,7 @@ def test_a_result_that_is_on_its_way_is_not_asked_for_again_of_another() -> None
         found = sees(u, **{first: PAST})
         assert do.Push(first, A, False) in found
         assert sees(u, b=PAST, d=PAST) == []
-        assert u.facts.pushing == first
+        assert u.shard.pushing == first
         assert do.Push(second, A, False) in sees(u, **{first: GONE, second: PAST})
 
 
@@ -256,9 +256,9 @@ def test_who_was_a_member_and_is_known_no_more_is_dead_and_may_come_back() -> No
     assert without == {"b": PAST, "c": GONE}
     assert still_known(without, {}) == {"b": replace(PAST, life=DEAD), "c": GONE}
     u.handle(on.Seen(still_known(everybody, {"b": LIVES})))
-    assert u.facts.state is CLIPPING
+    assert u.shard.state is CLIPPING
     u.handle(on.Seen(still_known(without, everybody)))
-    assert u.facts.state is GATHERING
+    assert u.shard.state is GATHERING
 
 
 def test_a_member_back_after_the_step_is_asked_for_its_promise() -> None:
@@ -272,7 +272,7 @@ def test_a_member_back_after_the_step_is_asked_for_its_promise() -> None:
     assert ask(("c",), A, is_final=True, count=1) in sees(u)
     u.handle(on.Confirmed("b", 1))
     u.handle(agreed("b", A, is_final=True, count=1))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
     assert do.Adopt("result", is_own=True) in u.handle(agreed("c", A, is_final=True, count=1))
 
 
@@ -285,7 +285,7 @@ def test_the_answer_to_a_question_is_no_promise() -> None:
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    assert u.facts.state is DECIDED  # nobody else lives
+    assert u.shard.state is DECIDED  # nobody else lives
     u = replica("b")
     sees(u, a=GONE)
     u.handle(agreed("c", B, is_final=False))
@@ -295,7 +295,7 @@ def test_the_answer_to_a_question_is_no_promise() -> None:
     sees(u, a=GONE)
     u.handle(on.Stepped("result", 1))
     u.handle(agreed("c", B, is_final=False))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
 
 
 def test_the_answer_to_a_question_is_no_promise_with_the_old_primary_back() -> None:
@@ -310,7 +310,7 @@ def test_the_answer_to_a_question_is_no_promise_with_the_old_primary_back() -> N
     u.handle(on.Stepped("result", 1))
     u.handle(on.Confirmed("a", 1))
     u.handle(agreed("c", B, is_final=False))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
     assert do.Adopt("result", is_own=True) in u.handle(agreed("c", B, is_final=True))
 
 
@@ -322,7 +322,7 @@ def test_a_backup_back_after_the_step_gets_it_before_anybody_else_the_result() -
     assert do.Mirror("sum", ("b",), A, 1) in sees(u)
     u.handle(on.Stepped("result", 1))
     u.handle(agreed("b", A, is_final=True))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
 
 
 def test_promises_are_asked_for_again_after_a_death() -> None:
@@ -345,7 +345,7 @@ def test_the_result_is_elsewhere() -> None:
     c = replica("c")
     assert sees(c, b=PAST) == [do.GiveUpPush(), do.Push("b", A, has_gradient=False)]
     assert do.Adopt("result", is_own=False) in c.handle(result_of("b", "result"))
-    assert c.facts.state is ADOPTED
+    assert c.shard.state is ADOPTED
     a = clipping()
     assert do.Push("b", A, has_gradient=False) in sees(a, b=PAST)
 
@@ -363,13 +363,13 @@ def test_a_late_push_waits_for_the_result_and_does_not_count() -> None:
     u.handle(pushed("b"))
     u.handle(on.DeadlinePassed())
     assert not u.handle(pushed("c"))
-    assert not u.facts.parts
+    assert not u.shard.parts
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
     u.handle(on.Confirmed("b", 1))
     assert do.Give("push of c", "result") in u.handle(agreed("c", A, is_final=True))
-    assert "c" not in u.facts.senders
+    assert "c" not in u.shard.senders
 
 
 def test_who_was_not_waited_for_may_follow_another_primary() -> None:
@@ -380,7 +380,7 @@ def test_who_was_not_waited_for_may_follow_another_primary() -> None:
     assert ask(("c",), A, is_final=True) in u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
     u.handle(on.Confirmed("b", 1))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
     assert do.Spoiled() in u.handle(on.Denied("c", C))
 
 
@@ -420,7 +420,7 @@ def test_two_of_which_each_waits_for_the_other() -> None:
 def test_of_several_backups_none_gives_out_before_the_primary_has() -> None:
     b = copying(holders="abc")
     assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror", "result")]
-    assert b.facts.state is COPIED
+    assert b.shard.state is COPIED
     assert not b.handle(pushed("c"))
     found = b.handle(result_of("a", "the primary's"))
     assert do.Adopt("the primary's", is_own=False) in found
@@ -451,7 +451,7 @@ def test_a_lost_mirror_is_sent_again_after_a_pause() -> None:
 def test_a_stage_that_has_moved_on_is_followed_by_a_download() -> None:
     c = replica("c")
     assert c.handle(on.MovedOn()) == [do.Abandon()]
-    assert c.facts.state is ABANDONED
+    assert c.shard.state is ABANDONED
     assert c.handle(pushed("b")) == [do.Deny("push of b", A)]
 
 
@@ -466,7 +466,7 @@ def test_a_ballot_beyond_all_terms_is_not_followed() -> None:
 def copied(me: str = "b", **options: Any) -> ShardUpdate:
     u = copying(me, **options)
     assert u.handle(on.Stepped("result", 1)) == [do.Confirm("mirror", "result")]
-    assert u.facts.state is COPIED
+    assert u.shard.state is COPIED
     return u
 
 
@@ -477,7 +477,7 @@ def test_a_backup_whose_push_is_denied_pushes_again() -> None:
     while_copied = copied()
     while_copied.handle(on.Denied("a", B))
     for b in (while_copying, while_copied):
-        assert b.facts.ballot == A
+        assert b.shard.ballot == A
         assert b.handle(on.Again()) == [do.Push("a", A, has_gradient=True)]
 
 
@@ -505,7 +505,7 @@ def test_a_failed_push_of_a_copied_step_is_made_again_after_a_pause() -> None:
 def test_the_copy_does_not_stand_in_for_a_result_that_is_elsewhere() -> None:
     b = copied()
     assert do.Push("c", A, has_gradient=False) in sees(b, a=GONE, c=PAST)
-    assert b.facts.state is COPIED
+    assert b.shard.state is COPIED
 
 
 def test_a_stage_that_has_moved_on_leaves_a_copy_behind() -> None:
@@ -518,7 +518,7 @@ def test_who_pushes_to_a_copied_step_under_another_ballot() -> None:
     b = copied()
     assert b.handle(pushed("c", Ballot(0, "c"))) == [do.Deny("push of c", A)]
     assert do.Give("push of c", "result") in b.handle(pushed("c", C))
-    assert b.facts.state is ADOPTED
+    assert b.shard.state is ADOPTED
 
 
 def test_a_question_finds_a_copied_step() -> None:
@@ -547,11 +547,11 @@ def test_a_sum_or_a_step_that_fails_is_tried_again() -> None:
         found = u.handle(on.StepFailed(1))
         assert do.Deny("push of b", A) in found
         assert do.Deny("push of c", A) in found
-        assert u.facts.state is GATHERING
-        assert not u.facts.pending
+        assert u.shard.state is GATHERING
+        assert not u.shard.pending
     for u in (clipping(), stepping()):
         u.handle(on.StepFailed(0))
-        assert u.facts.state in (CLIPPING, STEPPING)
+        assert u.shard.state in (CLIPPING, STEPPING)
 
 
 def test_a_result_that_holds_comes_while_the_step_is_made() -> None:
@@ -567,7 +567,7 @@ def test_a_replica_that_is_taken_for_a_holder_names_one() -> None:
     a = ShardUpdate("a", Roster(A, tuple("abc"), ("a", "b"), ("b",)))
     named = A.next_of("b", is_holder=True)
     assert do.Push("b", named, has_gradient=True) in [*sees(a), *a.handle(on.Begun(1, "ga"))]
-    assert a.facts.ballot == named
+    assert a.shard.ballot == named
 
 
 def test_a_replica_that_a_push_takes_for_a_holder_names_one() -> None:
@@ -590,11 +590,11 @@ def test_a_replica_whose_state_is_spoiled_names_another_holder() -> None:
 def test_where_no_holder_lives_the_one_that_was_named_leads_as_none() -> None:
     c = replica("c", holders="ab")
     sees(c, a=GONE, b=GONE)
-    assert c.facts.ballot == C
+    assert c.shard.ballot == C
     wrong = C.next_of("c", is_holder=True)
     c.handle(pushed("d", wrong))
-    assert c.facts.ballot == wrong.next_of("c", is_holder=False)
-    assert c.facts.ballot.term % 2 == 0
+    assert c.shard.ballot == wrong.next_of("c", is_holder=False)
+    assert c.shard.ballot.term % 2 == 0
 
 
 def test_a_dead_holder_is_not_named() -> None:
@@ -602,7 +602,7 @@ def test_a_dead_holder_is_not_named() -> None:
     sees(d, a=GONE)
     wrong = A.next_of("d", is_holder=True)
     d.handle(pushed("c", wrong))
-    assert d.facts.ballot == wrong.next_of("b", is_holder=True)
+    assert d.shard.ballot == wrong.next_of("b", is_holder=True)
 
 
 def test_a_joining_replica_does_not_take_over() -> None:
@@ -610,7 +610,7 @@ def test_a_joining_replica_does_not_take_over() -> None:
     pushes = [c for c in sees(b, a=GONE) if isinstance(c, do.Push)]
     assert pushes == [do.Push("c", A, has_gradient=False)]
     assert not b.handle(pushed("c", num_tokens=0))
-    assert b.facts.state is FOLLOWING
+    assert b.shard.state is FOLLOWING
 
 
 def test_no_ballot_is_raised_far_at_once() -> None:
@@ -620,19 +620,19 @@ def test_no_ballot_is_raised_far_at_once() -> None:
     assert c.handle(pushed("b", far)) == [do.Deny("push of b", A)]
     assert c.handle(on.Asked("ask", "b", far, is_final=True)) == [do.Deny("ask", A)]
     c.handle(on.Denied("a", far))
-    assert c.facts.ballot == A
+    assert c.shard.ballot == A
     near = Ballot(A.term + MAX_LEAD, "b")
     assert do.Agree("ask", near) in c.handle(on.Asked("ask", "b", near, is_final=True))
 
 
 def test_a_gradient_is_kept_no_longer_than_it_is_needed() -> None:
     u = mirroring()
-    assert u.facts.begun == (1, "gradient of a")
+    assert u.shard.begun == (1, "gradient of a")
     u.handle(on.Confirmed("b", 1))
-    assert u.facts.begun == (1, None)
+    assert u.shard.begun == (1, None)
     early = ShardUpdate("b", Roster(A, tuple("abc"), tuple("ab"), tuple("ab"), is_holder=True))
     early.handle(result_of("c"))
-    assert early.facts.begun is None
+    assert early.shard.begun is None
 
 
 # ---- gossip averaging ---------------------------------------------------------------------------
@@ -672,9 +672,9 @@ def test_a_meeting_ends_with_a_partner_that_dies_before_it_has_all() -> None:
     u = pair()
     offer(u)
     u.handle(on.Summed("sum", 1))
-    assert u.facts.awaited() == ["b"]
+    assert u.shard.awaited() == ["b"]
     u.handle(on.Seen({"b": GONE}))
-    assert not u.facts.awaited()
+    assert not u.shard.awaited()
     assert do.Adopt("result", is_own=True) in u.handle(on.Stepped("result", 1))
 
 
@@ -726,8 +726,8 @@ def test_a_new_sum_waits_for_a_norm_of_its_own() -> None:
     u.handle(on.ClipKnown(1))
     u.handle(on.Asked("ask", "b", Ballot(2, "b"), is_final=True))
     u.handle(on.Seen({"b": GONE}))
-    assert u.facts.ballot == Ballot(4, "a")
-    assert u.facts.state.value == "clipping"
+    assert u.shard.ballot == Ballot(4, "a")
+    assert u.shard.state.value == "clipping"
     assert not u.handle(on.ClipKnown(1))
     u.handle(on.Summed("sum", 2))
     assert "Step" in kinds(u.handle(on.ClipKnown(2)))
@@ -757,14 +757,14 @@ def test_tokens_that_nobody_brings_are_waited_for_no_longer_than_their_holder_co
 def test_overthrown_while_mirroring() -> None:
     u = mirroring()
     assert u.handle(on.Asked("ask", "b", B, is_final=True))[0] == do.Spoiled()
-    assert u.facts.ballot == B
+    assert u.shard.ballot == B
 
 
 def test_a_primary_follows_whoever_denies_it_with_a_higher_ballot() -> None:
     gathering = replica("a")
-    assert gathering.facts.state is GATHERING
+    assert gathering.shard.state is GATHERING
     for u in (gathering, clipping(), stepping(), mirroring()):
-        is_late = u.facts.state in (STEPPING, MIRRORING)
+        is_late = u.shard.state in (STEPPING, MIRRORING)
         found = u.handle(on.Denied("b", B))
         assert do.Push("b", B, has_gradient=True) in found
         assert (do.Spoiled() in found) == is_late
@@ -774,7 +774,7 @@ def test_a_mirrored_step_finds_a_replica_that_would_lead() -> None:
     """It goes by the higher ballot, and makes the step where its state is the one before it."""
     b = replica("b")
     sees(b, a=GONE)
-    assert b.facts.state is CANVASSING
+    assert b.shard.state is CANVASSING
     assert do.Repeat("step", 1) in b.handle(on.MirrorCame("mirror", "c", C, "step", fits=True))
     gathering = replica("a")
     for u in (gathering, clipping()):
@@ -850,7 +850,7 @@ def test_a_stage_that_has_moved_on_leaves_nobody_leading() -> None:
     b = replica("b")
     sees(b, a=GONE)
     for u in (b, replica("a"), clipping(), stepping(), mirroring()):
-        is_late = u.facts.state in (STEPPING, MIRRORING)
+        is_late = u.shard.state in (STEPPING, MIRRORING)
         found = u.handle(on.MovedOn())
         assert found[-1] == do.Abandon()
         assert (do.Spoiled() in found) == is_late
@@ -872,7 +872,7 @@ def test_a_pause_that_ends_at_another_time_may_come_again() -> None:
 def test_a_push_tells_of_a_higher_ballot() -> None:
     c = replica("c")
     assert do.Push("b", B, has_gradient=True) in c.handle(pushed("d", B))
-    assert c.facts.ballot == B
+    assert c.shard.ballot == B
     assert do.Give("push of d", "result") in c.handle(result_of("b", "result"))
 
 
@@ -916,7 +916,7 @@ def test_the_last_one_leads_alone() -> None:
     c = replica("c")
     (made,) = [x for x in sees(c, a=GONE, b=GONE) if isinstance(x, do.Sum)]
     assert [p for p, _, _ in made.parts] == ["c"]
-    assert c.facts.ballot == C
+    assert c.shard.ballot == C
 
 
 def test_of_several_backups_one_answers_as_the_others_live() -> None:
@@ -950,7 +950,7 @@ def test_after_a_death_all_promise_again_before_the_result_is_given_out() -> Non
     u.handle(on.Again())
     assert ask(("b",), A, is_final=True, count=1) in sees(u, c=GONE)
     u.handle(on.Confirmed("b", 1))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
     assert do.Adopt("result", is_own=True) in u.handle(agreed("b", A, is_final=True, count=1))
 
 
@@ -958,7 +958,7 @@ def test_a_result_elsewhere_ends_a_canvass() -> None:
     b = replica("b", "abc")
     sees(b, a=GONE)
     assert do.Push("c", A, has_gradient=False) in sees(b, a=GONE, c=PAST)
-    assert b.facts.state is FOLLOWING
+    assert b.shard.state is FOLLOWING
 
 
 def test_who_has_not_closed_the_round_pushes_nothing() -> None:
@@ -992,7 +992,7 @@ def test_what_a_call_of_a_lower_ballot_brings_does_not_count() -> None:
     assert not c.handle(result_of("a", "old result", A))
     u = mirroring()
     assert not u.handle(result_of("c", "old result", Ballot(0, "c")))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
 
 
 def test_of_two_pushes_to_a_copying_backup_the_second_is_held() -> None:
@@ -1040,7 +1040,7 @@ def test_a_promise_of_a_lower_ballot_does_not_count() -> None:
     u.handle(on.Stepped("result", 1))
     u.handle(on.Confirmed("b", 1))
     assert not u.handle(agreed("c", Ballot(0, "a"), is_final=True))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
 
 
 def test_an_agreement_to_another_ballot_does_not_count() -> None:
@@ -1142,7 +1142,7 @@ def test_the_calls_of_a_pair_end_of_themselves() -> None:
 def test_a_backup_is_waited_for_beyond_the_deadline() -> None:
     u = mirroring()
     assert not u.handle(on.DeadlinePassed())
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
 
 
 # ---- who hangs, and who stood still --------------------------------------------------------------
@@ -1151,12 +1151,12 @@ def test_a_backup_is_waited_for_beyond_the_deadline() -> None:
 def test_one_that_hangs_is_asked_before_the_result_is_given_out() -> None:
     u = replica("b", "abc", "a")
     sees(u, a=HANGS, c=GONE)
-    assert u.facts.state is CLIPPING, "nobody waits for its work"
+    assert u.shard.state is CLIPPING, "nobody waits for its work"
     found = u.handle(on.ClipKnown(1))
-    ballot = u.facts.ballot
+    ballot = u.shard.ballot
     assert ask(("a",), ballot, is_final=True, count=1) in found
     u.handle(on.Stepped("result", 1))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
     found = u.handle(agreed("a", ballot, is_final=True, count=1))
     assert do.Adopt("result", is_own=True) in found
 
@@ -1166,7 +1166,7 @@ def test_the_result_of_one_that_hangs_holds() -> None:
     sees(u, a=HANGS, c=GONE)
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    found = u.handle(result_of("a", "that of a", u.facts.ballot))
+    found = u.handle(result_of("a", "that of a", u.shard.ballot))
     assert do.Adopt("that of a", is_own=False) in found
 
 
@@ -1176,7 +1176,7 @@ def test_one_that_hangs_has_its_say_before_a_takeover() -> None:
     found = sees(u, a=HANGS, b=HANGS)
     assert ask(("b",), A.next_of("c", is_holder=False), is_final=False) in found
     assert u.handle(on.Denied("b", A))[-1] == do.Push("b", A, has_gradient=False)
-    assert u.facts.state is FOLLOWING
+    assert u.shard.state is FOLLOWING
 
 
 def test_after_standing_still_a_primary_asks_who_has_contributed() -> None:
@@ -1185,11 +1185,11 @@ def test_after_standing_still_a_primary_asks_who_has_contributed() -> None:
     u.handle(pushed("c"))
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
-    assert u.facts.state is STEPPING
+    assert u.shard.state is STEPPING
     found = u.handle(on.StoodStill())
     assert ask(("b", "c"), A, is_final=True, count=1) in found
     u.handle(on.Stepped("result", 1))
-    assert u.facts.state is MIRRORING
+    assert u.shard.state is MIRRORING
     u.handle(on.Denied("b", C))
-    assert u.facts.state is FOLLOWING, "it has been overthrown"
-    assert u.facts.is_spoiled
+    assert u.shard.state is FOLLOWING, "it has been overthrown"
+    assert u.shard.is_spoiled

@@ -28,7 +28,7 @@ from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress
 from swarmnet.protocol.update.exchange_waits import Pauses, may_miss_members
 from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus, still_known
-from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
+from swarmnet.protocol.update.shard_state import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
@@ -226,7 +226,7 @@ class Exchange:
     def has_step(self) -> set[int]:
         """Shards whose step is made, here or elsewhere, and is known here."""
         kept = {State.COPIED, *HAS_RESULT}
-        return {j for j, machine in self._machines.items() if machine.facts.state in kept}
+        return {j for j, machine in self._machines.items() if machine.shard.state in kept}
 
     def may_step(self, shard: int) -> bool:
         """The optimizer state of a shard is in use."""
@@ -235,7 +235,7 @@ class Exchange:
 
     def ballot(self, shard: int) -> Ballot:
         """By which this replica goes."""
-        return self._machine(shard).facts.ballot
+        return self._machine(shard).shard.ballot
 
     @property
     def is_at_work(self) -> bool:
@@ -306,7 +306,7 @@ class Exchange:
         if any(s.life == SUSPECT for s in members.values()):
             self.progress.waits()
         for j, machine in list(self._machines.items()):
-            self.feed(j, on.Seen(members, counted, machine.facts.is_kept))
+            self.feed(j, on.Seen(members, counted, machine.shard.is_kept))
 
     def _counted(self, members: Mapping[str, MemberStatus]) -> int:
         """Tokens that members have to contribute together, because somebody who holds some may not
@@ -327,7 +327,7 @@ class Exchange:
             self._look_for_hung()
             self.refresh()
             for j, machine in list(self._machines.items()):
-                if machine.facts.state is State.CLIPPING:
+                if machine.shard.state is State.CLIPPING:
                     self._look_for_state(j)
 
     def _look_for_state(self, j: int) -> None:
@@ -339,15 +339,15 @@ class Exchange:
         if is_kept and since is None:
             log.info("round %d shard %d: who has its optimizer state is waited for", self.number, j)
             self._kept_since[j] = Since(now)
-        if is_kept != self._machines[j].facts.is_kept:
+        if is_kept != self._machines[j].shard.is_kept:
             self.feed(j, on.Seen(self._members, self._short_of, is_kept))
 
     # ---- who gets nothing done --------------------------------------------------------------
 
     def _look_for_hung(self) -> None:
-        shards = {j: machine.facts for j, machine in self._machines.items()}
+        shards = {j: machine.shard for j, machine in self._machines.items()}
         members, waits = self._ownership.members, self._pace.waits()
-        primaries = {facts.ballot.primary for facts in shards.values()}
+        primaries = {shard.ballot.primary for shard in shards.values()}
         found = self.progress.hanging(
             shards,
             self._begun_at,
@@ -486,10 +486,10 @@ class Exchange:
         another primary may ask for yet. Raises `ProtocolViolation` where they are of no use: their
         sender is dead for this exchange; `NotReady` where there is no copy."""
         if values is None:
-            facts = self._machines[j].facts
-            if facts.state is not State.COPIED or facts.result is None:
+            shard = self._machines[j].shard
+            if shard.state is not State.COPIED or shard.result is None:
                 raise NotReady("the copy was given up")  # and is not told of again
-            result = replace(facts.result, counted=told.counted)
+            result = replace(shard.result, counted=told.counted)
         else:
             try:
                 parameters = await self._work.checked(j, values)
@@ -525,9 +525,9 @@ class Exchange:
                 log.exception("round %d shard %d: a result was not put", self.number, j)
             self.fail(Behind(str(e) or type(e).__name__))
             return
-        facts, counted = self._machines[j].facts, result.counted
+        shard, counted = self._machines[j].shard, result.counted
         if counted is None:
-            counted = facts.me in facts.senders
+            counted = shard.me in shard.senders
         self.done.setdefault(j, counted or not self._calls.tokens[j])
         self.changed.notify_all()
 
@@ -633,7 +633,7 @@ class Exchange:
     # ---- time -------------------------------------------------------------------------------
 
     def _pause(self, j: int) -> None:
-        is_long = self._machines[j].facts.state is not FOLLOWING
+        is_long = self._machines[j].shard.state is not FOLLOWING
         if not self._pauses.add(j, is_long=is_long):
             pause_s = self._pauses.begin_s(self._pace.waits().usual_s, is_long=is_long)
             loop = asyncio.get_running_loop()
@@ -672,8 +672,8 @@ class Exchange:
         self.feed(j, on.DeadlinePassed())
 
     def _awaited(self, j: int) -> list[str]:
-        facts = self._machines[j].facts
-        return facts.waits_for() if facts.state is State.GATHERING else []
+        shard = self._machines[j].shard
+        return shard.waits_for() if shard.state is State.GATHERING else []
 
 
 class Steps:

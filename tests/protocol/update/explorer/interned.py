@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import DEAD, MemberStatus
-from swarmnet.protocol.update.shard_facts import IS_OVER, Facts
+from swarmnet.protocol.update.shard_state import IS_OVER, ShardState
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from tests.protocol.update.explorer.small_world import (
     Actor,
@@ -169,7 +169,7 @@ class Interned:
         local = actor.local()
         number = self.locals.number(local)
         if number == len(self.own):
-            u = actor.machine.facts
+            u = actor.machine.shard
             self.machines.append(actor.machine)
             self.own.append(self.status(actor.own))
             self.seen.append(tuple([self.status(s) for s in local.seen]))
@@ -179,7 +179,7 @@ class Interned:
             self.under_way.append(None)
         return number
 
-    def class_for(self, local: Local, u: Facts) -> Any:
+    def class_for(self, local: Local, u: ShardState) -> Any:
         """All that matters for `is_void`."""
         if not self.scenario.reduced:
             return ("live", None, local.open_call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.shard_facts import DECIDED
+from swarmnet.protocol.update.shard_state import DECIDED
 from tests.protocol.update.explorer.interned import GONE, MASK, Interned, Rest
 from tests.protocol.update.explorer.small_world import UNTOUCHED, Broken, Local
 
@@ -48,7 +48,7 @@ def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[
             is_parted = net.scenario.suspicions or net.scenario.cut
             if not is_parted or (other.me in actor.group and actor.me in other.group):
                 raise Broken(f"{actor.me} has {actor.result}, {other.me} has {other.result}")
-    if actor.machine.facts.state is DECIDED:
+    if actor.machine.shard.state is DECIDED:
         check_backups(net, numbers, i)
         rest = rest._replace(is_decided=True)
     return net.freeze(actor), rest
@@ -91,7 +91,7 @@ def check_end(net: Interned, world: int) -> None:
     for number in numbers:
         machine = net.machines[number]
         assert machine is not None
-        u = machine.facts
+        u = machine.shard
         if u.is_over and (u.calls or u.copied_for is not None):
             raise Broken(f"{u.me} never answers {u.calls or u.copied_for}")
     results = {local.result for local in found if local.result is not None}

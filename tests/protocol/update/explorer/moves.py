@@ -126,12 +126,12 @@ class Moves(Interned):
             return Outcome(NOBODY, self.nothing, False)
         else:
             n = actor.tokens()
-            ballot = actor.machine.facts.roster.ballot._replace(primary=message.source)
+            ballot = actor.machine.shard.roster.ballot._replace(primary=message.source)
             actor.answer(
                 message.call, on.Pushed(None, actor.me, ballot, n, actor.me if n else None)
             )
             actor.under_way = [e for e in actor.under_way if not isinstance(e, on.Refused)]
-            actor.handle(on.Confirmed(message.source, actor.machine.facts.attempt))
+            actor.handle(on.Confirmed(message.source, actor.machine.shard.attempt))
         return self.outcome(actor)
 
     def hear(self, key: tuple[int, int, int]) -> Outcome:
@@ -199,7 +199,7 @@ class Moves(Interned):
         found = [("work" if is_work else "happen", happen())]
         machine = self.machines[local]
         assert machine is not None
-        if isinstance(event, on.Stepped) and machine.facts.copied_for is not None:
+        if isinstance(event, on.Stepped) and machine.shard.copied_for is not None:
             found.append(("failures", happen(Actor.fail_step)))
         return found
 
@@ -298,8 +298,8 @@ class Faults(Moves):
         machine = self.machines[local]
         if machine is None:
             return []
-        calls: list[Any] = [call for _, call in machine.facts.calls]
-        copied_for: Any = machine.facts.copied_for
+        calls: list[Any] = [call for _, call in machine.shard.calls]
+        copied_for: Any = machine.shard.copied_for
         return [*calls, copied_for] if copied_for else calls
 
     def crash(self, numbers: list[int], bag: int, i: int, rest: Rest) -> int:

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from swarmnet.protocol.update import shard_facts, shard_rules, shard_update
-from swarmnet.protocol.update.shard_facts import Facts
+from swarmnet.protocol.update import shard_rules, shard_state, shard_update
+from swarmnet.protocol.update.shard_state import ShardState
 from tests.protocol.update.explorer.small_world import Broken
 
 MOST_ROUNDS = 300
-FACTS_RULES = (
+STATE_RULES = (
     "waits_for",
     "awaited",
     "back",
@@ -30,7 +30,7 @@ FACTS_RULES = (
     "target",
     "is_dead",
 )
-"""Methods of the facts that decide something."""
+"""Methods of the shard's state that decide something."""
 
 
 def all_mutants() -> list[str]:
@@ -52,7 +52,7 @@ def build(name: str) -> Any:
     return module["ShardUpdate"]
 
 
-def _module(rules: Any, facts: Any) -> dict[str, Any]:
+def _module(rules: Any, state_class: Any) -> dict[str, Any]:
     """The tables, made anew with other rules."""
     names: dict[str, Any] = {"__name__": shard_update.__name__}
     source = inspect.getsource(shard_update)
@@ -66,8 +66,8 @@ def _module(rules: Any, facts: Any) -> dict[str, Any]:
                 (getattr(rules, guard.__name__), getattr(rules, rule.__name__))
                 for guard, rule in checks
             )
-    if facts is not None:
-        names["Facts"] = facts
+    if state_class is not None:
+        names["ShardState"] = state_class
     return names
 
 
@@ -107,7 +107,7 @@ def _break_state(module: dict[str, Any], name: str, guard: str, how: str) -> Non
     states[state] = tuple(checks)
 
 
-def _always(facts: Facts) -> bool:
+def _always(shard: ShardState) -> bool:
     return True
 
 
@@ -116,22 +116,22 @@ class _Counted:
 
     def __init__(self, guard: Any) -> None:
         self.guard = guard
-        self.facts: Facts | None = None
+        self.shard: ShardState | None = None
         self.count = 0
 
-    def __call__(self, facts: Facts) -> bool:
-        self.count = self.count + 1 if facts is self.facts else 0
-        self.facts = facts
+    def __call__(self, shard: ShardState) -> bool:
+        self.count = self.count + 1 if shard is self.shard else 0
+        self.shard = shard
         if self.count > MOST_ROUNDS:
             raise Broken("it goes round in circles")
-        return bool(self.guard(facts))
+        return bool(self.guard(shard))
 
 
 # ---- conditions in rules ------------------------------------------------------------------------
 
 
 def _sources() -> list[tuple[Any, ast.Module]]:
-    return [(m, ast.parse(inspect.getsource(m))) for m in (shard_rules, shard_facts)]
+    return [(m, ast.parse(inspect.getsource(m))) for m in (shard_rules, shard_state)]
 
 
 def _conditions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
@@ -191,7 +191,7 @@ def _put(node: Any, field: str, value: ast.expr) -> None:
 
 
 def _broken_rules(name: str) -> tuple[Any, Any]:
-    """The rules and the facts, one of the two with the condition broken."""
+    """The rules and the state, one of the two with the condition broken."""
     for module, tree in _sources():
         for other, node, field, how in _named_conditions(tree):
             if other != name:
@@ -202,11 +202,11 @@ def _broken_rules(name: str) -> tuple[Any, Any]:
             exec(compile(ast.fix_missing_locations(tree), module.__file__, "exec"), names)
             if module is shard_rules:
                 return types.SimpleNamespace(**names), None
-            return shard_rules, _with_methods(names["Facts"])
+            return shard_rules, _with_methods(names["ShardState"])
     raise KeyError(name)
 
 
 def _with_methods(broken: Any) -> Any:
-    """The facts as they are, with the broken one's methods."""
-    methods = {n: getattr(broken, n) for n in FACTS_RULES}
-    return type("Facts", (Facts,), {"__slots__": (), **methods})
+    """The state as it is, with the broken one's methods."""
+    methods = {n: getattr(broken, n) for n in STATE_RULES}
+    return type("ShardState", (ShardState,), {"__slots__": (), **methods})

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import DEAD, Ballot, MemberStatus, Roster, first_ballot
-from swarmnet.protocol.update.shard_facts import (
+from swarmnet.protocol.update.shard_state import (
     ABANDONED,
     CANVASSING,
     CLIPPING,
@@ -21,11 +21,13 @@ from swarmnet.protocol.update.shard_facts import (
     DECIDED,
     GATHERING,
     HAS_STEPPED,
-    Facts,
+    ShardState,
 )
 from swarmnet.protocol.update.shard_update import ShardUpdate
 
-FACTS = [f.name for f in fields(Facts) if f.name not in ("me", "roster", "members", "commands")]
+FIELDS = [
+    f.name for f in fields(ShardState) if f.name not in ("me", "roster", "members", "commands")
+]
 MAX_COMMANDS = 200
 UNTOUCHED = ""
 """The optimizer state before the step."""
@@ -97,7 +99,7 @@ class Local(NamedTuple):
     """All that one peer is."""
 
     me: str
-    facts: tuple[Any, ...]
+    shard: tuple[Any, ...]
     seen: tuple[MemberStatus | None, ...]
     """By peer: what this one takes it for. Of itself: what others can know."""
     applied: Any
@@ -164,11 +166,11 @@ class Actor:
         self.seen[self.scenario.peers.index(self.me)] = status
 
     def local(self) -> Local:
-        u = self.machine.facts
-        facts = tuple([getattr(u, name) for name in FACTS])
+        u = self.machine.shard
+        shard = tuple([getattr(u, name) for name in FIELDS])
         return Local(
             self.me,
-            facts,
+            shard,
             tuple(self.seen),
             self.applied,
             tuple(sorted(self.under_way, key=repr)),
@@ -301,7 +303,7 @@ class Actor:
             case do.Adopt(result, is_own):
                 if self.result is not None:
                     raise Broken(f"{self.me} has a second result")
-                if is_own != (self.machine.facts.state is DECIDED):
+                if is_own != (self.machine.shard.state is DECIDED):
                     raise Broken(f"{self.me} takes another's result for its own, or the reverse")
                 self.result = result
                 self.own = replace(self.own, is_past=True)
@@ -374,7 +376,7 @@ def start(scenario: Scenario) -> list[Actor]:
     return actors
 
 
-def is_settled(u: Facts) -> bool:
+def is_settled(u: ShardState) -> bool:
     """Nothing depends on what it takes others for."""
     others = set(u.roster.backups) - {u.me, u.ballot.primary}
     return u.is_over and not (u.state is COPIED and others)
@@ -387,14 +389,14 @@ def settle(actor: Actor) -> None:
     by the result and the ballot only. News to such a peer change what invariants excuse, no more:
     so it has all of them at once, and invariants are the stricter. In the other states, each field
     that is reset here is set again before the next rule reads it."""
-    u = actor.machine.facts
+    u = actor.machine.shard
     if is_settled(u):
-        kept = Facts(u.me, u.roster, u.ballot, u.state, u.result)
+        kept = ShardState(u.me, u.roster, u.ballot, u.state, u.result)
         if u.state not in (ABANDONED, COPIED):
             kept.ballot = u.roster.ballot
         for held in ("calls", "copied_for", "pushing"):
             setattr(kept, held, getattr(u, held))
-        actor.machine.facts = kept
+        actor.machine.shard = kept
         own = actor.own
         actor.seen = [None] * len(actor.seen)
         actor.own = own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.protocol.update.explorer.interned import MASK, Interned, Rest
-from tests.protocol.update.explorer.small_world import FACTS, Local
+from tests.protocol.update.explorer.small_world import FIELDS, Local
 
 
 def end_in_words(net: Interned, world: int) -> str:
@@ -47,6 +47,6 @@ def change(net: Interned, x: int, y: int) -> str:
     a, b = net.locals.all[x], net.locals.all[y]
     if b is None:
         return "crashes"
-    parts = [f"{n}={v!r}" for n, u, v in zip(FACTS, a.facts, b.facts) if u != v]
+    parts = [f"{n}={v!r}" for n, u, v in zip(FIELDS, a.shard, b.shard) if u != v]
     parts += [f"{n}={getattr(b, n)!r}" for n in Local._fields[2:] if getattr(a, n) != getattr(b, n)]
     return ", ".join(parts)

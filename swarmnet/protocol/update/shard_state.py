@@ -35,14 +35,14 @@ HAS_RESULT = frozenset({DECIDED, ADOPTED})
 HAS_STEPPED = frozenset({STEPPING, MIRRORING})
 IS_OVER = HAS_RESULT | {ABANDONED}
 
-Part = tuple[int, Handle | None]
-"""A contribution: tokens, gradient."""
+Contribution = tuple[int, Handle | None]
+"""The tokens behind it, and the gradient; none for no tokens."""
 
 
 @dataclass(slots=True)
-class Facts:
-    """Only the rules of `shard_rules` change it. Every field but `commands` is immutable, so that
-    a shallow copy is a copy."""
+class ShardState:
+    """The state of one shard's update. Only the rules of `shard_rules` change it. Every field but
+    `commands` is immutable, so that a shallow copy is a copy."""
 
     me: str
     roster: Roster
@@ -52,7 +52,7 @@ class Facts:
     result: Handle | None = None
     senders: frozenset[str] = frozenset()
     """Whose contributions are in the sum that was made here."""
-    begun: Part | None = None
+    begun: Contribution | None = None
     members: Mapping[str, MemberStatus] = field(default_factory=dict)
     counted: int = 0
     """Tokens that contributions have to come up to."""
@@ -60,7 +60,7 @@ class Facts:
     """The state that is not here is with a replica that lives: nobody else may begin a new one."""
     has_norm: bool = False
     """Of a primary that has a sum: nothing else keeps it from the step."""
-    parts: tuple[tuple[str, Part], ...] = ()
+    parts: tuple[tuple[str, Contribution], ...] = ()
     """Contributions under the present ballot, ascending by peer."""
     calls: tuple[tuple[str, Call], ...] = ()
     """Calls that wait for the result; each with who pushes, or with "" for a question."""
