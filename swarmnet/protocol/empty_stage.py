@@ -1,4 +1,4 @@
-"""How long a peer waits before it begins a stage that nobody serves."""
+"""The wait of a peer before it begins a stage that nobody serves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from swarmnet.protocol.recovery import RESTORE_PATIENCE_S
 from swarmnet.protocol.timing import PATIENCE_S
 
 EMPTY_STAGE_S = 2.0
-"""How long a stage must have had no replica before a joiner begins it from its initial state. It
-protects the parameters of a stage of which news is on its way
+"""Time for which a stage must have had no replica before a joiner begins it from its initial state.
+It protects the parameters of a stage of which news is on its way
 (tests/swarm/membership/test_membership.py)."""
 ALONE_S = PATIENCE_S
 """The same where no peer of a run that has begun can be heard of."""

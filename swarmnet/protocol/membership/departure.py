@@ -1,15 +1,15 @@
-"""When a replica may leave its stage: what only it has is with others, or never will be.
+"""Departure of a replica from its stage: what only it has is with others, or never will be.
 
 The peer that leaves gathers what is inside it (`Inside`); what the others hold, their records
 say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership import assignment
-from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.timing import PATIENCE_S
 
@@ -19,18 +19,18 @@ MOVE_PATIENCE_S = PATIENCE_S
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What is inside a replica."""
+    """Things that only a replica has."""
 
     round: int
     shards: Sequence[int] = ()
-    """Whose optimizer state is here."""
+    """Those whose optimizer state is here."""
     num_in_flight: int = 0
     """Microbatches."""
     is_closing: bool = False
     """A round is being averaged, or it is being found out which microbatches count."""
     has_gradient: bool = False
-    """Of a round that is open, its own or another replica's. One without tokens is zero: it is in
-    nobody's way."""
+    """One of a round that is open, its own or another replica's. One without tokens is zero: it is
+    in nobody's way."""
     is_owing: bool = False
     """Work of it is not in the common parameters yet, though its round is over."""
 
@@ -58,9 +58,19 @@ def is_handed_over(
     )
 
 
+def heirs(members: Iterable[Record], own: str, round_index: int) -> list[str]:
+    """Peers of a stage to which `own` may give the gradient of a round: they stay, and are in
+    it."""
+    return [
+        m.peer_id
+        for m in members
+        if m.state == ACTIVE and m.round == round_index and not m.is_moving and m.peer_id != own
+    ]
+
+
 class MovePatience:
-    """How long a peer that is to move stays at work, once none of its gradients is on its way to
-    the owners: until the newest round that had begun here is fed. The end of a long round is not
+    """The time that a peer which is to move stays at work, once none of its gradients is on its way
+    to the owners: until the newest round that had begun here is fed. The end of a long round is not
     waited for where microbatches pass quickly: another replica takes over what was learned here,
     and nothing is done while the last ones come back."""
 

@@ -1,4 +1,4 @@
-"""What a replica measures of its own work: for the record, for windows and deadlines, for users."""
+"""Measurements of a replica's own work: for its record, for windows and deadlines, for users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarmnet.protocol.pipeline.service_time import ServiceTime
 from swarmnet.protocol.timing import PATIENCE_S
 
 PIECES = 2
-"""Of the device's work on a microbatch: a forward and a backward
+"""Parts of the device's work on a microbatch: a forward and a backward
 (tests/protocol/pipeline/test_measurements.py)."""
 
 
@@ -38,14 +38,14 @@ class Measurements:
         self.exchanges = Histogram()
         """Seconds of exchanges."""
         self.sent_bytes = 0
-        """Of the arrays that the newest microbatch made this replica send."""
+        """Size of the arrays that the newest microbatch made this replica send."""
         self.open_s = 0.0
-        """How long the last round was open here; 0 before the first one has ended."""
+        """Seconds that the last round was open here; 0 before the first one has ended."""
         self._opened_at = 0.0
         self._closed_at = self._settled_at = self._averaged_at = 0.0
         self._num_passes = 0
         self._last_pass_at = 0.0
-        """When the device ended a pass last, or was given the first of those that wait."""
+        """Time when the device ended a pass last, or was given the first of those that wait."""
 
     @property
     def piece_s(self) -> float:
@@ -90,7 +90,7 @@ class Measurements:
         self._closed_at = now
 
     def settled(self, now: float) -> None:
-        """Of every microbatch of it is known whether it counts."""
+        """Every microbatch of it is known to count, or is taken out."""
         self._settled_at = now
 
     def averaged(self, now: float) -> None:

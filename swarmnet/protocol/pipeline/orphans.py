@@ -11,7 +11,7 @@ from swarmnet.protocol.membership.failure_detector import ALIVE, SUSPECT, SUSPEC
 from swarmnet.protocol.timing import LEAST_WAIT_S
 
 COUNTS, WAITS, NEVER_COUNTS = "counts", "waits", "never counts"
-"""What becomes of an orphan: it stays in the gradient, it may count yet, it is taken out."""
+"""Fates of an orphan: it stays in the gradient, it may count yet, it is taken out."""
 
 
 class Question:
@@ -28,22 +28,22 @@ class Question:
         self._was_looked_at = not is_over
 
     def left_s(self, now: float) -> float:
-        """For the next answer."""
+        """Seconds for the next answer."""
         return max(LEAST_WAIT_S, self._end - now)
 
     def must_look(self, now: float) -> bool:
-        """Its time is over, and nobody has looked yet whether the feeder lives: to be done once."""
+        """True once, when its time is over and nobody has looked yet whether the feeder lives."""
         if self._was_looked_at or now < self._end:
             return False
         self._was_looked_at = True
         return True
 
     def looked(self, now: float, more_s: float) -> None:
-        """It was looked for the feeder. Where it hears, it need not be late: it has `more_s`."""
+        """Gives a feeder that was looked for `more_s`: where it hears, it need not be late."""
         self._end = now + more_s
 
     def goes_on(self, now: float, state: State, more_s: float, *, may_answer: bool) -> bool:
-        """Whether the feeder is asked once more, after a try that failed. `state`: its life
+        """True where the feeder is asked once more, after a try that failed. `state`: its life
         (`failure_detector`); `may_answer`: by what the try failed with."""
         if state is SUSPECT and self._is_over:
             may_answer = True
@@ -71,7 +71,7 @@ class GoneFeeders:
 def fate(
     microbatch_id: int, counted: Collection[int], in_flight: Iterable[int], *, is_over: bool
 ) -> str:
-    """What becomes of an orphan by the word of its feeder. In a round that is not over here, those
+    """Judges an orphan by the word of its feeder. In a round that is not over here, those
     in flight may count yet."""
     if microbatch_id in counted:
         return COUNTS

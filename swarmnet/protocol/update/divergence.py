@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, JOINING, LEAVING, Record
 
 
 def best(records: Iterable[Record]) -> Record | None:
@@ -40,6 +40,24 @@ def holding(records: Iterable[Record]) -> list[Record]:
         winner = best(group)
         kept += [r for r in group if winner is not None and r.digests == winner.digests]
     return kept
+
+
+def donors(
+    members: Iterable[Record], own: str, num_shards: int, round_index: int | None = None
+) -> list[Record]:
+    """Live replicas of a stage that have published digests, of one round or of any; where they
+    differ in a round, those whose parameters hold. Leaving replicas only where no other is there.
+    `own`: the peer id of who asks."""
+    known = [
+        r
+        for r in members
+        if r.peer_id != own
+        and r.state != JOINING
+        and len(r.digests) == num_shards * DIGEST_BYTES
+        and (round_index is None or r.round == round_index)
+    ]
+    staying = [r for r in known if r.state == ACTIVE]
+    return holding(staying or known)
 
 
 def winner_over(own: Record, others: Sequence[Record]) -> Record | None:

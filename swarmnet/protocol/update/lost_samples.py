@@ -102,8 +102,8 @@ class LostSamples:
     def _tells(
         self, window: range, plan: SyncPlan, own: Record, now: float, has_just_left: bool
     ) -> bool:
-        """Whether this peer reports for its stage. One of those does that were there from the first
-        of these rounds on, else of those that joined in them."""
+        """True where this peer reports for its stage. One of those does that were there from the
+        first of these rounds on, else of those that joined in them."""
         replicas = list(self.view.replicas(self.stage, now))
         if has_just_left:  # for the others it still counts
             replicas.append(own)

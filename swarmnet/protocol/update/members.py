@@ -1,4 +1,4 @@
-"""Who takes part in an exchange of a stage, as the records of its replicas say.
+"""Members of an exchange: who takes part in it, as the records of the stage's replicas say.
 
 What is called round here is the number of an exchange, as `SyncPlan.parameter_version` gives it for
 the round of a record."""
@@ -73,6 +73,11 @@ def behind(records: Mapping[str, Record | None], plan: SyncPlan, round_index: in
     ]
 
 
+def before_round(members: Iterable[Record], round_index: int) -> list[Record]:
+    """Replicas that have yet to begin a round (of the run, not an exchange)."""
+    return [m for m in members if m.round < round_index and m.state in (ACTIVE, LEAVING)]
+
+
 def num_shards(members: Iterable[Record]) -> int:
     """Shards of a stage, as the most of its replicas say; 0 where none is known."""
     said = Counter(len(r.digests) // DIGEST_BYTES for r in members)
@@ -81,7 +86,7 @@ def num_shards(members: Iterable[Record]) -> int:
 
 
 def status(record: Record, plan: SyncPlan, round_index: int, life: str) -> MemberStatus:
-    """What the record of a member says of an exchange."""
+    """The status of a member of an exchange, by its record."""
     is_past = plan.parameter_version(record.round) > round_index
     exchange, tokens = record.declared
     return MemberStatus(life, tokens if exchange == round_index else None, is_past)
@@ -93,7 +98,7 @@ class Hung:
     one and those after it, until their records say that they have finished that one."""
 
     _found: dict[str, int] = field(default_factory=dict)
-    """By peer, in which exchange."""
+    """Exchanges, by peer."""
     _mute: set[str] = field(default_factory=set)
     """Those of them that do not even answer a question."""
 

@@ -1,4 +1,4 @@
-"""Who is responsible for the shards of a stage, as the records of its replicas say.
+"""Ownership of shards: who is responsible for one, as the records of the stage's replicas say.
 
 `placement` orders the replicas of a stage for each shard by their weights. Here is what records add
 to that: who holds the optimizer state of a shard, who is the first primary of its update, who makes
@@ -64,8 +64,8 @@ def holders(
 def followers(
     placement: Placement, order: Iterable[str], record_of: RecordOf, shard: int
 ) -> tuple[str, ...]:
-    """Who makes the step of a shard with its primary: its owners; and as long as some of them have
-    not said that they hold it, the next in order that do, so that there are always
+    """Those who make the step of a shard with its primary: its owners; and as long as some of them
+    have not said that they hold it, the next in order that do, so that there are always
     `Placement.replication` that hold it."""
 
     def holds(peer_id: str) -> bool:
@@ -129,8 +129,8 @@ def may_be_elsewhere(
 def have_begun(
     peer_ids: Iterable[str], record_of: RecordOf, plan: SyncPlan, round_index: int
 ) -> bool:
-    """What these hold is known of a round's beginning, and not of the one before: who held a shard
-    then need not have made the step since."""
+    """True where what these hold is known of a round's beginning, and not of the one before: who
+    held a shard then need not have made the step since."""
     records = map(record_of, peer_ids)
     return all(r is not None and plan.parameter_version(r.round) >= round_index for r in records)
 

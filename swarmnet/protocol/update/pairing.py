@@ -16,7 +16,7 @@ from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update.members import BEHIND_ROUNDS
 
 OFFER_WAIT_S = 10.0
-"""How long a replica that has all waits for its partner to ask, with nothing on its way there."""
+"""Longest wait of a replica that has all for its partner to ask, with nothing on its way there."""
 
 
 def partner(own: str, peer_ids: Iterable[str], stage: int, round_index: int) -> str | None:
@@ -51,7 +51,7 @@ def is_out_of_touch(plan: SyncPlan, round_index: int, newest: int) -> bool:
 
 
 class OfferWait:
-    """How long a replica that has all waits for its partner to ask. On a slow link what was asked
+    """The wait of a replica that has all for its partner to ask. On a slow link what was asked
     for takes longer than the next question may."""
 
     def __init__(self, longest_s: float) -> None:

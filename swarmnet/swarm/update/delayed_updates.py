@@ -20,7 +20,6 @@ import logging
 from dataclasses import dataclass, field
 
 from swarmnet.protocol.membership import assignment
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING
 from swarmnet.protocol.sync_modes import AUTO, Switch
 from swarmnet.protocol.update import divergence
 from swarmnet.protocol.update.auto_mode import (
@@ -33,6 +32,7 @@ from swarmnet.protocol.update.auto_mode import (
     pace,
 )
 from swarmnet.protocol.update.exchange_waits import EXCHANGE_SMOOTHING
+from swarmnet.protocol.update.members import before_round
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.update.exchange.calls import Contribution
@@ -205,7 +205,7 @@ class DelayedUpdates:
         def is_known() -> bool:
             now = asyncio.get_running_loop().time()
             members = self.gossip.view.members(self.replica.index, now)
-            behind = [m for m in members if m.round < r and m.state in (ACTIVE, LEAVING)]
+            behind = before_round(members, r)
             return all(m.round == r - 1 and ownership.is_settled(m) for m in behind)
 
         await self.gossip.changed.until(is_known, SETTLE_S)

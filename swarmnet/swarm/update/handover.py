@@ -26,6 +26,7 @@ from random import Random
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
 from swarmnet.methods.update import ADOPT, ADOPTED, AdoptedRequest, AdoptRequest
 from swarmnet.protocol.codecs import NONE
+from swarmnet.protocol.membership import departure
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline.ledger import Entry
 from swarmnet.protocol.timing import ANSWER_S
@@ -114,15 +115,8 @@ class Handover:
         return False
 
     def _heirs(self, r: int) -> list[str]:
-        now = asyncio.get_running_loop().time()
-        heirs = [
-            m.peer_id
-            for m in self.gossip.view.members(self.replica.index, now)
-            if m.state == ACTIVE
-            and m.round == r
-            and not m.is_moving
-            and m.peer_id != self.gossip.own.peer_id
-        ]
+        now, own = asyncio.get_running_loop().time(), self.gossip.own.peer_id
+        heirs = departure.heirs(self.gossip.view.members(self.replica.index, now), own, r)
         return self.rng.sample(heirs, min(MAX_HEIRS, len(heirs)))
 
     def _num_tokens(self, r: int) -> int:

@@ -56,11 +56,6 @@ class OptimizerStates:
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         serve(self.transport, FETCH_OPTIMIZER, self._on_fetch_optimizer)
 
-    @property
-    def current(self) -> int:
-        """The exchange whose input the present common parameters are."""
-        return self.replica.current_exchange
-
     # ---- what is here -----------------------------------------------------------------------
 
     def has_input(self, shard_index: int, round_index: int) -> bool:
@@ -78,7 +73,7 @@ class OptimizerStates:
 
     def holds(self) -> bytes:
         """For the own record: shards whose state is that of the beginning of this round."""
-        held = [j for j in self._applied if self.has_input(j, self.current)]
+        held = [j for j in self._applied if self.has_input(j, self.replica.current_exchange)]
         return bitmap(sorted(held), self.replica.num_shards)
 
     def lineage(self, shard_index: int) -> bytes:
@@ -105,7 +100,7 @@ class OptimizerStates:
 
     def skip(self, shards: Sequence[int]) -> None:
         """These are not exchanged in this round: their state is that of the next one too."""
-        r = self.current
+        r = self.replica.current_exchange
         for j in shards:
             if self.is_before(j, r):
                 self.stepped(j, r)
@@ -116,13 +111,13 @@ class OptimizerStates:
         for j in range(self.replica.num_shards):
             if j not in kept:
                 self.replica.optimizer.create(j)
-            self._applied[j] = self.current - 1
+            self._applied[j] = self.replica.current_exchange - 1
         self._lineages.clear()
 
     def restored(self, shards: list[int]) -> None:
         """The replica went on from a checkpoint: it has the state of these shards only."""
         self._fetched.clear()
-        self._applied = dict.fromkeys(shards, self.current - 1)
+        self._applied = dict.fromkeys(shards, self.replica.current_exchange - 1)
         self._lineages.clear()
 
     async def forget_state(self) -> None:
@@ -200,9 +195,9 @@ class OptimizerStates:
         input of the round's step, even where the round is fed by the time that this is done."""
 
         def work() -> None:
-            if j not in self._applied and not self.current:
+            if j not in self._applied and not self.replica.current_exchange:
                 self.replica.optimizer.create(j)
-                self._applied[j] = self.current - 1
+                self._applied[j] = self.replica.current_exchange - 1
                 self._lineages.pop(j, None)
 
         await self.replica.worker.run(work)
@@ -217,9 +212,9 @@ class OptimizerStates:
         def work() -> None:
             if self.num_forgotten == num_forgotten and not self.has_input(j, body.round):
                 optimizer.load(j, body.values, arrays)
-                last = self.replica.plan.last_exchange(j, self.current)
+                last = self.replica.plan.last_exchange(j, self.replica.current_exchange)
                 same = self.replica.plan.last_exchange(j, body.round) == last
-                self._applied[j] = max(body.round, self.current if same else 0) - 1
+                self._applied[j] = max(body.round, self.replica.current_exchange if same else 0) - 1
                 self._lineages[j] = body.lineage
                 self._fetched.add(j)
 

@@ -29,7 +29,7 @@ from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
 from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.pipeline import progress
-from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
+from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.protocol.update import members as taking_part
 from swarmnet.protocol.update import ownership as rules
 from swarmnet.protocol.update.members import Hung
@@ -68,16 +68,11 @@ class ExchangeMembers:
     def __post_init__(self) -> None:
         self._hung = Hung()
 
-    @property
-    def plan(self) -> SyncPlan:
-        """When the stage exchanges what."""
-        return self.replica.plan
-
     def remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
         """What `ask()` says of the stage's records and a round: asked again when one of them has
         changed. Several questions a shard are asked in every exchange."""
         now = asyncio.get_running_loop().time()
-        view, plan = self.gossip.view, self.plan
+        view, plan = self.gossip.view, self.replica.plan
         return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
 
     def _here(self, stage_index: int | None = None) -> Sequence[Record]:
@@ -92,7 +87,7 @@ class ExchangeMembers:
 
     def candidates(self, stage_index: int, round_index: int) -> list[Record]:
         """As `protocol.update.members.candidates`."""
-        return taking_part.candidates(self._here(stage_index), self.plan, round_index)
+        return taking_part.candidates(self._here(stage_index), self.replica.plan, round_index)
 
     def num_shards(self, stage_index: int) -> int:
         """Shards of a stage, as the most of its replicas say; 0 where none is known."""
@@ -114,7 +109,7 @@ class ExchangeMembers:
             round_index,
             lambda: [
                 r
-                for r in taking_part.with_gradient(self._here(), self.plan, round_index)
+                for r in taking_part.with_gradient(self._here(), self.replica.plan, round_index)
                 if not lost(r.peer_id)
             ],
         )
@@ -123,7 +118,7 @@ class ExchangeMembers:
         """The same of those that have fallen silent, and who is past the round already."""
 
         def asked() -> list[Record]:
-            gone, plan = self._gone(), self.plan
+            gone, plan = self._gone(), self.replica.plan
             contributors = taking_part.with_gradient(gone, plan, round_index)
             return [*contributors, *taking_part.past(gone, plan, round_index)]
 
@@ -131,7 +126,9 @@ class ExchangeMembers:
 
     def has_lost_one(self, round_index: int) -> bool:
         """A replica of this stage died in a round, or when it had just finished it."""
-        return any(self.plan.parameter_version(m.round) >= round_index for m in self._gone())
+        return any(
+            self.replica.plan.parameter_version(m.round) >= round_index for m in self._gone()
+        )
 
     def past(self, round_index: int) -> list[str]:
         """Replicas of this stage in reach that have finished a round, by peer id; this one
@@ -142,14 +139,14 @@ class ExchangeMembers:
             round_index,
             lambda: [
                 m.peer_id
-                for m in taking_part.past(self._here(), self.plan, round_index)
+                for m in taking_part.past(self._here(), self.replica.plan, round_index)
                 if m.peer_id != own and not lost(m.peer_id)
             ],
         )
 
     def statuses(self, round_index: int) -> dict[str, MemberStatus]:
         """What is known of the other members of an exchange of the stage, by peer id."""
-        liveness, view, plan = self.gossip.liveness, self.gossip.view, self.plan
+        liveness, view, plan = self.gossip.liveness, self.gossip.view, self.replica.plan
         found: dict[str, MemberStatus] = {}
         for record in self.contributors(round_index):
             found[record.peer_id] = taking_part.status(record, plan, round_index, ALIVE)
@@ -181,7 +178,7 @@ class ExchangeMembers:
     def behind(self, peer_ids: Iterable[str], round_index: int) -> list[str]:
         """Which of these are in the exchange before yet."""
         records = {p: self.gossip.view.get(p) for p in peer_ids}
-        return taking_part.behind(records, self.plan, round_index)
+        return taking_part.behind(records, self.replica.plan, round_index)
 
     def found_hung(self, peer_id: str, round_index: int) -> None:
         """As `Hung.found`, and so on."""
@@ -214,11 +211,6 @@ class Ownership:
         self._looked_for_loss = Since()
         self._coming: set[int] = set()
         """Shards whose state is on its way, which may take several rounds."""
-
-    @property
-    def plan(self) -> SyncPlan:
-        """When the stage exchanges what."""
-        return self.replica.plan
 
     @property
     def current(self) -> int:
@@ -281,7 +273,7 @@ class Ownership:
             is_holder=has_input,
             may_lead=own.state in (ACTIVE, LEAVING),
             clips=self.settings.grad_clip_norm > 0
-            and not self.plan.is_local
+            and not self.replica.plan.is_local
             and not follows_tied(self.replica, shard_index),
         )
 
@@ -289,7 +281,7 @@ class Ownership:
         """Who may be the primary, and those of them that hold the state; in order."""
         order, own = self._order(r, j), self.gossip.own.peer_id
         return order, rules.holders(
-            order, self._record, self.plan, r, j, own=own, has_state=has_state
+            order, self._record, self.replica.plan, r, j, own=own, has_state=has_state
         )
 
     def followers(self, round_index: int, shard_index: int) -> tuple[str, ...]:
@@ -313,7 +305,7 @@ class Ownership:
             return True
         members = view.members(self.replica.index, now)
         lost = (m for m in members if view.detector.is_lost(m.peer_id))
-        return rules.may_be_elsewhere(lost, self.plan, round_index, shard_index, waited_s)
+        return rules.may_be_elsewhere(lost, self.replica.plan, round_index, shard_index, waited_s)
 
     def is_settled(self, record: Record) -> bool:
         """As far as is known, a replica will hold what it does now when the next exchange
@@ -402,7 +394,8 @@ class Ownership:
             return []
         others = {p: None for owners in spare.values() for p in owners}
         await self.gossip.changed.until(
-            lambda: rules.have_begun(others, self._record, self.plan, self.current), REPAIR_EVERY_S
+            lambda: rules.have_begun(others, self._record, self.replica.plan, self.current),
+            REPAIR_EVERY_S,
         )
         return [j for j, owners in spare.items() if self._is_spare(j, owners)]
 
@@ -419,7 +412,9 @@ class Ownership:
         after it takes its place. `exchange`: the one to come. While another is under way, only
         `among` the shards whose step in that one has been made."""
         now = asyncio.get_running_loop().time()
-        if self.plan.mode == GOSSIP or not self._looked_for_loss.is_due(now, REPAIR_EVERY_S):
+        if self.replica.plan.mode == GOSSIP or not self._looked_for_loss.is_due(
+            now, REPAIR_EVERY_S
+        ):
             return
         short = self.members.remembered("short", exchange, lambda: self._short(exchange))
         if among is not None:
@@ -453,7 +448,7 @@ class Ownership:
         """The shard's owners all have what this replica has of it, and another one makes its
         step."""
         current, own = self.current, self.gossip.own.peer_id
-        is_spare = rules.is_spare(j, owners, self._record, self.plan, current)
+        is_spare = rules.is_spare(j, owners, self._record, self.replica.plan, current)
         return is_spare and self.roster(current, j).ballot.primary != own
 
     @property

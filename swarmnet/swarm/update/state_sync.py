@@ -16,7 +16,7 @@ import xxhash
 
 from swarmnet.errors import Busy, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.methods.state import FETCH_PARAMETERS, FetchReply, FetchRequest
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
+from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
@@ -76,20 +76,10 @@ class StateSync:
     # ---- joiner -----------------------------------------------------------------------------
 
     def donors(self, round_index: int | None = None) -> list[Record]:
-        """Live replicas of the stage that have published digests, of one round or of any; where
-        they differ in a round, those whose parameters hold. Leaving replicas only where no other
-        is there."""
-        now = asyncio.get_running_loop().time()
-        known = [
-            r
-            for r in self.gossip.view.members(self.replica.index, now)
-            if r.peer_id != self.gossip.own.peer_id
-            and r.state != JOINING
-            and len(r.digests) == len(self.replica.stage.shard_sizes) * 8
-            and (round_index is None or r.round == round_index)
-        ]
-        staying = [r for r in known if r.state == ACTIVE]
-        return divergence.holding(staying or known)
+        """As `divergence.donors`."""
+        now, replica = asyncio.get_running_loop().time(), self.replica
+        members = self.gossip.view.members(replica.index, now)
+        return divergence.donors(members, self.gossip.own.peer_id, replica.num_shards, round_index)
 
     async def fetch(self, round_index: int) -> bool:
         """Puts the shards of `round_index` that differ from the own ones aside, ready for

@@ -12,9 +12,10 @@ from swarmnet.protocol.membership.departure import (
     MOVE_PATIENCE_S,
     Inside,
     MovePatience,
+    heirs,
     is_handed_over,
 )
-from swarmnet.protocol.membership.records import Record, bitmap
+from swarmnet.protocol.membership.records import JOINING, Record, bitmap
 from tests.protocol.making import record
 
 EMPTY = Inside(round=9, shards=(0, 2))
@@ -66,3 +67,15 @@ def test_a_moving_peer_stays_until_its_round_is_fed_or_for_a_while() -> None:
     assert not begun().is_over(late, 9, **(quick | {"passage_s": 2 * LONG_PASSAGE_S}))
     assert begun().is_over(101.0, 9, **(quick | {"is_fed": True}))
     assert begun().is_over(101.0, 10, **quick), "the round is over"
+
+
+def test_heirs_stay_and_are_in_the_round() -> None:
+    members = [
+        record("own", round=9),
+        record("b", round=9),
+        record("a", round=9),
+        record("late", round=8),
+        record("moves", round=9, moving_to=1),
+        record("joins", round=9, state=JOINING),
+    ]
+    assert heirs(members, "own", 9) == ["b", "a"]

@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
-from swarmnet.protocol.update.divergence import best, holding, winner_over
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
+from swarmnet.protocol.update.divergence import best, donors, holding, winner_over
 
 
 def record(peer_id: str, *, digest: bytes, samples: int = 32, round_index: int = 5) -> Record:
@@ -41,6 +41,22 @@ def test_a_joiner_fetches_from_those_whose_parameters_hold() -> None:
     )
     later = record("d", digest=b"z", round_index=6)
     assert holding([a, b, c, later]) == [b, later]
+
+
+def test_donors_have_published_what_holds() -> None:
+    a, b = record("a", digest=b"x"), record("b", digest=b"y", samples=40)
+    others = [
+        record("own", digest=b"y", samples=40),
+        replace(b, peer_id="joins", state=JOINING),
+        replace(b, peer_id="other size", digests=b"y" * 16),
+        replace(b, peer_id="new", digests=b""),
+    ]
+    later = record("d", digest=b"z", round_index=6)
+    assert donors([a, b, *others, later], "own", 1) == [b, later]
+    assert donors([a, b, *others, later], "own", 1, 5) == [b]
+    leaves = replace(a, state=LEAVING)
+    assert donors([leaves, *others], "own", 1) == [leaves]
+    assert donors([leaves, later], "own", 1) == [later], "it goes on"
 
 
 @given(

@@ -113,7 +113,7 @@ def test_a_state_that_is_spoiled_while_it_is_made_stands_in_for_none(tmp_path: P
         )
         assert replica is not None
         worker: Any = replica.worker
-        do_run, r = worker.run, states.current + 5
+        do_run, r = worker.run, states.replica.current_exchange + 5
 
         async def overthrown(work: Callable[[], Any]) -> Any:
             states.spoil(0, r)
