@@ -69,17 +69,16 @@ class ExchangeMembers:
         self._hung = Hung()
 
     def remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
-        """What `ask()` says of the stage's records and a round: asked again when one of them has
-        changed. Several questions a shard are asked in every exchange."""
+        """The answer of `ask()` on the stage's records and a round: asked again when one of them
+        has changed. Several questions a shard are asked in every exchange."""
         now = asyncio.get_running_loop().time()
         view, plan = self.gossip.view, self.replica.plan
         return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
 
-    def _here(self, stage_index: int | None = None) -> Sequence[Record]:
-        """Live members of a stage; of this one."""
+    def _here(self) -> Sequence[Record]:
+        """Live members of this stage."""
         now = asyncio.get_running_loop().time()
-        index = self.replica.index if stage_index is None else stage_index
-        return self.gossip.view.members(index, now)
+        return self.gossip.view.members(self.replica.index, now)
 
     def _gone(self) -> Sequence[Record]:
         """Members of this stage that have fallen silent."""
@@ -87,7 +86,8 @@ class ExchangeMembers:
 
     def candidates(self, stage_index: int, round_index: int) -> list[Record]:
         """As `protocol.update.members.candidates`."""
-        return taking_part.candidates(self._here(stage_index), self.replica.plan, round_index)
+        members = self.gossip.view.members(stage_index, asyncio.get_running_loop().time())
+        return taking_part.candidates(members, self.replica.plan, round_index)
 
     def num_shards(self, stage_index: int) -> int:
         """Shards of a stage, as the most of its replicas say; 0 where none is known."""
@@ -145,7 +145,7 @@ class ExchangeMembers:
         )
 
     def statuses(self, round_index: int) -> dict[str, MemberStatus]:
-        """What is known of the other members of an exchange of the stage, by peer id."""
+        """The statuses of the other members of an exchange of the stage, by peer id."""
         liveness, view, plan = self.gossip.liveness, self.gossip.view, self.replica.plan
         found: dict[str, MemberStatus] = {}
         for record in self.contributors(round_index):
@@ -176,7 +176,7 @@ class ExchangeMembers:
         return has_waited
 
     def behind(self, peer_ids: Iterable[str], round_index: int) -> list[str]:
-        """Which of these are in the exchange before yet."""
+        """Those of these that are in the exchange before yet."""
         records = {p: self.gossip.view.get(p) for p in peer_ids}
         return taking_part.behind(records, self.replica.plan, round_index)
 
@@ -236,7 +236,8 @@ class Ownership:
         )
 
     def _order(self, round_index: int, shard_index: int) -> tuple[str, ...]:
-        """Who may be a shard's primary, the first choice first; those about to leave come last."""
+        """Peers that may be a shard's primary, the first choice first; those about to leave come
+        last."""
         leaving = self.members.remembered("leaving", round_index, self._leaving)
         return (*self.placement(round_index).order(shard_index), *leaving)
 
@@ -268,7 +269,12 @@ class Ownership:
         return rules.first_roster(
             order,
             holders,
-            self.followers(round_index, shard_index),
+            rules.followers(
+                self.placement(round_index),
+                self._order(round_index, shard_index),
+                self._record,
+                shard_index,
+            ),
             own=own.peer_id,
             is_holder=has_input,
             may_lead=own.state in (ACTIVE, LEAVING),
@@ -278,19 +284,10 @@ class Ownership:
         )
 
     def _ranked(self, r: int, j: int, has_state: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Who may be the primary, and those of them that hold the state; in order."""
+        """Peers that may be the primary, and those of them that hold the state; in order."""
         order, own = self._order(r, j), self.gossip.own.peer_id
         return order, rules.holders(
             order, self._record, self.replica.plan, r, j, own=own, has_state=has_state
-        )
-
-    def followers(self, round_index: int, shard_index: int) -> tuple[str, ...]:
-        """As `protocol.update.ownership.followers`."""
-        return rules.followers(
-            self.placement(round_index),
-            self._order(round_index, shard_index),
-            self._record,
-            shard_index,
         )
 
     def is_kept_elsewhere(self, round_index: int, shard_index: int, waited_s: float) -> bool:
@@ -308,7 +305,7 @@ class Ownership:
         return rules.may_be_elsewhere(lost, self.replica.plan, round_index, shard_index, waited_s)
 
     def is_settled(self, record: Record) -> bool:
-        """As far as is known, a replica will hold what it does now when the next exchange
+        """A replica will, as far as is known, hold what it does now when the next exchange
         begins."""
         owned = self.placement(self.current).owned_by(record.peer_id)
         return rules.is_settled(record, owned, self.replica.num_shards)

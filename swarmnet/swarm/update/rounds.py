@@ -38,7 +38,7 @@ log = logging.getLogger("swarmnet.rounds")
 
 
 class Updates(Protocol):
-    """What becomes of a round's gradient: one class for each `[sync] mode`."""
+    """Uses of a round's gradient: one class for each `[sync] mode`."""
 
     @property
     def is_owing(self) -> bool:
@@ -174,7 +174,7 @@ class Rounds:
         return round_end.is_fed(view, replica.phase, r, now, settings.num_slots)
 
     def is_drained(self, r: int) -> bool:
-        """Whether the round is to be ended here (`round_end.is_over`)."""
+        """True where the round is to be ended here (`round_end.is_over`)."""
         now, num_slots = asyncio.get_running_loop().time(), self.settings.num_slots
         return round_end.is_over(self.gossip.view, self.replica.phase, r, now, num_slots)
 
