@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 from swarmnet.errors import NotReady
@@ -42,53 +43,40 @@ from swarmnet.wire import Message
 log = logging.getLogger("swarmnet.peer")
 
 
+@dataclass
 class ServedStage:
     """A replica with all that serves it, from its download to its departure."""
 
-    def __init__(
-        self,
-        gossip: Gossip,
-        settings: RunSettings,
-        limits: Limits,
-        replica: Replica,
-        *,
-        steps: StepService,
-        feeder: Feeder | None,
-        recovery: Recovery,
-        checkpointing: Checkpointing | None,
-        openings: Openings,
-        weights: WeightService | None,
-        rng: random.Random,
-    ) -> None:
-        self.replica = replica
-        self._gossip = gossip
-        self._settings = settings
-        self._steps = steps
-        self._recovery = recovery
-        self._checkpointing = checkpointing
-        self._openings = openings
-        self._weights = weights
+    gossip: Gossip
+    settings: RunSettings
+    limits: Limits
+    replica: Replica
+    steps: StepService
+    feeder: Feeder | None
+    recovery: Recovery
+    checkpointing: Checkpointing | None
+    openings: Openings
+    weights: WeightService | None
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        gossip, settings, limits, replica = self.gossip, self.settings, self.limits, self.replica
         self.exchanges = Exchanges(gossip.transport, gossip, settings, limits, replica)
-        self._sync = StateSync(gossip, limits, replica, rng)
-        self.handover = Handover(gossip, settings, replica, self.exchanges, rng)
-        self.updates = self._updates(limits)
+        self._sync = StateSync(gossip, limits, replica, self.rng)
+        self.handover = Handover(gossip, settings, replica, self.exchanges, self.rng)
+        self.updates = self._updates()
         self.rounds = Rounds(
-            gossip,
-            settings,
-            limits,
-            replica,
-            steps,
-            self.updates,
-            feeder,
+            gossip, settings, limits, replica, self.steps, self.updates, self.feeder
         )
         gossip.serves(replica)
         self.departure = Departure(
-            gossip, settings.rounds, steps, replica, self.rounds, self.handover
+            gossip, settings.rounds, self.steps, replica, self.rounds, self.handover
         )
 
-    def _updates(self, limits: Limits) -> Updates:
+    def _updates(self) -> Updates:
         """What the run's mode does with a round's gradient."""
-        gossip, replica, exchanges = self._gossip, self.replica, self.exchanges
+        gossip, limits, replica = self.gossip, self.limits, self.replica
+        exchanges = self.exchanges
         if replica.plan.mode in (DELAYED, AUTO):
             return DelayedUpdates(gossip, replica, exchanges, self.handover)
         if replica.plan.mode == GOSSIP:
@@ -103,7 +91,7 @@ class ServedStage:
         replica, exchanges = self.replica, self.exchanges
         await replica.measure_digests()
         try:
-            while self._weights is not None and not await self._weights.fill_base(replica):
+            while self.weights is not None and not await self.weights.fill_base(replica):
                 pass  # it has waited, and said for what
             while True:
                 try:
@@ -112,7 +100,7 @@ class ServedStage:
                     while await self.rounds.until_next():
                         for event in await self._announce():
                             yield event
-                    await self._gossip.changed.wait()  # the run has done its rounds: serve on
+                    await self.gossip.changed.wait()  # the run has done its rounds: serve on
                 except (Behind, Diverged) as e:
                     await self._give_up(e)
         finally:
@@ -126,12 +114,12 @@ class ServedStage:
         replica, exchanges = self.replica, self.exchanges
         if isinstance(why, Diverged):
             log.warning("%s: going over to them", why)
-            self._gossip.add_total("diverged")
-            self._gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
+            self.gossip.add_total("diverged")
+            self.gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
         else:
             log.warning("%s: fetching the stage again", why)
-            self._gossip.update(state=JOINING, urgent=True)
-        self._steps.drop_round(replica.phase.newest_open)  # no receipt of theirs is to be reused
+            self.gossip.update(state=JOINING, urgent=True)
+        self.steps.drop_round(replica.phase.newest_open)  # no receipt of theirs is to be reused
         await replica.transitions.lose()
         self.handover.forget()
         if isinstance(why, Diverged):
@@ -145,10 +133,10 @@ class ServedStage:
     def let_go(self) -> None:
         """The peer goes to another stage, or to none: nothing that comes in reaches this one any
         more."""
-        self._gossip.serves(None)
+        self.gossip.serves(None)
         for method in METHODS.values():
             if method.callee is not Callee.ANY:
-                serve(self._gossip.transport, method, _on_none)
+                serve(self.gossip.transport, method, _on_none)
 
     async def _join(self) -> list[Happened]:
         """Returns when the replica has the parameters of a round that is going on."""
@@ -156,14 +144,14 @@ class ServedStage:
         if replica.synced:
             return []
         loop = asyncio.get_running_loop()
-        view, alone = self._gossip.view, Since(loop.time())
+        view, alone = self.gossip.view, Since(loop.time())
         while not replica.synced:
             updates.attend()
             donors = self._sync.donors()
             if donors:
-                if await self._recovery.resume(replica, exchanges, donors):
+                if await self.recovery.resume(replica, exchanges, donors):
                     continue
-                self._recovery.forget_loaded()
+                self.recovery.forget_loaded()
                 if isinstance(updates, GossipAveraging):
                     await updates.follow(self._sync)
                 elif isinstance(updates, LocalUpdates):
@@ -172,43 +160,43 @@ class ServedStage:
                     await self._follow(max(d.round for d in donors))
             elif self.departure.others(ACTIVE) or self.departure.others(LEAVING):
                 alone.begin(loop.time())
-                await self._gossip.changed.wait(LOOK_AGAIN_S)
-            elif await self._recovery.attend(replica, exchanges):
-                if replica.synced and self._checkpointing is not None:
-                    self._checkpointing.restored(replica)
+                await self.gossip.changed.wait(LOOK_AGAIN_S)
+            elif await self.recovery.attend(replica, exchanges):
+                if replica.synced and self.checkpointing is not None:
+                    self.checkpointing.restored(replica)
             elif alone.is_older(
                 now := loop.time(), empty_stage.patience_s(view, replica.index, now)
             ):
                 # Fetching them takes a while, in which others may have begun the stage.
-                has_weights = self._weights is None or await self._weights.fill(replica)
+                has_weights = self.weights is None or await self.weights.fill(replica)
                 if has_weights and not self._sync.donors():
                     await self._begin()
             else:
-                await self._gossip.changed.wait(LOOK_AGAIN_S)
-        if self._weights is not None:
-            self._weights.forget_moments()  # others have begun the stage
+                await self.gossip.changed.wait(LOOK_AGAIN_S)
+        if self.weights is not None:
+            self.weights.forget_moments()  # others have begun the stage
         return await self._announce() if replica.phase.is_declaring else []
 
     async def _announce(self) -> list[Happened]:
         """A round has begun here."""
-        happened = await self._openings.opened(self.replica, self.exchanges)
+        happened = await self.openings.opened(self.replica, self.exchanges)
         self.rounds.announced()
         return happened
 
     async def _begin(self) -> None:
         """The first replica of its stage: initial parameters, and all the optimizer state."""
         now = asyncio.get_running_loop().time()
-        replica, view = self.replica, self._gossip.view
+        replica, view = self.replica, self.gossip.view
         round_index = progress.newest_round(view, now) or empty_stage.known_round(view)
         if round_index:
             log.warning("stage %d had no replica left: it starts afresh", replica.index)
-            self._gossip.add_total("stage_restarted")
+            self.gossip.add_total("stage_restarted")
         if not recovering.is_running(view.live(now)):
-            self._gossip.update(history=self._recovery.new_history())
-        is_filled = self._weights is not None and self._weights.weights.has_trained
+            self.gossip.update(history=self.recovery.new_history())
+        is_filled = self.weights is not None and self.weights.weights.has_trained
         if not is_filled:  # what was filled in is put aside already
             await _put_present_aside(replica)
-        kept = await self._weights.put_moments(replica) if self._weights is not None else ()
+        kept = await self.weights.put_moments(replica) if self.weights is not None else ()
         await replica.transitions.open_round(round_index, is_whole=True)
         self.exchanges.states.start_fresh(kept)
 
@@ -220,22 +208,22 @@ class ServedStage:
         fetching = asyncio.get_running_loop().create_task(self._sync.fetch(round_index))
         try:
             while not fetching.done():
-                if rounds.is_drained(round_index) and round_index < self._settings.rounds:
+                if rounds.is_drained(round_index) and round_index < self.settings.rounds:
                     await _end(fetching)  # else it would go on over the parameters to come
                     await rounds.finish(round_index)
                     return
                 told = asyncio.get_running_loop().create_task(
-                    self._gossip.changed.wait(LOOK_AGAIN_S)
+                    self.gossip.changed.wait(LOOK_AGAIN_S)
                 )
                 await asyncio.wait((fetching, told), return_when=asyncio.FIRST_COMPLETED)
                 told.cancel()
             if fetching.result() and not rounds.is_drained(round_index):
                 await replica.transitions.open_round(round_index, is_whole=True)
                 await replica.measure_digests()
-            elif fetching.result() and round_index >= self._settings.rounds:
+            elif fetching.result() and round_index >= self.settings.rounds:
                 await replica.transitions.open_round(round_index, is_whole=True)
             else:
-                await self._gossip.changed.wait(LOOK_AGAIN_S)
+                await self.gossip.changed.wait(LOOK_AGAIN_S)
         finally:
             await _end(fetching)
 
@@ -253,7 +241,7 @@ class ServedStage:
                 if await updates.settles(replica.round):
                     await replica.transitions.open_round(replica.round, is_whole=True)
                     await replica.measure_digests()
-                elif replica.round < self._settings.rounds and rounds.is_drained(replica.round):
+                elif replica.round < self.settings.rounds and rounds.is_drained(replica.round):
                     try:
                         await rounds.finish(replica.round)
                     except Behind:
@@ -261,9 +249,9 @@ class ServedStage:
                         self.exchanges.forget_results()
                         newest = max((d.round for d in sync.donors()), default=replica.round)
                         replica.transitions.aim(newest)
-                        await self._gossip.changed.wait(LOOK_AGAIN_S)
+                        await self.gossip.changed.wait(LOOK_AGAIN_S)
                 else:
-                    await self._gossip.changed.wait(LOOK_AGAIN_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
         finally:
             await _end(fetching)
 

@@ -7,6 +7,7 @@ has to do with the round ahead alone is done beside it."""
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 from swarmnet.ports import OTHER, Device, LocalSteps, Stage, Worker
 from swarmnet.protocol.pipeline.ledger import Ledger
@@ -35,26 +36,20 @@ from swarmnet.protocol.update.replica_phase import (
 from swarmnet.swarm.condition import Condition
 
 
+@dataclass
 class Transitions:
     """The phase of one replica, and what changes it."""
 
-    def __init__(
-        self,
-        phase: Phase,
-        stage: Stage,
-        local: LocalSteps | None,
-        device: Device,
-        worker: Worker,
-        ledger: Ledger,
-    ) -> None:
-        self.phase = phase
+    phase: Phase
+    stage: Stage
+    local: LocalSteps | None
+    device: Device
+    worker: Worker
+    ledger: Ledger
+
+    def __post_init__(self) -> None:
         self.changed = Condition()
         """Microbatches are taken that were not before, or others are not any more."""
-        self._stage = stage
-        self._local = local
-        self._ledger = ledger
-        self._device = device
-        self._worker = worker
         self._turn = threading.Lock()
         """Events come from the loop, from the device thread and from the worker."""
         self.changes = 0
@@ -84,8 +79,8 @@ class Transitions:
         if isinstance(self.phase.after(event)[1], Promote):
             self._switch(event)
         else:
-            await self._device.run(OTHER, lambda: self._switch(event), last)
-        self._ledger.finish_round(max(last, round_index - 1))
+            await self.device.run(OTHER, lambda: self._switch(event), last)
+        self.ledger.finish_round(max(last, round_index - 1))
         self.changed.notify_all()
 
     async def open_ahead(self) -> None:
@@ -100,22 +95,22 @@ class Transitions:
                 is_let_in = self._apply(OpenAhead()) is not None
             finally:
                 if not is_let_in:
-                    self._stage.drop_ahead()
+                    self.stage.drop_ahead()
 
-        await self._worker.run(opened)
+        await self.worker.run(opened)
         self.changed.notify_all()
 
     async def close_round(self) -> None:
         """No microbatch of the round adds to the gradient after this returns."""
         await self._until_given()
         command = self._apply(Close())
-        if self._ledger.running(self.phase.round):  # else none is on the device
+        if self.ledger.running(self.phase.round):  # else none is on the device
             await self._carry_out(command)
 
     async def flush(self) -> None:
         """Makes the parameters put aside the present ones, with which the exchange of the closed
         round itself begins."""
-        await self._device.run(OTHER, lambda: self._switch(Flush()), self.phase.round)
+        await self.device.run(OTHER, lambda: self._switch(Flush()), self.phase.round)
         self.changed.notify_all()
 
     async def lose(self) -> None:
@@ -167,9 +162,9 @@ class Transitions:
     async def _carry_out(self, command: Command | None) -> None:
         """Behind what the device has to do already."""
         if isinstance(command, DropAhead):
-            self._ledger.drop_round(command.round)
+            self.ledger.drop_round(command.round)
         if command is not None:
-            await self._device.run(OTHER, lambda: self._change(command), self.phase.round)
+            await self.device.run(OTHER, lambda: self._change(command), self.phase.round)
 
     def _switch(self, event: Event) -> None:
         """An event that changes the present parameters; between two pieces of work of the device,
@@ -183,10 +178,10 @@ class Transitions:
 
     def _change(self, command: Command | None) -> None:
         if isinstance(command, FinishRound | Promote):
-            self._stage.finish_round()
-            if self._local is not None:
-                self._local.finish_round()
+            self.stage.finish_round()
+            if self.local is not None:
+                self.local.finish_round()
         elif isinstance(command, KeepBoth):
-            self._stage.open_ahead(command.round)
+            self.stage.open_ahead(command.round)
         elif isinstance(command, DropAhead):
-            self._stage.drop_ahead()
+            self.stage.drop_ahead()
