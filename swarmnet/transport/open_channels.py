@@ -95,7 +95,7 @@ class OpenChannels:
         """Those of the protocol that this peer and another machine both have; none where no
         channel to the other is ready."""
         channel = self.first(peer_id)
-        return frozenset() if channel is None else channel.features
+        return frozenset() if channel is None else channel.greeting.features
 
     def num_direct(self, peer_id: str) -> int:
         """Direct channels of a peer, those that are not ready too."""

@@ -674,7 +674,7 @@ def test_two_peers_use_the_highest_version_that_both_speak() -> None:
             other.writer.write(head_frame(REQUEST, 1, {"m": "echo", "b": 5}))
             await until_written(other, head_frame(REPLY, 1, {"b": 5}))
             channels = [c for c in victim.channels.all() if c.remote == other.peer_id]
-            assert [c.version for c in channels if c.is_open][-1:] == [HIGHEST]
+            assert [c.greeting.version for c in channels if c.is_open][-1:] == [HIGHEST]
 
     play(scenario())
 
@@ -696,7 +696,8 @@ def test_a_feature_that_only_one_side_has_is_not_used() -> None:
             assert one.channels.features(other.peer_id) == shared
             channel = one.channels.first(other.peer_id)
             assert channel is not None
-            assert (channel.version, channel.features) == (HIGHEST, shared)
+            greeting = channel.greeting
+            assert (greeting.version, greeting.features) == (HIGHEST, shared)
         assert c.channels.features(a.peer_id) == frozenset()
         assert c.channels.features(b.peer_id) == frozenset()
         for one in (a, b, c):

@@ -141,7 +141,7 @@ def test_the_first_bulk_call_opens_a_direct_channel_that_both_sides_then_use() -
         assert w.a.traffic.direct_sent_bytes - before > BULK.num_bytes
         assert len(channels(w.a, w.b)) == len(channels(w.b, w.a)) == 1
         (channel,) = channels(w.a, w.b)
-        assert channel.features == {"both"}
+        assert channel.greeting.features == {"both"}
         back = await w.b.call(w.a.peer_id, "echo", Message(1, (BULK,)), timeout_s=PATIENCE_S)
         assert back.arrays[0].data == BULK.data
         assert len(channels(w.b, w.a)) == 1  # the same one

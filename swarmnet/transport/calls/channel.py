@@ -10,29 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from swarmnet.errors import ChannelClosed, ProtocolViolation, WrongVersion
 from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 from swarmnet.transport.base import ByteStream, Traffic
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route, request_head
-from swarmnet.transport.calls.hello import (
-    Offer,
-    Versions,
-    features_of,
-    hello_head,
-    mismatch,
-    run_of,
-    versions_of,
-)
+from swarmnet.transport.calls.hello import Greeting, Offer, hello_head
 from swarmnet.transport.calls.holdings import Holdings, Overfull
 from swarmnet.transport.calls.inbox import Inbox
 from swarmnet.transport.calls.outbox import Outbox, Outgoing, Stalled, outgoing
 from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.served import ServedCalls, Service
 from swarmnet.transport.calls.writer import Writer
-from swarmnet.transport.frames import CANCEL, HELLO, NOTIFY, REQUEST, Head, Reader
+from swarmnet.transport.frames import CANCEL, HELLO, NOTIFY, REQUEST, Reader
 from swarmnet.transport.pacing import Pacer
 from swarmnet.wire import Message
 
@@ -77,32 +69,35 @@ class Channel(asyncio.BufferedProtocol):
         self.remote = remote
         self.is_direct = is_direct
         """Its stream is a TLS connection of our own, not one through libp2p."""
-        self.run_id = ""
-        """The run that the peer says it belongs to."""
-        self.version = 0
-        """The version of the protocol that both sides use; 0 before the peer's hello."""
-        self.features: frozenset[str] = frozenset()
-        """Those that both sides have; none before the peer's hello."""
+        self.greeting = Greeting(remote, owner.offer)
+        """What the peer has said of itself."""
         self.ready: asyncio.Future[None] = loop.create_future()
         """Done when the peer has said hello. To be awaited through `asyncio.shield`."""
         self.ready.add_done_callback(_seen)
         self.is_open = True
-        self.is_parting = False
-        """The peer is of another version, and is left the time to read why."""
         self._owner = owner
-        self._theirs: Offer | None = None
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
         self._calls = PendingCalls()
         served = ServedCalls(owner.handlers, self, owner.holdings)
         self._inbox = Inbox(
-            self, self._calls, served, owner.pool.take, owner.traffic, owner.holdings
+            self.greeting, self._calls, served, owner.pool.take, owner.traffic, owner.holdings
         )
         self._reader = Reader(self._inbox, is_sealed=is_direct)
         self._outbox = Outbox(owner.pool.take, is_sealed=is_direct)
         self._writer = Writer(self._outbox, owner.pacer, owner.traffic, remote, is_direct=is_direct)
         self._timer = loop.call_later(HELLO_TIMEOUT_S, self.abort, "no hello in time")
         self._lease = loop.call_later(LEASE_S, self._renew_lease)
+
+    @property
+    def run_id(self) -> str:
+        """`served.Caller`"""
+        return self.greeting.run_id
+
+    @property
+    def is_parting(self) -> bool:
+        """The peer is of another version, and is left the time to read why."""
+        return bool(self.greeting.mismatch)
 
     @property
     def queued_bytes(self) -> int:
@@ -120,10 +115,7 @@ class Channel(asyncio.BufferedProtocol):
         self._transport.set_protocol(self)
         self.say_hello()
         if stream.leftover:
-            try:
-                self._reader.feed_bytes(stream.leftover)
-            except Exception as e:
-                self._refuse(e)
+            self._read(self._reader.feed_bytes, stream.leftover)
         if self.is_open:
             self._transport.resume_reading()
         return None
@@ -201,50 +193,32 @@ class Channel(asyncio.BufferedProtocol):
 
     # ---- the greeting -----------------------------------------------------------------------
 
-    def expects(self, kind: int) -> None:
-        """`inbox.Door`"""
-        if kind != HELLO and not self.ready.done():
-            raise ProtocolViolation("the first message is no hello")
-
-    def admits(self, head: Head) -> bool:
-        """`inbox.Door`"""
-        if head.kind == HELLO:
-            self._on_hello(head)
-            return False
-        return self.ready.exception() is None  # else of another version; its stream is about to end
-
-    def _on_hello(self, head: Head) -> None:
-        if self.is_parting:
-            return None
-        ours, versions = self._owner.offer, versions_of(head)
-        version = ours.versions.common(versions)
-        if version is None:
-            return self._part_from(versions, head)
-        theirs, run_id = Offer(versions, features_of(head)), run_of(head)
-        if self._theirs not in (None, theirs):
-            raise ProtocolViolation("versions or features that change")
-        self._theirs = theirs
-        self.run_id = run_id
-        if not self.ready.done():
-            self.version = version
-            self.features = ours.features & theirs.features
-            self._timer.cancel()
+    def _greeted(self) -> None:
+        """Acts on the peer's hello once it has come. Where the peer speaks none of our versions,
+        the side that opened the stream hears it as `WrongVersion`, the side that accepted it logs
+        it."""
+        if self.ready.done() or not self.greeting.is_done:
+            return
+        self._timer.cancel()
+        if self.greeting.mismatch:
+            self.ready.set_exception(WrongVersion(self.greeting.mismatch))
+            # The other side reads our hello before the stream ends, and says the same.
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(PARTING_S, self.abort, "another version")
+        else:
             self.ready.set_result(None)
             self._owner.channel_ready(self)
-        return None
 
-    def _part_from(self, versions: Versions, head: Head) -> None:
-        """The peer speaks none of our versions: the side that opened the stream hears it as
-        `WrongVersion`, the side that accepted it logs it."""
-        if self.ready.done():
-            raise ProtocolViolation("versions or features that change")
-        text = mismatch(self.remote, versions, self._owner.offer.versions, head.values.get("g"))
-        self.is_parting = True
-        self.ready.set_exception(WrongVersion(text))
-        self._timer.cancel()
-        # The other side reads our hello before the stream ends, and says the same.
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(PARTING_S, self.abort, "another version")
+    def _read(self, feed: Callable[[Any], None], what: Any) -> None:
+        """Takes in what has come."""
+        error: Exception | None = None
+        try:
+            feed(what)
+        except Exception as e:
+            error = e
+        self._greeted()
+        if error is not None:
+            self._refuse(error)
 
     # ---- asyncio's side ---------------------------------------------------------------------
 
@@ -253,11 +227,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._inbox.heard()
-        try:
-            if self.is_open:
-                self._reader.feed(nbytes)
-        except Exception as e:
-            self._refuse(e)
+        if self.is_open:
+            self._read(self._reader.feed, nbytes)
 
     def eof_received(self) -> bool:
         return False

@@ -13,7 +13,7 @@ from typing import Any
 from swarmnet.errors import ProtocolViolation
 from swarmnet.transport.base import FEATURES, PROTOCOL_VERSIONS
 from swarmnet.transport.calls.heads import MAX_TEXT
-from swarmnet.transport.frames import Head
+from swarmnet.transport.frames import HELLO, Head
 
 MAX_VERSION = 65_535
 MAX_FEATURES = 64
@@ -113,6 +113,55 @@ def mismatch(remote: str, theirs: Versions, ours: Versions, agent: Any) -> str:
         f"{remote[-8:]} speaks protocol {theirs}{software}; this program speaks {ours}: "
         f"update {older}, it is older"
     )
+
+
+class Greeting:
+    """An `inbox.Door`: what the peer has said of itself, and what it may send by that."""
+
+    def __init__(self, remote: str, ours: Offer) -> None:
+        self.remote = remote
+        self.run_id = ""
+        """The run that the peer says it belongs to."""
+        self.version = 0
+        """The version of the protocol that both sides use; 0 before the peer's hello."""
+        self.features: frozenset[str] = frozenset()
+        """Those that both sides have; none before the peer's hello."""
+        self.mismatch = ""
+        """Why there is no such version, for a person; empty where there is one."""
+        self._ours = ours
+        self._theirs: Offer | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """The peer has said hello."""
+        return self._theirs is not None or bool(self.mismatch)
+
+    def expects(self, kind: int) -> None:
+        """`inbox.Door`"""
+        if kind != HELLO and not self.is_done:
+            raise ProtocolViolation("the first message is no hello")
+
+    def admits(self, head: Head) -> bool:
+        """`inbox.Door`"""
+        if head.kind != HELLO:
+            return not self.mismatch  # else its stream is about to end
+        if not self.mismatch:
+            self._hear(head)
+        return False
+
+    def _hear(self, head: Head) -> None:
+        ours, versions = self._ours, versions_of(head)
+        version = ours.versions.common(versions)
+        if version is None:
+            if self.is_done:
+                raise ProtocolViolation("versions or features that change")
+            self.mismatch = mismatch(self.remote, versions, ours.versions, head.values.get("g"))
+            return
+        theirs, run_id = Offer(versions, features_of(head)), run_of(head)
+        if self._theirs not in (None, theirs):
+            raise ProtocolViolation("versions or features that change")
+        self._theirs, self.run_id = theirs, run_id
+        self.version, self.features = version, ours.features & theirs.features
 
 
 def _is_feature(value: Any) -> bool:

@@ -12,6 +12,7 @@ from swarmnet.transport.calls.hello import (
     MAX_FEATURE_CHARS,
     MAX_FEATURES,
     MAX_VERSION,
+    Greeting,
     Versions,
     features_of,
     hello_head,
@@ -20,7 +21,7 @@ from swarmnet.transport.calls.hello import (
     run_of,
     versions_of,
 )
-from swarmnet.transport.frames import HELLO, Head, parse_head
+from swarmnet.transport.frames import HELLO, NOTIFY, Head, parse_head
 from swarmnet.wire import pack
 
 OLD = {"v": 1, "r": "", "g": "swarmnet/0.1.0"}
@@ -178,3 +179,47 @@ def test_one_line_names_both_sides_and_which_is_to_be_updated(
 ) -> None:
     said = mismatch("12D3KooWabcdefgh", Versions(*theirs), Versions(*ours), agent)
     assert said == f"abcdefgh speaks {line}"
+
+
+# ---- what the peer may send ---------------------------------------------------------------------
+
+
+def greeting() -> Greeting:
+    return Greeting("peer", offer((2, 4), ("a", "b")))
+
+
+def note() -> Head:
+    return parse_head(NOTIFY, 0, pack({"m": "gossip", "b": None}))
+
+
+def test_nothing_comes_before_the_hello() -> None:
+    waits = greeting()
+    waits.expects(HELLO)
+    with pytest.raises(ProtocolViolation, match="no hello"):
+        waits.expects(NOTIFY)
+    assert (waits.is_done, waits.version, waits.features) == (False, 0, frozenset())
+    assert not waits.admits(travelled(hello_head(offer((3, 9), ("b", "c")), "run", "")))
+    waits.expects(NOTIFY)
+    assert waits.admits(note())
+    assert (waits.is_done, waits.version, waits.features) == (True, 4, {"b"})
+
+
+def test_a_later_hello_may_name_another_run_and_nothing_else() -> None:
+    heard, theirs = greeting(), offer((3, 9), ("b", "c"))
+    for run_id in ("", "run"):
+        heard.admits(travelled(hello_head(theirs, run_id, "")))
+        assert heard.run_id == run_id
+    for other in (offer((3, 8), ("b", "c")), offer((3, 9), ("b",)), offer((7, 9), ("b", "c"))):
+        with pytest.raises(ProtocolViolation, match="that change"):
+            heard.admits(travelled(hello_head(other, "run", "")))
+    assert (heard.run_id, heard.mismatch) == ("run", "")
+
+
+def test_of_a_peer_of_another_version_nothing_more_is_taken() -> None:
+    parts = greeting()
+    assert not parts.admits(travelled(OLD))
+    assert parts.is_done
+    assert "it is older" in parts.mismatch
+    assert not parts.admits(note())
+    assert not parts.admits(travelled(hello_head(offer((3, 9)), "run", "")))
+    assert (parts.version, parts.run_id) == (0, "")
