@@ -17,21 +17,22 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from swarmnet.errors import UserError
 from swarmnet.files import append_whole
 from swarmnet.protocol.trouble import Trouble
+from swarmnet.swarm.pipeline.feeder import Journal
 
 log = logging.getLogger("swarmnet.peer")
 
 COUNTED_FILE = "microbatches.jsonl"
 
 
-class CountedMicrobatches:
-    """A `feeder.Journal` that appends to one peer's file."""
+class CountedMicrobatches(Journal):
+    """Appends to one peer's file."""
 
     def __init__(self, path: Path, run_id: str) -> None:
         self._path = path
@@ -41,9 +42,6 @@ class CountedMicrobatches:
     def slot_counted(self, history: int, round_index: int, slot: int) -> None:
         """A slot counts."""
         self._append({"history": history, "round": round_index, "slots": [slot]})
-
-    def round_counted(self, round_index: int, paths: Mapping[int, tuple[str, ...]]) -> None:
-        """Its slots are on record already."""
 
     def renamed(self, old: int, new: int) -> None:
         """The run's history has another name now."""

@@ -48,7 +48,7 @@ from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.membership.reconnecting import Reconnecting, Remembered
 from swarmnet.swarm.membership.records import Signer
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
-from swarmnet.swarm.pipeline.feeder import Feeder, Journal, NoJournal
+from swarmnet.swarm.pipeline.feeder import Feeder, Journal
 from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.pipeline.step import Contested, StepService
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
@@ -100,7 +100,7 @@ class Peer:
     admission: Admission = OPEN
     assigner: assignment.Assigner | None = None
     """None: `assignment.Adaptive`, with the run's replication."""
-    journal: Journal = field(default_factory=NoJournal)
+    journal: Journal = field(default_factory=Journal)
     """Of what this peer feeds."""
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     remembered: Remembered = dict[str, Sequence[str]]

@@ -31,7 +31,7 @@ from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.membership.reconnecting import Remembered
 from swarmnet.swarm.peer import Identity, Machine, Peer
-from swarmnet.swarm.pipeline.feeder import Journal, NoJournal
+from swarmnet.swarm.pipeline.feeder import Journal
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import Limits
@@ -122,8 +122,8 @@ def check_step(stage_index: int, event: str, **facts: Any) -> None:
 
 
 @dataclass
-class CountedBySwarm:
-    """The `feeder.Journal` of a peer, which the swarm under test reads along."""
+class CountedBySwarm(Journal):
+    """The journal of a peer, which the swarm under test reads along."""
 
     swarm: Swarm
     own: Journal
@@ -232,7 +232,7 @@ class Swarm:
             feeds=feeds,
             begin_anew=begin_anew,
             remembered=remembered,
-            journal=CountedBySwarm(self, journal or NoJournal()),
+            journal=CountedBySwarm(self, journal or Journal()),
         )
         known = list(self.members)[:1] if neighbours is None else list(neighbours)
         life = asyncio.get_running_loop().create_task(peer.run(known))

@@ -60,6 +60,18 @@ class FedRound:
         self.in_flight.add(the_id)
         self.launches.launched(now)
 
+    def returned(self, the_id: int) -> None:
+        """A microbatch is in flight no more."""
+        self.in_flight.discard(the_id)
+
+    def counts(self, the_id: int, path: tuple[str, ...]) -> None:
+        """A microbatch that went this way counts."""
+        self.committed[the_id] = path
+
+    def refuse(self, the_id: int, stage: int, asker: str) -> None:
+        """A replica of a stage will not count a microbatch that is in flight."""
+        self.refused.setdefault(the_id, set()).add((stage, asker))
+
     def measured(self) -> None:
         """Its held-out loss is, or is given up."""
         self.is_measured = True
@@ -144,9 +156,8 @@ class FedRounds:
                 if question.stage < len(path) and path[question.stage] == asker:
                     counted.append(the_id)
             elif the_id in mine.in_flight and question.is_over:
-                refusals = mine.refused.setdefault(the_id, set())
                 if question.stage < self._num_stages:
-                    refusals.add((question.stage, asker))
+                    mine.refuse(the_id, question.stage, asker)
             elif the_id in mine.in_flight:
                 in_flight.append(the_id)
         return CommittedReply(tuple(counted), tuple(in_flight))

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
 from swarmnet.methods.microbatch import (
@@ -48,8 +47,8 @@ from swarmnet.wire import Array, Message
 log = logging.getLogger("swarmnet.feeder")
 
 
-class Journal(Protocol):
-    """Where a feeder puts on record what counts."""
+class Journal:
+    """Where a feeder puts on record what counts; this one keeps nothing of it."""
 
     def slot_counted(self, history: int, round_index: int, slot: int) -> None:
         """A slot counts, as of now. `history`: of the run (see `Record.history`)."""
@@ -63,19 +62,6 @@ class Journal(Protocol):
         """The run's history turns out to have another name."""
 
 
-class NoJournal:
-    """Keeps nothing of it."""
-
-    def slot_counted(self, history: int, round_index: int, slot: int) -> None:
-        pass
-
-    def round_counted(self, round_index: int, paths: Mapping[int, tuple[str, ...]]) -> None:
-        pass
-
-    def renamed(self, old: int, new: int) -> None:
-        pass
-
-
 @dataclass
 class Feeder:
     """Feeds the own replica's round whenever the view says that this peer is a feeder."""
@@ -86,7 +72,7 @@ class Feeder:
     settings: RunSettings
     limits: Limits
     data: Data
-    journal: Journal = field(default_factory=NoJournal)
+    journal: Journal = field(default_factory=Journal)
 
     def __post_init__(self) -> None:
         self.transport = self.gossip.transport
@@ -262,7 +248,7 @@ class Feeder:
             log.exception("round %d: a microbatch failed", mine.round)
             self._given_up(mine, slot_of(the_id), e)
         finally:
-            mine.in_flight.discard(the_id)
+            mine.returned(the_id)
             self.gossip.changed.notify_all()
 
     async def _try_until_it_counts(self, replica: Replica, mine: FedRound, the_id: int) -> None:
@@ -400,7 +386,7 @@ class Feeder:
             tokens=count.tokens + reply.num_tokens,
             loss_sum=count.loss_sum + reply.loss_sum,
         )
-        mine.committed[the_id] = reply.path
+        mine.counts(the_id, reply.path)
         self.num_completed += 1
         self.journal.slot_counted(self.gossip.own.history, mine.round, slot)
         commit, own = Commit(mine.round, (the_id,)), self.gossip.own.peer_id

@@ -76,7 +76,9 @@ class Flight(Track):
         self.is_beyond = False
 
     def join(self, call: Request[StepRequest]) -> None:
-        """A call waits for its reply too."""
+        """A call waits for its reply too, and hears where it is."""
+        if self.path:
+            call.progress(Message(StepProgress(self.path)))
         self._calls.append(call)
 
     def part(self, call: Request[StepRequest]) -> None:

@@ -18,7 +18,6 @@ from swarmnet.methods.microbatch import (
     COMMIT,
     STEP,
     Commit,
-    StepProgress,
     StepReply,
     StepRequest,
 )
@@ -119,8 +118,6 @@ class StepService:
             entry = replica.ledger.get(key)
             if entry is not None:
                 entry.add_caller(request.remote)
-            if flight.path:
-                request.progress(Message(StepProgress(flight.path)))
         flight.join(request)
         try:
             return await asyncio.shield(flight.task)

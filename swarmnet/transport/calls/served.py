@@ -65,8 +65,10 @@ class Caller(Protocol):
     """The channel on which a peer's calls arrive."""
 
     remote: str
-    run_id: str
     is_open: bool
+
+    @property
+    def run_id(self) -> str: ...
 
     def send(self, message: Outgoing) -> None:
         """Sends a message unless the channel has ended. Never raises."""
