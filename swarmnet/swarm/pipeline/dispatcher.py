@@ -75,6 +75,7 @@ class _Hop:
     """One call of a microbatch to one replica."""
 
     peer_id: str
+    sent_at: float
     depth: int
     """Stages behind the replica."""
     patience: Patience
@@ -204,9 +205,9 @@ class Dispatcher:
         stage, view = request.stage, self.gossip.view
         give_up = Deadline.after(_now(), self.limits.route_wait_s)
         prefer = search.preferred(self.gossip.own.peer_id if STEP in self._own else None)
-        slack = 0 if self.gossip.is_small and not self.overlaps else 1
         while True:
             router, now = self.router(stage), _now()
+            slack = 0 if self.gossip.is_small and not self.overlaps else 1
             others = dispatching.unfit(
                 view, stage, request.round, request.feeder, slack=slack, now=now
             )
@@ -241,12 +242,12 @@ class Dispatcher:
             probe_part=PROBE_PART,
             upload_s=traffic.upload_s(num_bytes),
         )
-        return _Hop(peer_id, depth, patience, track)
+        return _Hop(peer_id, now, depth, patience, track)
 
     async def _attempt(self, hop: _Hop, message: Message[StepRequest], accept: Accept) -> Passed:
         """One call; its outcome is told to the router."""
         peer_id, stage = hop.peer_id, message.body.stage
-        router, sent_at = self._routers[stage], _now()
+        router = self._routers[stage]
         try:
             reply = await self._call_patiently(hop, message)
             body = reply.body
@@ -264,7 +265,7 @@ class Dispatcher:
             router.abandoned(peer_id, _now())
             raise
         except (TransportError, RemoteError, ProtocolViolation) as e:
-            router.failed(peer_id, _now(), sent_at)
+            router.failed(peer_id, _now(), hop.sent_at)
             self.gossip.add_total("rerouted")
             if isinstance(e, (TransportError, DeadlineExceeded)):
                 self.gossip.probe(peer_id)
@@ -272,7 +273,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             router.abandoned(peer_id, _now())
             raise
-        router.succeeded(peer_id, _now(), sent_at)
+        router.succeeded(peer_id, _now(), hop.sent_at)
         return Passed(peer_id, body, grad_inputs)
 
     async def _call_patiently(self, hop: _Hop, message: Message[StepRequest]) -> Message[StepReply]:

@@ -8,9 +8,8 @@ import logging
 from swarmnet.errors import Refused, SwarmnetError
 from swarmnet.methods.microbatch import EVALUATE, InferReply, InferRequest
 from swarmnet.ports import Data
-from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import HeldOut
-from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.pipeline import held_out
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
@@ -40,20 +39,21 @@ class HeldOutLoss:
         has done so. A round that is open ahead is measured as one that is present, for its
         parameters are there; but once, since where some stage cannot open it ahead that fails. The
         measurement ends with the round."""
-        r, every = mine.round, self._settings.evaluate_every
-        due = r >= self._settings.rounds or (every > 0 and r % every == 0)
-        if not due or self.measuring is not None or not self._data.num_held_out:
+        r, settings = mine.round, self._settings
+        if not measuring.is_due(r, every=settings.evaluate_every, rounds=settings.rounds):
             return
-        now = asyncio.get_running_loop().time()
-        view = self._gossip.view
+        if self.measuring is not None or not self._data.num_held_out:
+            return
         if mine.is_measured or (is_ahead and mine.is_missed_ahead):
             return
-        # A record names the newest one, which may be ahead of this.
-        told = [p.held_out.round for p in view.live(now) if p.held_out is not None]
-        if r in told or r + 1 in told:
-            return
-        covered = all(view.replicas(s, now) for s in range(self._settings.num_stages))
-        if covered and self._first_feeder(r, now) == self._gossip.own.peer_id:
+        first = measuring.measurer(
+            self._gossip.view,
+            r,
+            num_stages=settings.num_stages,
+            num_slots=settings.num_slots,
+            now=asyncio.get_running_loop().time(),
+        )
+        if first == self._gossip.own.peer_id:
             self.measuring = mine
             mine.flights.start(self._measure(mine, is_ahead)).add_done_callback(self._ended)
 
@@ -61,19 +61,15 @@ class HeldOutLoss:
         self.measuring = None
         self._gossip.changed.notify_all()
 
-    def _first_feeder(self, r: int, now: float) -> str:
-        """Who measures. A feeder that came when all slots were launched holds no round: it would
-        end before the measurement."""
-        view = self._gossip.view
-        feeders = assignment.measurers(view, now)
-        if progress.is_launched(view, r, now, self._settings.num_slots):
-            counts = dict(view.counters.by_peer(r))
-            feeders = [p for p in feeders if p in counts and counts[p].launched] or feeders
-        return feeders[0] if feeders else ""
-
     async def _measure(self, mine: FedRound, is_ahead: bool) -> None:
         r = mine.round
-        is_last_try = self._is_held(r)
+        is_last_try = measuring.is_held(
+            self._gossip.view,
+            r,
+            rounds=self._settings.rounds,
+            num_slots=self._settings.num_slots,
+            now=asyncio.get_running_loop().time(),
+        )
         try:
             replies = await self._ask_for_all(r)
             num_tokens = sum(reply.num_tokens for reply in replies)
@@ -93,13 +89,6 @@ class HeldOutLoss:
         except Exception:  # of a builder's data, say: it holds no round
             log.exception("round %d: the held-out loss was not measured", r)
             mine.measured()
-
-    def _is_held(self, r: int) -> bool:
-        """The round waits for nothing but the measurement."""
-        now, num_slots = asyncio.get_running_loop().time(), self._settings.num_slots
-        if r >= self._settings.rounds:  # after the last one nothing waits
-            return False
-        return progress.round_progress(self._gossip.view, r, now, num_slots).committed >= num_slots
 
     async def _ask_for_all(self, r: int) -> list[InferReply]:
         """The replies for all held-out microbatches, in order. At a time so many are under way that
