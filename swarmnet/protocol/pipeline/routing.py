@@ -201,15 +201,6 @@ class Router:
         times = [r.ready_at() for r in self._replicas.values() if r.present]
         return max(now, min(times)) if times else None
 
-    def is_banned(self, peer_id: str, now: float) -> bool:
-        """True for some time after a call to this replica failed."""
-        replica = self._replicas.get(peer_id)
-        return replica is not None and now < replica.banned_until
-
-    def service_s(self, peer_id: str) -> float | None:
-        """The present estimate of a replica's service time, for display."""
-        return self._estimates.seconds(peer_id) if peer_id in self._replicas else None
-
     # -- how calls went --------------------------------------------------------------------
 
     def sent(self, peer_id: str, now: float) -> None:

@@ -116,7 +116,7 @@ def mismatch(remote: str, theirs: Versions, ours: Versions, agent: Any) -> str:
 
 
 class Greeting:
-    """An `inbox.Door`: what the peer has said of itself, and what it may send by that."""
+    """What the peer has said of itself, and what it may send by that."""
 
     def __init__(self, remote: str, ours: Offer) -> None:
         self.remote = remote
@@ -137,12 +137,13 @@ class Greeting:
         return self._theirs is not None or bool(self.mismatch)
 
     def expects(self, kind: int) -> None:
-        """`inbox.Door`"""
+        """Raises `ProtocolViolation` where the peer may not begin such a message now."""
         if kind != HELLO and not self.is_done:
             raise ProtocolViolation("the first message is no hello")
 
     def admits(self, head: Head) -> bool:
-        """`inbox.Door`"""
+        """Whether the message belongs to a call: a hello is heard here. Raises `ProtocolViolation`
+        where the peer may not send it now."""
         if head.kind != HELLO:
             return not self.mismatch  # else its stream is about to end
         if not self.mismatch:

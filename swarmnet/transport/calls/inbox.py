@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.transport.base import Traffic
 from swarmnet.transport.calls.heads import method_of, parse_error
+from swarmnet.transport.calls.hello import Greeting
 from swarmnet.transport.calls.holdings import Hold, Holdings, Overfull, bytes_of_call
 from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.served import ServedCalls
@@ -40,38 +41,26 @@ MAX_BEGUN = 64
 """Messages of a stream whose arrays are on their way; a sender sends no more than 16 in turns."""
 
 
-class Door(Protocol):
-    """Decides which messages a channel takes."""
-
-    remote: str
-
-    def expects(self, kind: int) -> None:
-        """Raises `ProtocolViolation` where the peer may not begin such a message now."""
-
-    def admits(self, head: Head) -> bool:
-        """Does the message belong to a call? A hello does not. Raises `ProtocolViolation` where
-        the peer may not send it now."""
-
-
 class Inbox:
     """A `frames.Sink`: assembles messages and hands them to the calls of a channel."""
 
     def __init__(
         self,
-        door: Door,
+        greeting: Greeting,
         calls: PendingCalls,
         served: ServedCalls,
         allocate: Callable[[int], memoryview],
         traffic: Traffic,
         holdings: Holdings,
     ) -> None:
-        """`calls`: those made here; `served`: those of the peer; `allocate`: memory of a size for
-        an array that arrives; `holdings`: the room for what arrives."""
+        """`greeting`: what may come; `calls`: those made here; `served`: those of the peer;
+        `allocate`: memory of a size for an array that arrives; `holdings`: the room for what
+        arrives."""
         self.receiving_bytes = 0
         """Array bytes that are announced and have not come."""
         self._is_silent = False
         """Nothing has come since `expire` was asked last."""
-        self._door = door
+        self._greeting = greeting
         self._calls = calls
         self._served = served
         self._allocate = allocate
@@ -91,9 +80,9 @@ class Inbox:
 
     def opening(self, kind: int, head_bytes: int) -> None:
         """`frames.Sink`. Raises `Overfull` where there is no room for the head."""
-        self._door.expects(kind)
+        self._greeting.expects(kind)
         if head_bytes > BUFFER_BYTES:
-            self._opening = self._holdings.take(self._door.remote, head_bytes)
+            self._opening = self._holdings.take(self._greeting.remote, head_bytes)
             if self._opening is None:
                 raise Overfull(f"no room for a message of {head_bytes} bytes")
 
@@ -102,7 +91,7 @@ class Inbox:
         self._close_opening()
         books = self._books(head)
         self._traffic.add_received(books, num_bytes)
-        if not self._door.admits(head):
+        if not self._greeting.admits(head):
             return
         if head.kind == REQUEST:
             self._check_new(head.call_id)
@@ -150,7 +139,7 @@ class Inbox:
         """To be asked at regular times: gives up the arrays of messages that had begun when it was
         asked last, where the peer is a stranger or has sent nothing since. False where a head
         arrives for so long."""
-        is_due = self._is_silent or self._holdings.is_stranger(self._door.remote)
+        is_due = self._is_silent or self._holdings.is_stranger(self._greeting.remote)
         aged = self._aging if is_due else []
         is_stuck = any(x is self._opening for x in aged) if self._opening is not None else False
         for key, assembly in list(self._assemblies.items()):
@@ -214,7 +203,7 @@ class Inbox:
                 return self._read_past(head, books)
         self._announce(head)
         num_bytes = bytes_of_call(head.values.get("b"), head.array_bytes)
-        hold = self._holdings.take(self._door.remote, num_bytes)
+        hold = self._holdings.take(self._greeting.remote, num_bytes)
         if hold is not None:
             self._holds[key] = hold
             self._assemblies[key] = Assembly(head, self._allocate, books)

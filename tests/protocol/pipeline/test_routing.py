@@ -140,7 +140,7 @@ def test_a_failed_replica_is_banned_and_the_ban_doubles() -> None:
         router.sent("a", now)
         router.failed("a", now, now)
         router.failed("a", now, now)  # failing together counts once
-        assert router.is_banned("a", now)
+        assert router.pick_to_infer(now) is None, "not even for a forward pass"
         assert router.pick(now) is None
         ready_at = router.ready_at(now)
         assert ready_at is not None
@@ -171,7 +171,7 @@ def test_a_ban_survives_a_short_absence() -> None:
     router.update({"b": 0.0}, 0.1)
     assert router.pick(0.1) == "b"
     router.update({"a": 0.0, "b": 0.0}, 0.2)
-    assert router.is_banned("a", 0.2)
+    assert router.pick_to_infer(0.2, exclude=["b"]) is None
 
 
 def test_a_busy_replica_rests_for_about_its_backlog() -> None:
@@ -180,7 +180,7 @@ def test_a_busy_replica_rests_for_about_its_backlog() -> None:
     router.sent("a", 0.0)
     router.busy("a", 0.0, 0.4)
     assert router.pick(0.2) is None
-    assert not router.is_banned("a", 0.2)
+    assert router.pick_to_infer(0.2) == "a", "it is full, and not banned"
     assert router.pick(0.6) == "a"
     router.busy("a", 0.7, 0.0)
     assert router.pick(0.7 + routing.MIN_BUSY_S / 2) is None, "nor is it asked in a loop"

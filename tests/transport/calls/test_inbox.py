@@ -37,7 +37,7 @@ PARTS = b"".join(part_frames(REQUEST_PART, 1, ARRAYS))
 
 
 class World:
-    """An inbox behind a reader; its door admits all but hellos."""
+    """An inbox behind a reader; it is its own greeting, which admits all but hellos."""
 
     remote, run_id, is_open = "peer", "run", True
 
