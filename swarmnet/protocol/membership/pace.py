@@ -1,12 +1,15 @@
-"""How often a peer gossips, and when it publishes its own record anew. Pure.
+"""How often a peer gossips and with whom, and when it publishes its own record anew. Pure.
 
 In a large swarm both are slower, so that the control traffic of a peer stays bounded."""
 
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.failure_detector import SILENCE_S
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
@@ -117,3 +120,40 @@ class Publishing:
         """What was declared has happened, or will not."""
         self._is_held = False
         self._is_dirty = True
+
+
+def partner(view: View, connected: Iterable[str], rng: random.Random, now: float) -> str | None:
+    """A random live peer, to exchange records with. `connected`: machines to which a channel is
+    open, where no peer is live."""
+    own, live = view.own_peer_id, view.live(now)
+    if len(live) > 1:
+        drawn = rng.choice(live).peer_id
+        if drawn != own and view.reaches(drawn, now):
+            return drawn
+    pool = [r.peer_id for r in live if r.peer_id != own and view.reaches(r.peer_id, now)]
+    pool = pool or [p for p in connected if p != own]
+    return rng.choice(pool) if pool else None
+
+
+def push_targets(
+    view: View, connected: Iterable[str], fanout: int, rng: random.Random, now: float
+) -> list[str]:
+    """All live peers, or, where these are more than `PUSH_FANOUT`, `fanout` of them. Half of these
+    are the first of the feeders, so that some peer has all the urgent news and sees at once that a
+    round is over; the others are drawn. `connected`: as of `partner`."""
+    own = view.own_peer_id
+    live = [r.peer_id for r in view.live(now) if r.peer_id != own]
+    live = [p for p in live if view.reaches(p, now)]
+    if len(live) <= PUSH_FANOUT:
+        live = sorted({*live, *connected} - {own})
+    if len(live) <= PUSH_FANOUT:
+        return live
+    first = first_targets(view, fanout, now)
+    drawn = rng.sample(live, fanout)
+    return [*first, *(p for p in drawn if p not in first)][:fanout]
+
+
+def first_targets(view: View, fanout: int, now: float) -> list[str]:
+    """The first of the feeders, which are told all urgent news."""
+    first = feeders(view, now)[: fanout // 2 + 1]
+    return [p for p in first if p != view.own_peer_id][: fanout // 2]

@@ -24,6 +24,7 @@ from swarmnet.protocol.membership.records import (
     LEFT,
     MAX_UNREACHED,
     NO_STAMP,
+    OBSERVER_STAGE,
     Record,
     Stamp,
 )
@@ -136,6 +137,12 @@ class Reach:
             others = (p for p in serving if p not in (peer_id, origin))
             both = (p for p in others if not (self.are_cut(p, peer_id) or self.are_cut(p, origin)))
             yield peer_id, next(both, None)
+
+    def unreached(self) -> tuple[str, ...]:
+        """The living members that this peer cannot call, which its record names."""
+        found = (self._records.get(p) for p in self._detector.out_of_reach())
+        members = [r.peer_id for r in found if r and r.state != LEFT and r.stage != OBSERVER_STAGE]
+        return tuple(members[:MAX_UNREACHED])
 
     def counts(self, peer_id: str) -> bool:
         """Whether what a peer's records count from now on counts here."""

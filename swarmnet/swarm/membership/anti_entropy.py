@@ -15,7 +15,7 @@ from typing import Any
 from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
 from swarmnet.methods.ranges import MAX_RECORDS
 from swarmnet.methods.records import GOSSIP, RECORDS, GossipRequest, Records
-from swarmnet.protocol.membership.pace import GossipPace
+from swarmnet.protocol.membership.pace import GossipPace, partner
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import ANSWER_S
@@ -68,15 +68,7 @@ class AntiEntropy:
         """A random live peer. A peer that is missing is looked for elsewhere
         (`swarm.membership.reconnecting`)."""
         now = asyncio.get_running_loop().time()
-        own = self._own.peer_id
-        live = self._view.live(now)
-        if len(live) > 1:
-            drawn = self._rng.choice(live).peer_id
-            if drawn != own and self._view.reaches(drawn, now):
-                return drawn
-        pool = [r.peer_id for r in live if r.peer_id != own and self._view.reaches(r.peer_id, now)]
-        pool = pool or [p for p in self._transport.connected() if p != own]
-        return self._rng.choice(pool) if pool else None
+        return partner(self._view, self._transport.connected(), self._rng, now)
 
     async def reconcile(self, peer_id: str, timeout_s: float = RECONCILE_S) -> bool:
         """Exchanges records with one peer; False where it cannot be reached. Raises `WrongRun`."""

@@ -16,7 +16,7 @@ from typing import Any
 from swarmnet.admission import OPEN, Admission
 from swarmnet.methods.records import MAX_RECORD_BYTES
 from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
-from swarmnet.protocol.membership.pace import GossipPace, GossipSettings
+from swarmnet.protocol.membership.pace import PUSH_FANOUT, GossipPace, GossipSettings, first_targets
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, Record, RoundCount
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import RECONCILE_S, AntiEntropy
@@ -191,7 +191,7 @@ class Gossip:
     async def catch_up(self) -> None:
         """Hears what was urgent in the last moments: in a large swarm from one of those peers that
         are told all of that. In a small one every peer is told."""
-        told = self.pushes.first_targets()
+        told = first_targets(self.view, PUSH_FANOUT, asyncio.get_running_loop().time())
         if told and not self.is_small:
             await self._exchange.hear_from(self.rng.choice(told), PROBE_TIMEOUT_S)
 

@@ -30,9 +30,7 @@ from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import (
     LEFT,
-    MAX_UNREACHED,
     NO_STAMP,
-    OBSERVER_STAGE,
     OBSERVING,
     Record,
     Stamp,
@@ -299,11 +297,7 @@ class Liveness:
         """Puts the living members that this peer cannot call into its record."""
         if self._own.is_quiet:
             return
-        view = self._view
-        names = view.detector.out_of_reach()
-        records = (r for p in names if (r := view.get(p)) is not None)
-        found = [r.peer_id for r in records if r.state != LEFT and r.stage != OBSERVER_STAGE]
-        unreached = tuple(found[:MAX_UNREACHED])
+        unreached = self._view.reach.unreached()
         if unreached != self._own.record.unreached:
             self._own.change(unreached=unreached)
             self._pushes.soon()

@@ -13,8 +13,7 @@ import asyncio
 import random
 
 from swarmnet.methods.records import RECORDS, UNREACHED, Records, Unreached
-from swarmnet.protocol.membership.assignment import feeders
-from swarmnet.protocol.membership.pace import PUSH_FANOUT, GossipPace
+from swarmnet.protocol.membership.pace import PUSH_FANOUT, GossipPace, push_targets
 from swarmnet.protocol.membership.reachability import Doubts, ToldUnreached
 from swarmnet.protocol.membership.records import OBSERVER_STAGE, Record
 from swarmnet.protocol.membership.view import View
@@ -82,27 +81,9 @@ class Pushes:
                 notify(self._transport, peer_id, RECORDS, Message(Records(records=envelopes)))
 
     def targets(self, fanout: int) -> list[str]:
-        """All live peers, or, where these are more than `PUSH_FANOUT`, `fanout` of them. Half of
-        these are the first of the feeders, so that some peer has all the urgent news and sees at
-        once that a round is over; the others are drawn."""
-        own = self._own.peer_id
+        """Whom to tell what is urgent (see `protocol.membership.pace.push_targets`)."""
         now = asyncio.get_running_loop().time()
-        view = self._view
-        live = [r.peer_id for r in view.live(now) if r.peer_id != own]
-        live = [p for p in live if view.reaches(p, now)]
-        if len(live) <= PUSH_FANOUT:
-            live = sorted({*live, *self._transport.connected()} - {own})
-        if len(live) <= PUSH_FANOUT:
-            return live
-        first = self.first_targets(fanout)
-        drawn = self._rng.sample(live, fanout)
-        return [*first, *(p for p in drawn if p not in first)][:fanout]
-
-    def first_targets(self, fanout: int = PUSH_FANOUT) -> list[str]:
-        """The first of the feeders, which are told all urgent news."""
-        now = asyncio.get_running_loop().time()
-        first = feeders(self._view, now)[: fanout // 2 + 1]
-        return [p for p in first if p != self._own.peer_id][: fanout // 2]
+        return push_targets(self._view, self._transport.connected(), fanout, self._rng, now)
 
     def _push(self) -> None:
         self._timer = None

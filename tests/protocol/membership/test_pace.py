@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 from swarmnet.protocol.membership.pace import (
     PUSH_FANOUT,
     GossipPace,
     GossipSettings,
     Publishing,
+    first_targets,
+    partner,
+    push_targets,
 )
 from swarmnet.protocol.membership.view import View
 from tests.protocol.making import record
@@ -86,3 +91,34 @@ def test_nothing_follows_a_declared_join_before_it_is_over() -> None:
     publishing.hold()
     publishing.release()
     assert publishing.has_news, "what was declared is not what is now"
+
+
+def test_in_a_small_swarm_every_peer_is_told() -> None:
+    view = View("a")
+    for name in ("a", "b", "c"):
+        view.merge(record(name), 0.0)
+    assert push_targets(view, ["d"], 1, random.Random(0), 0.0) == ["b", "c", "d"]
+
+
+def test_in_a_large_one_half_of_the_told_are_the_first_feeders() -> None:
+    view = View("a")
+    for i in range(3 * PUSH_FANOUT):
+        feeds = i % 2 == 0
+        view.merge(record(f"p-{i:02}", stage=0 if feeds else 1, has_data=feeds), 0.0)
+    first = first_targets(view, PUSH_FANOUT, 0.0)
+    assert first == [f"p-{i:02}" for i in range(0, PUSH_FANOUT, 2)]
+    told = push_targets(view, [], PUSH_FANOUT, random.Random(0), 0.0)
+    assert told[: len(first)] == first
+    assert len(told) == len(set(told)) == PUSH_FANOUT
+    assert "a" not in told
+
+
+def test_a_partner_is_a_live_peer_in_reach_or_else_one_with_a_channel() -> None:
+    view, rng = View("a"), random.Random(0)
+    view.merge(record("a"), 0.0)
+    assert partner(view, [], rng, 0.0) is None
+    assert partner(view, ["a", "d"], rng, 0.0) == "d"
+    view.merge(record("b"), 0.0)
+    view.merge(record("c"), 0.0)
+    view.reach.unanswered("c", (1, 0), 0.0)
+    assert {partner(view, ["d"], rng, 0.0) for _ in range(20)} == {"b"}

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from swarmnet.protocol.membership.failure_detector import Look
 from swarmnet.protocol.membership.reach import are_cut, connected, num_cuts
-from swarmnet.protocol.membership.records import ACTIVE, MAX_UNREACHED, OBSERVING, Record
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    LEFT,
+    MAX_UNREACHED,
+    OBSERVER_STAGE,
+    OBSERVING,
+    Record,
+)
 from swarmnet.protocol.membership.view import View
 from tests.protocol.membership.test_view import counted
 
@@ -168,3 +175,22 @@ def test_the_first_that_reaches_both_goes_between_two_that_are_cut() -> None:
     assert list(view.reach.go_betweens("c", serving)) == [("a", "b")]
     assert list(view.reach.go_betweens("d", serving)) == [("b", "a")]
     assert list(view.reach.go_betweens("a", ["a", "c"])) == [("c", None)]
+
+
+def test_a_record_names_living_members_that_its_peer_cannot_call() -> None:
+    view = View("a")
+    for one in (
+        record("a"),
+        record("lost"),
+        record("left", state=LEFT),
+        record("onlooker", stage=OBSERVER_STAGE),
+        record("silent"),
+    ):
+        view.merge(one, 0.0)
+    for name in ("lost", "left", "onlooker", "silent"):
+        view.reach.unanswered(name, (1, 0), 1.0)
+    for name in ("lost", "left", "onlooker"):
+        before = view.get(name)
+        assert before is not None
+        view.merge(replace(before, version=1), 2.0)
+    assert view.reach.unreached() == ("lost",)
