@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def served() -> list[str]:
-    """Methods that the code serves, by its text: `serve(transport, ROW, handler)`, and
-    `handle(ROW.name, handler)` in the transport."""
+    """Methods that the code serves, by its text: `serve(transport, ROW, handler)`,
+    `handle(ROW, handler)` of a dispatcher, and `handle(ROW.name, handler)` in the transport."""
     found = []
     for path in (ROOT / "swarmnet").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -26,7 +26,7 @@ def served() -> list[str]:
                     found.append(row.lower())
                 case ast.Call(
                     func=ast.Attribute(attr="handle"),
-                    args=[ast.Attribute(ast.Name(row), "name"), _],
+                    args=[ast.Name(row) | ast.Attribute(ast.Name(row), "name"), _],
                 ) if row.isupper():
                     found.append(row.lower())
     return found
