@@ -17,11 +17,12 @@ from swarmnet import errors, identity
 from swarmnet.methods import method, microbatch, ranges
 from swarmnet.methods.table import METHODS
 from swarmnet.protocol import backoff, codecs, slots, timing, upgrade
-from swarmnet.protocol.membership import failure_detector, records, view
+from swarmnet.protocol.membership import failure_detector, pace, records, view
 from swarmnet.protocol.pipeline import feeding, progress
 from swarmnet.protocol.update import members, placement
 from swarmnet.spec import TABLES, FileSpec, RunSpec, SourceSpec
-from swarmnet.swarm.membership import discovery, known_records, looks, pace, relaying
+from swarmnet.swarm.membership import discovery, relaying
+from swarmnet.swarm.membership.records import FORGET_AFTER_S
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport import base, dialer, direct, frames, links, open_channels, relay
@@ -216,10 +217,10 @@ def test_every_field_is_named(cls: type) -> None:
         f"newest rounds, ascending: `{dataclasses.fields(records.RoundCount)[0].name}`",
         f"news of it in the last {failure_detector.SILENCE_S:.0f} s (in swarms of more than "
         f"{pace.PUSH_FANOUT} live peers",
-        f"not answered in {looks.PROBE_TIMEOUT_S:.0f} s, or in "
-        f"{looks.PROBE_TIMEOUT_S + timing.CONNECT_S:.0f} s where a channel",
+        f"not answered in {failure_detector.PROBE_TIMEOUT_S:.0f} s, or in "
+        f"{failure_detector.PROBE_TIMEOUT_S + timing.CONNECT_S:.0f} s where a channel",
         f"a channel to it is open, for {failure_detector.SUSPECT_S:.0f} s",
-        f"no news for {known_records.FORGET_AFTER_S / 60:.0f} minutes is forgotten",
+        f"no news for {FORGET_AFTER_S / 60:.0f} minutes is forgotten",
         f"At most {view.MAX_PEERS:,} records are known",
         f"last {feeding.MAX_REFUSED} microbatches were refused, for {feeding.REST_S:.0f} s",
         f"With more than {progress.FEW_FEEDERS} feeders ours",
