@@ -358,7 +358,7 @@ class RemoteText:
 
     def _failed(self, peer_id: str, error: SwarmnetError) -> None:
         if isinstance(error, TransportError):
-            self._gossip.probe(peer_id)
+            self._gossip.liveness.probe(peer_id)
 
     def _check_time(self, why: SwarmnetError) -> None:
         if self._until.is_over(asyncio.get_running_loop().time()):

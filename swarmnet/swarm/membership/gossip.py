@@ -198,17 +198,3 @@ class Gossip:
     def serves(self, replica: Served | None) -> None:
         """What other replicas of its stage may ask of this one from now on; None: nothing."""
         self.gate.serves(replica)
-
-    # ---- names from before, of `liveness` ----------------------------------------------------
-
-    def probe(self, peer_id: str) -> None:
-        """As `Liveness.probe`."""
-        self.liveness.probe(peer_id)
-
-    async def look_into(self, peer_ids: Iterable[str]) -> None:
-        """As `Liveness.look_into`."""
-        await self.liveness.look_into(peer_ids)
-
-    def awake_s(self) -> float:
-        """As `Liveness.awake_s`."""
-        return self.liveness.awake_s()

@@ -268,7 +268,7 @@ class Dispatcher:
             router.failed(peer_id, _now(), hop.sent_at)
             self.gossip.add_total("rerouted")
             if isinstance(e, (TransportError, DeadlineExceeded)):
-                self.gossip.probe(peer_id)
+                self.gossip.liveness.probe(peer_id)
             raise
         except asyncio.CancelledError:
             router.abandoned(peer_id, _now())
@@ -355,7 +355,7 @@ class Dispatcher:
             router.sent(peer_id, began_at)
             router.failed(peer_id, _now(), began_at)
             if isinstance(e, TransportError):
-                self.gossip.probe(peer_id)
+                self.gossip.liveness.probe(peer_id)
         return None
 
     async def _is_at_work(self, peer_id: str, request: StepRequest, silent_s: float) -> bool | None:

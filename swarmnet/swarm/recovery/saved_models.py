@@ -317,7 +317,7 @@ class SavedModelFetch:
         )
         try:
             while not (await asyncio.wait([calling], timeout=ANSWER_S))[0]:
-                self.gossip.probe(peer_id)
+                self.gossip.liveness.probe(peer_id)
                 if view.gone_s(peer_id, loop.time()) >= PATIENCE_S:
                     raise Unreachable(f"{peer_id[-8:]} has fallen silent")
             return calling.result()

@@ -153,7 +153,7 @@ class Exchanges:
         """
         r = self.current
         await self._until_restored(r)
-        started = Since(self.gossip.awake_s())
+        started = Since(self.gossip.liveness.awake_s())
         has_others = len(self.members.contributors(r)) > 1
         exchange = self._exchange.now()
         shards = list(range(self.replica.num_shards) if due is None else due)
@@ -170,7 +170,7 @@ class Exchanges:
         averaged = self.books.least_tokens(r, [0] if self.plan.is_local else shards)
         if averaged is not None:
             self.lost.averaged(r, averaged)
-        took_s = started.s(self.gossip.awake_s())
+        took_s = started.s(self.gossip.liveness.awake_s())
         known = exchange.progress
         is_usual = has_others and declared > 0 and known.is_usual
         self.pace.took(took_s, is_usual=is_usual, missed=known.missed)
@@ -183,7 +183,7 @@ class Exchanges:
         while not exchange.is_over(shards):
             if self.states.failure is not None:
                 return self.states.failure
-            is_late = started.s(self.gossip.awake_s()) > self.pace.waits().call_s
+            is_late = started.s(self.gossip.liveness.awake_s()) > self.pace.waits().call_s
             if is_late and not exchange.is_at_work:
                 return Behind(f"shards of round {exchange.number} were given by no owner")
             await exchange.changed.wait(LOOK_AGAIN_S)

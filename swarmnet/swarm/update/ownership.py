@@ -170,7 +170,9 @@ class ExchangeMembers:
         have nothing to give for the next one until they have left it: waits for these, until
         `end_s` in seconds awake at most. Returns whether there was one."""
         has_waited, end = False, Deadline(end_s)
-        while self.behind(peer_ids(), round_index) and not end.is_over(self.gossip.awake_s()):
+        while self.behind(peer_ids(), round_index) and not end.is_over(
+            self.gossip.liveness.awake_s()
+        ):
             has_waited = True
             await self.gossip.changed.wait(LOOK_AGAIN_S)
         return has_waited

@@ -207,7 +207,7 @@ class Exchange:
         if self._put is None:
             self._put = put
             self._stays_in_stage = stays_in_stage
-            self._begun_at = self._gossip.awake_s()
+            self._begun_at = self._gossip.liveness.awake_s()
         self._calls.contribute(contributions)
         self.refresh()
         for j, (num_tokens, gradient) in contributions.items():
@@ -293,7 +293,7 @@ class Exchange:
 
     def refresh(self) -> None:
         """Looks at who lives, and what they have declared."""
-        self._gossip.awake_s()  # after a stall of this process, no peer is silent
+        self._gossip.liveness.awake_s()  # after a stall of this process, no peer is silent
         members = self._ownership.members.statuses(self.number)
         for peer_id in self._distrusted:
             members.pop(peer_id, None)
@@ -313,7 +313,7 @@ class Exchange:
         be known here yet; 0 where nobody is missed. So it is where a replica has died: they may
         have died with it."""
         has_own = any(self._calls.tokens.values())
-        now = self._gossip.awake_s()
+        now = self._gossip.liveness.awake_s()
         may_miss = may_miss_members(
             self.number, self._begun_at, now, members.values(), has_own=has_own
         )
@@ -333,7 +333,7 @@ class Exchange:
     def _look_for_state(self, j: int) -> None:
         """Of a shard that this replica is about to step: whether the state that it lacks is with
         another one that lives."""
-        now, since = self._gossip.awake_s(), self._kept_since.get(j)
+        now, since = self._gossip.liveness.awake_s(), self._kept_since.get(j)
         waited_s = 0.0 if since is None else since.s(now)
         is_kept = self._ownership.is_kept_elsewhere(self.number, j, waited_s)
         if is_kept and since is None:
@@ -351,7 +351,7 @@ class Exchange:
         found = self.progress.hanging(
             shards,
             self._begun_at,
-            self._gossip.awake_s(),
+            self._gossip.liveness.awake_s(),
             members.behind(primaries, self.number),
             {p for p in primaries if members.has_begun(p, self.number)},
             waits.contributions_s,
@@ -403,7 +403,7 @@ class Exchange:
             case do.SetDeadline():
                 self._set_deadline(j)
             case do.LookInto(peer_id):
-                self._gossip.probe(peer_id)
+                self._gossip.liveness.probe(peer_id)
             case do.Adopt(result, _):
                 self._adopt(j, result)
             case do.Spoiled():
@@ -471,7 +471,7 @@ class Exchange:
         if isinstance(error, DeadlineExceeded):
             self._silent(call.target)
         if isinstance(error, TransportError):
-            self._gossip.probe(call.target)
+            self._gossip.liveness.probe(call.target)
         denied = ballot_in(error, shard)
         if has_moved_on(self.number, error):
             self.feed(shard, on.MovedOn())
@@ -547,7 +547,7 @@ class Exchange:
             if isinstance(e, DeadlineExceeded):
                 self._mute(member)
             if isinstance(e, TransportError):
-                self._gossip.probe(member)
+                self._gossip.liveness.probe(member)
             for j, asked in question.asked.items():
                 if has_moved_on(self.number, e):
                     self.feed(j, on.MovedOn())
@@ -625,7 +625,7 @@ class Exchange:
         if isinstance(error, DeadlineExceeded):  # its link is too slow: it fetches the state later
             self._silent(backup)
         elif isinstance(error, TransportError):
-            self._gossip.probe(backup)
+            self._gossip.liveness.probe(backup)
             return on.MirrorFailed(backup, attempt)
         denied = ballot_in(error)
         return on.Refused(backup, attempt) if denied is None else on.Denied(backup, denied)
@@ -647,7 +647,7 @@ class Exchange:
     def _set_deadline(self, j: int) -> None:
         if self._put is None:
             return  # it runs from when this replica has closed its round
-        is_new, now = j not in self._deadlines, self._gossip.awake_s()
+        is_new, now = j not in self._deadlines, self._gossip.liveness.awake_s()
         self._deadlines[j] = Deadline.after(now, self._pace.waits().contributions_s)
         if is_new:
             self._tasks.start(self._expire(j))
@@ -659,11 +659,11 @@ class Exchange:
         members, end = self._ownership.members, self._deadlines[j]
         if await members.until_begun(lambda: self._awaited(j), self.number, end.at):
             self._set_deadline(j)
-        while left_s := self._deadlines[j].left_s(self._gossip.awake_s()):
+        while left_s := self._deadlines[j].left_s(self._gossip.liveness.awake_s()):
             await asyncio.sleep(left_s)
-            if not self._deadlines[j].is_over(self._gossip.awake_s()):
+            if not self._deadlines[j].is_over(self._gossip.liveness.awake_s()):
                 continue  # it was set anew meanwhile, or this process stood still
-            await self._gossip.look_into(self._awaited(j))
+            await self._gossip.liveness.look_into(self._awaited(j))
             self.refresh()
             while any(self._members[p].life == SUSPECT for p in self._awaited(j)):
                 await self._gossip.changed.wait(LOOK_AGAIN_S)

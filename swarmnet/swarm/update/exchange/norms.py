@@ -159,7 +159,7 @@ class Norms:
         shards = tuple(sorted(sums))
         values = tuple(sums[j] for j in shards)
         request = NormRequest(round_index, self._replica.index, shards, values)
-        awake_s, turn = self._gossip.awake_s, 0
+        awake_s, turn = self._gossip.liveness.awake_s, 0
         end = Deadline.after(awake_s(), self._pace.waits().norm_s)
         while not end.is_over(awake_s()):
             order = self._collectors()

@@ -135,7 +135,7 @@ class TiedShards:
         return await self._replica.worker.run(lambda: self._replica.stage.digest(shard))
 
     async def _other(self, exchange: int, shard: int) -> OtherSum | None:
-        awake_s = self._gossip.awake_s
+        awake_s = self._gossip.liveness.awake_s
         end = Deadline.after(awake_s(), self._pace.waits().norm_s)
         while (found := self._sums.get((exchange, shard))) is None:
             if end.is_over(awake_s()):
@@ -177,7 +177,7 @@ class TiedShards:
             except SwarmnetError as e:
                 log.debug("round %d tied shard %d: %s", exchange, shard, e)
                 if isinstance(e, TransportError):
-                    self._gossip.probe(peer_id)
+                    self._gossip.liveness.probe(peer_id)
                 if isinstance(e, Stale) and has_moved_on(exchange, e.details.get("round")):
                     raise
             turn += 1
