@@ -258,7 +258,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.runtime.run import spare_old_objects
     from swarmnet.swarm.membership.gossip import Gossip
     from swarmnet.swarm.replica.replica import Replica
-    from swarmnet.swarm.settings import Limits
+    from swarmnet.swarm.settings import WaitLimits
     from swarmnet.swarm.tasks import Tasks
     from swarmnet.swarm.update.exchanges import Exchanges
     from swarmnet.swarm.update.handover import Handover
@@ -297,7 +297,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
     gossip.serves(replica)
     settings = run_settings(spec)
-    exchanges = Exchanges(transport, gossip, settings, Limits(), replica)
+    exchanges = Exchanges(transport, gossip, settings, WaitLimits(), replica)
     handover = Handover(gossip, settings, replica, exchanges, random.Random())
     updates = ZeroUpdates(replica, exchanges, handover)
     moments = Moments(exchanges, stage)

@@ -15,7 +15,7 @@ from swarmnet.runtime.run_files import WEIGHTS, RunFiles
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.weights import fetch_initial
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array
 
@@ -78,7 +78,7 @@ async def fetch_base(
         return await worker.run(lambda: _own_buffers(spec))
 
     weights = await worker.run(lambda: ModelWeights(spec, files[WEIGHTS], folder))
-    layout, at_once = InitialLayout.of(spec), asyncio.Semaphore(Limits().max_fetching)
+    layout, at_once = InitialLayout.of(spec), asyncio.Semaphore(WaitLimits().max_fetching)
     loop = asyncio.get_running_loop()
     stages = [
         [
@@ -125,7 +125,7 @@ async def _one(
                     stage,
                     shard,
                     size,
-                    Limits().fetch_timeout_s,
+                    WaitLimits().fetch_timeout_s,
                 )
     raise UserError(
         f"no peer gives the base of stage {stage}; name the model's folder with --weights"

@@ -26,7 +26,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.model_fetch import RoundsPassed, fetch_model
 from swarmnet.swarm.recovery.saved_models import Parts, SavedModelFetch
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.training.checkpoint import (
     CheckpointError,
     Meta,
@@ -152,7 +152,7 @@ async def fetch_named(
 ) -> tuple[int, dict[str, Tensor]]:
     """The present round of the live run, and all its parameters by name."""
     sizes = [stage_shard_sizes(spec, k) for k in range(spec.pipeline.num_stages)]
-    round_index, shards = await fetch_model(transport, gossip, sizes, Limits(), gossip.rng)
+    round_index, shards = await fetch_model(transport, gossip, sizes, WaitLimits(), gossip.rng)
     return round_index, _named(spec, shards)
 
 

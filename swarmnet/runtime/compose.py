@@ -19,7 +19,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.reconnecting import Remembered
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.resource_limits import ResourceLimits
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.transport.base import Transport
 
 
@@ -77,7 +77,7 @@ def compose(
         settings=replace(run_settings(spec), max_shards=_max_shards(spec, options)),
         machine=machine,
         rng=random.Random(f"{transport.peer_id}|{now_unix_s}"),
-        limits=Limits(),
+        limits=WaitLimits(),
         wanted_stage=options.stage,
         feeds=options.feed,
         begin_anew=options.begin_anew,

@@ -28,7 +28,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.infer import infer_through
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array
@@ -49,7 +49,7 @@ class Observer:
         self._tasks = Tasks("observer")
         self._dispatcher = Dispatcher(
             gossip,
-            Limits(),
+            WaitLimits(),
             spec.pipeline.num_stages,
             spec.pipeline.microbatch,
             gossip.rng,

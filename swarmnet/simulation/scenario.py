@@ -16,7 +16,7 @@ from swarmnet.simulation.coding import Coding, PassCoding
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 
 SERVICE_S = 4.0
 MICROBATCHES_PER_REPLICA = 200
@@ -85,7 +85,7 @@ class Scenario:
     start_s: float = 2.0
     check_s: float = 0.25
     bounds: Bounds = field(default_factory=Bounds)
-    limits: Limits = field(default_factory=Limits)
+    limits: WaitLimits = field(default_factory=WaitLimits)
     gossip: GossipSettings = field(default_factory=GossipSettings)
     warmup_s: float = 0.0
     """Virtual seconds that are left out of the throughput and of its bound."""
@@ -234,12 +234,12 @@ def small_swarm(seed: int) -> Scenario:
     )
 
 
-def _small_limits(seed: int) -> Limits:
+def _small_limits(seed: int) -> WaitLimits:
     """In a third of the swarms peers move within seconds, because such a history is too short for
     the usual cooldowns."""
     if random.Random(f"moves {seed}").random() < 1 / 3:
-        return Limits(balance_every_s=1.0, move_cooldown_s=2.0)
-    return Limits()
+        return WaitLimits(balance_every_s=1.0, move_cooldown_s=2.0)
+    return WaitLimits()
 
 
 def small_swarm_in(mode: str, seed: int) -> Scenario:

@@ -57,7 +57,7 @@ from swarmnet.swarm.recovery.saved_models import SavedModels
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.swarm.update.handover import Handover
@@ -91,7 +91,7 @@ class Peer:
     settings: RunSettings
     machine: Machine
     rng: random.Random
-    limits: Limits = field(default_factory=Limits)
+    limits: WaitLimits = field(default_factory=WaitLimits)
     gossip_settings: GossipSettings = field(default_factory=GossipSettings)
     wanted_stage: int | None = None
     feeds: bool = True

@@ -80,7 +80,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WaitLimits:
     """Bounds of waits and queues, with their units."""
 
     max_waiting_forwards: int = 3

@@ -17,9 +17,9 @@ SLOW = ("--max-device-share", "8%")
 
 IMPATIENT = """
 from dataclasses import fields
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 sooner = {"balance_every_s": 0.5, "move_cooldown_s": 1.0}
-Limits.__init__.__defaults__ = tuple(sooner.get(f.name, f.default) for f in fields(Limits))
+WaitLimits.__init__.__defaults__ = tuple(sooner.get(f.name, f.default) for f in fields(WaitLimits))
 """
 """A peer that looks twice a second, not every minute, whether it should move."""
 

@@ -24,7 +24,7 @@ from swarmnet.simulation.scenario import Sample, Scenario, small_swarm, small_sw
 from swarmnet.simulation.stage import Sizes, SyntheticStage
 from swarmnet.simulation.swarm import Simulation, simulate
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 
 NUM_SEEDS = 300
@@ -211,7 +211,7 @@ def test_noise_sends_nobody_to_and_fro(has_hysteresis: bool) -> None:
     """Machines whose work takes now half and now twice the time; without margin and rest they go
     to and fro. (With seeds 3 and 5 one move is made, and is due: newcomers who did not know their
     speed had made unequal stages.)"""
-    none = Limits(move_margin=0.0, move_proposals=1, move_cooldown_s=1.0)
+    none = WaitLimits(move_margin=0.0, move_proposals=1, move_cooldown_s=1.0)
     scenario = Scenario(
         seed=0,
         peers=12,
@@ -223,7 +223,7 @@ def test_noise_sends_nobody_to_and_fro(has_hysteresis: bool) -> None:
         speed_ratio=3.0,
         check_s=2.0,
         keep_log=False,
-        limits=Limits() if has_hysteresis else none,
+        limits=WaitLimits() if has_hysteresis else none,
         bounds=Bounds(converge_s=300.0, progress_s=900.0),
     )
     simulation = Simulation(scenario, lambda: simulation.population.total("moved") > 1)

@@ -34,7 +34,7 @@ from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.pipeline.feeder import Journal
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.training.data import open_data
 from swarmnet.training.optimizer.local_steps import build_local_steps, build_optimizer
 from swarmnet.training.stage import build_stage
@@ -160,7 +160,7 @@ class Swarm:
 
     spec: RunSpec
     hub: MemoryHub = field(default_factory=MemoryHub)
-    limits: Limits = field(default_factory=Limits)
+    limits: WaitLimits = field(default_factory=WaitLimits)
     seed: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     counted: dict[int, list[int]] = field(default_factory=dict)

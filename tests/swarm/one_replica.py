@@ -26,7 +26,7 @@ from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.replica.serving import Serving
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Array, Message
 from tests.swarm.harness import OpenSigner
@@ -95,7 +95,7 @@ class OneReplica:
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
-        self.limits = Limits(route_wait_s=1.0, max_waiting_announced=3)
+        self.limits = WaitLimits(route_wait_s=1.0, max_waiting_announced=3)
         self.network = SimulatedNetwork(random.Random(0))
         self.hub = MemoryHub(network=self.network, copy=False)
         self.work_s = WORK_S

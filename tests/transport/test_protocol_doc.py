@@ -23,7 +23,7 @@ from swarmnet.protocol.update import members, placement
 from swarmnet.spec import TABLES, FileSpec, RunSpec, SourceSpec
 from swarmnet.swarm.membership import discovery, relaying
 from swarmnet.swarm.membership.records import FORGET_AFTER_S
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport import base, dialer, direct, frames, links, open_channels, relay
 from swarmnet.transport.calls import (
@@ -41,7 +41,7 @@ from tests.transport.test_frames import read
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs" / "protocol.md").read_text()
-LIMITS = Limits()
+LIMITS = WaitLimits()
 NAMES = set(re.findall(r"`([a-z_0-9]+)", DOC))
 
 

@@ -28,7 +28,7 @@ from swarmnet.swarm.calls import ServingQueue, call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.waiting_notice import SAY_EVERY_S
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
@@ -46,7 +46,7 @@ class WeightService:
 
     transport: Transport
     gossip: Gossip
-    limits: Limits
+    limits: WaitLimits
     worker: Worker
     weights: InitialWeights
     rng: random.Random

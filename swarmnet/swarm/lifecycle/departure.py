@@ -21,7 +21,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.resource_limits import ResourceLimits
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.rounds import Rounds
@@ -149,7 +149,7 @@ class Mover:
 
     gossip: Gossip
     settings: RunSettings
-    limits: Limits
+    limits: WaitLimits
     machine: Machine
     assigner: assignment.Assigner
     resource_limits: ResourceLimits

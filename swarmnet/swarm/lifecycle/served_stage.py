@@ -28,7 +28,7 @@ from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
 from swarmnet.swarm.update.exchanges import Behind, Diverged, Exchanges
@@ -49,7 +49,7 @@ class ServedStage:
 
     gossip: Gossip
     settings: RunSettings
-    limits: Limits
+    limits: WaitLimits
     replica: Replica
     steps: StepService
     feeder: Feeder | None

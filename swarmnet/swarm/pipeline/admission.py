@@ -17,7 +17,7 @@ from swarmnet.swarm.pipeline.flights import Flights
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
@@ -30,7 +30,7 @@ class AdmissionControl:
     def __init__(
         self,
         gossip: Gossip,
-        limits: Limits,
+        limits: WaitLimits,
         resource_limits: ResourceLimits,
         flights: Flights,
         serving: Serving,

@@ -43,7 +43,7 @@ from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.swarm.calls import call, notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.flights import Track
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Handler, Request
 from swarmnet.wire import Array, Message
@@ -113,7 +113,7 @@ class Dispatcher:
     length."""
 
     gossip: Gossip
-    limits: Limits
+    limits: WaitLimits
     num_stages: int
     samples_per_call: int
     rng: random.Random

@@ -39,7 +39,7 @@ from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
 from swarmnet.swarm.pipeline.step import StepService, check_tokens
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -70,7 +70,7 @@ class Feeder:
     dispatcher: Dispatcher
     steps: StepService
     settings: RunSettings
-    limits: Limits
+    limits: WaitLimits
     data: Data
     journal: Journal = field(default_factory=Journal)
 

@@ -14,7 +14,7 @@ from swarmnet.protocol.pipeline.dispatching import is_refused
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.replica.serving import Serving
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -26,7 +26,7 @@ MAX_INFERRING = 64
 class InferService:
     """Serves `infer` for the stage of this peer."""
 
-    def __init__(self, dispatcher: Dispatcher, limits: Limits, serving: Serving) -> None:
+    def __init__(self, dispatcher: Dispatcher, limits: WaitLimits, serving: Serving) -> None:
         self._dispatcher = dispatcher
         self._limits = limits
         self._serving = serving

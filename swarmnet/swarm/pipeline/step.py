@@ -34,7 +34,7 @@ from swarmnet.swarm.pipeline.flights import Flight, Flights
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import MAX_TRIES
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -70,7 +70,7 @@ class StepService:
 
     gossip: Gossip
     dispatcher: Dispatcher
-    limits: Limits
+    limits: WaitLimits
     serving: Serving
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
 

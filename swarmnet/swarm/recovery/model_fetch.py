@@ -24,7 +24,7 @@ from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message
@@ -47,7 +47,7 @@ async def fetch_model(
     transport: Transport,
     gossip: Gossip,
     shard_sizes: Sequence[Sequence[int]],
-    limits: Limits,
+    limits: WaitLimits,
     rng: random.Random,
 ) -> tuple[int, list[list[Array]]]:
     """The round, and for every stage its shards (flat fp32). `shard_sizes`: elements of each shard
@@ -112,7 +112,7 @@ async def _fetch(
     model: _Model,
     wanted: tuple[int, int],
     sizes: Sequence[int],
-    limits: Limits,
+    limits: WaitLimits,
     rng: random.Random,
     at_once: asyncio.Semaphore,
 ) -> Array:

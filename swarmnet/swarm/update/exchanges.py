@@ -25,7 +25,7 @@ from swarmnet.protocol.update.exchange_waits import brings_state
 from swarmnet.protocol.update.lost_samples import LostSamples
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.exchange.books import Books
@@ -62,7 +62,7 @@ class Exchanges:
         transport: Transport,
         gossip: Gossip,
         settings: RunSettings,
-        limits: Limits,
+        limits: WaitLimits,
         replica: Replica,
     ) -> None:
         self.transport = transport

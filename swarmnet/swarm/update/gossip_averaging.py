@@ -36,7 +36,7 @@ from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.exchanges import Behind, Exchanges
@@ -60,7 +60,7 @@ class GossipAveraging:
     """Implements `swarm.update.rounds.Updates`."""
 
     gossip: Gossip
-    limits: Limits
+    limits: WaitLimits
     replica: Replica
     exchanges: Exchanges
 

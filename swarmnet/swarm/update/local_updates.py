@@ -23,7 +23,7 @@ from swarmnet.protocol.membership.records import Record
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.exchange.calls import Contribution
 from swarmnet.swarm.update.exchange.shard_work import strike
@@ -40,7 +40,7 @@ class Moments:
     """The moments of the own steps: given to newcomers, and fetched as one."""
 
     gossip: Gossip
-    limits: Limits
+    limits: WaitLimits
     replica: Replica
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class LocalUpdates:
     """Implements `swarm.update.rounds.Updates`."""
 
     gossip: Gossip
-    limits: Limits
+    limits: WaitLimits
     replica: Replica
     exchanges: Exchanges
 

@@ -17,7 +17,7 @@ from swarmnet.protocol.membership.records import bitmap
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
@@ -34,7 +34,7 @@ class OptimizerStates:
 
     transport: Transport
     settings: RunSettings
-    limits: Limits
+    limits: WaitLimits
     replica: Replica
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ from swarmnet.protocol.update.placement import Placement, placed, short_of_owner
 from swarmnet.protocol.update.roster import ALIVE, SUSPECT, MemberStatus, Roster
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, SHARD_TIMEOUT_S
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
@@ -200,7 +200,7 @@ class Ownership:
 
     gossip: Gossip
     settings: RunSettings
-    limits: Limits
+    limits: WaitLimits
     replica: Replica
     states: OptimizerStates
     members: ExchangeMembers

@@ -26,7 +26,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.exchange.calls import Contribution
@@ -111,7 +111,7 @@ class Rounds:
 
     gossip: Gossip
     settings: RunSettings
-    limits: Limits
+    limits: WaitLimits
     replica: Replica
     steps: StepService
     updates: Updates

@@ -1,6 +1,6 @@
 """Downloading a stage's parameters by digest, to join, to repair, and to recover.
 
-Shards come from several donors at once. Each donor serves at most `Limits.max_serving` at a time
+Shards come from several donors at once. Each donor serves a few at a time
 and never on its device thread. Each shard is checked against the digest in the donor's signed
 record. What has arrived stays when a donor vanishes, when the download is begun again, or when the
 round moves on under the same digest."""
@@ -21,7 +21,7 @@ from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -34,7 +34,7 @@ class StateSync:
     """Gives the own parameters to others, and fetches those that the own replica lacks."""
 
     gossip: Gossip
-    limits: Limits
+    limits: WaitLimits
     replica: Replica
     rng: random.Random
 

@@ -20,7 +20,7 @@ from swarmnet.protocol.membership.records import ACTIVE, LEAVING, LEFT
 from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.lifecycle.departure import DRAIN_S, Departure
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.swarm.update.rounds import ZeroUpdates
 from swarmnet.wire import Array, Message
@@ -35,7 +35,7 @@ def test_replicas_move_to_the_stage_that_needs_them_and_stay(speed: float, tmp_p
     """A stage whose only peer is as fast as the three others needs one for its copies."""
     rounds = 80
     spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds, global_batch=32)
-    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=2.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
@@ -56,7 +56,7 @@ def test_replicas_move_to_the_stage_that_needs_them_and_stay(speed: float, tmp_p
 
 def test_who_moves_has_the_memory_of_one_stage_at_a_time(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=60, global_batch=32)
-    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=2.0, move_cooldown_s=10.0)
     before: dict[str, weakref.ref[object]] = {}
     kept: list[bool] = []
 
@@ -90,7 +90,7 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
     """Where owners of what it holds are slow to say so it waits for them, but no more when it
     serves another stage: it would say that it holds shards of the wrong one."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
-    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=2.0, move_cooldown_s=10.0)
     follow_owners = Exchanges.follow_owners
     looking: dict[str, list[int]] = {}
     """The stages whose shards a peer looks after now."""
@@ -124,7 +124,7 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
 
 def test_who_moves_stays_where_the_last_other_replica_dies(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=30, global_batch=32)
-    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=2.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start("slow", stage=0, speed=0.5)
@@ -153,7 +153,7 @@ def test_who_moves_stays_where_the_last_other_replica_dies(tmp_path: Path) -> No
 def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> None:
     """At the worst moment: it has handed over its stage, and not let go of it yet."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=30)
-    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=2.0, move_cooldown_s=10.0)
     stopped: list[Peer] = []
 
     async def scenario(swarm: Swarm) -> None:
@@ -191,7 +191,7 @@ def test_who_is_stopped_while_it_waits_to_move_hands_over_all_the_same(
 ) -> None:
     """The move is off: nothing of it takes back that this peer leaves."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=30)
-    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=2.0, move_cooldown_s=10.0)
     stopped: list[Peer] = []
     states: list[str] = []
 
@@ -243,7 +243,7 @@ def test_a_move_where_microbatches_take_long_is_made_at_the_end_of_a_round(
     (Here all of that is a tenth as long, and what counts as long.)"""
     monkeypatch.setattr(assignment, "LONG_PASSAGE_S", assignment.LONG_PASSAGE_S / 10)
     spec = tiny_spec(tmp_path, num_stages=2, rounds=3, global_batch=96)
-    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
@@ -281,7 +281,7 @@ def test_a_move_in_a_long_round_leaves_the_gradient_to_another_replica(
     """A round takes many minutes, a microbatch seconds: nobody waits for the round's end."""
     batch = 240
     spec = tiny_spec(tmp_path, num_stages=2, rounds=3, global_batch=batch, sync={"mode": mode})
-    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
@@ -322,7 +322,7 @@ def test_who_moves_is_at_work_as_long_as_its_last_gradient_is_on_its_way(tmp_pat
     """Beside a round, contributions travel for minutes too; then nobody leaves before they are
     there, for there would be nothing else to do."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=3, global_batch=240, sync={"mode": "delayed"})
-    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
@@ -350,7 +350,7 @@ def test_who_moves_is_at_work_as_long_as_its_last_gradient_is_on_its_way(tmp_pat
 
 def test_a_move_is_not_made_when_a_newcomer_came_first(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=2, global_batch=400)
-    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
@@ -377,7 +377,7 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
     spec = tiny_spec(
         tmp_path, num_stages=2, rounds=5, global_batch=32, num_layers=3, sync={"mode": "delayed"}
     )
-    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+    limits = WaitLimits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(5):
@@ -437,7 +437,7 @@ def slow(exchanges: Exchanges, *, results: bool) -> None:
 def test_an_uncovered_stage_is_filled_without_a_rest(tmp_path: Path) -> None:
     """Its only replica dies when the others have just joined theirs, in the middle of a round."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=4, global_batch=240)
-    limits = Limits(balance_every_s=5.0, move_cooldown_s=10_000.0)
+    limits = WaitLimits(balance_every_s=5.0, move_cooldown_s=10_000.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
@@ -477,11 +477,11 @@ def test_a_stage_is_filled_though_the_first_in_line_is_bound_to_its_own(
         assert free.gossip.own.stage == lonely
         assert swarm.total("moved") == 1
 
-    in_virtual_time(scenario, spec, limits=Limits(), is_synthetic=True)
+    in_virtual_time(scenario, spec, limits=WaitLimits(), is_synthetic=True)
 
 
 def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:
-    limits = Limits(balance_every_s=1.0, move_cooldown_s=2.0)
+    limits = WaitLimits(balance_every_s=1.0, move_cooldown_s=2.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):

@@ -19,7 +19,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery import model_fetch, saved_models
 from swarmnet.swarm.recovery.model_fetch import fetch_model
 from swarmnet.swarm.recovery.restart import Disk
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.training.checkpoint import CheckpointStore, Meta, load_parameters
 from swarmnet.training.models.registry import stage_shard_sizes
 from tests.swarm.harness import OpenSigner, Swarm, in_virtual_time, tiny_spec
@@ -164,7 +164,9 @@ def test_each_stage_of_a_live_model_is_that_of_one_replica(tmp_path: Path) -> No
         await swarm.until_round(4)
         gossip = observer(swarm)
         await gossip.reconcile("peer-0")
-        _, shards = await fetch_model(gossip.transport, gossip, sizes, Limits(), random.Random(0))
+        _, shards = await fetch_model(
+            gossip.transport, gossip, sizes, WaitLimits(), random.Random(0)
+        )
         records = gossip.view.records()
         assert len({r.digests for r in records if r.stage >= 0}) > 2
         for of_stage in shards:

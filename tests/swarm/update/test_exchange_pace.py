@@ -15,7 +15,7 @@ from swarmnet.protocol.pipeline.measurements import Measurements
 from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.replica.transitions import Transitions
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.transport.base import Traffic
@@ -49,7 +49,7 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         spread_s=2.0,
     )
     settings = RunSettings("run", 1, 64, 1, 100, 0.0, sync_mode=mode)
-    parts: Any = (Traffic(), gossip, settings, Limits(), replica)
+    parts: Any = (Traffic(), gossip, settings, WaitLimits(), replica)
     return ExchangePace(*parts), replica
 
 
@@ -78,7 +78,7 @@ def test_a_newcomer_goes_by_what_most_of_the_others_say() -> None:
 
 
 def test_the_slowest_uplink_is_waited_for_and_not_longer_than_that() -> None:
-    limits = Limits()
+    limits = WaitLimits()
     fast, slow = member("fast", upload_bytes_per_s=1e9), member("slow", upload_bytes_per_s=5e5)
     claims = member("claims", upload_bytes_per_s=1.0)
     assert waits(ZERO, [fast])[0] < limits.reduce_wait_s
@@ -96,7 +96,7 @@ def test_norms_are_waited_for_as_long_as_an_update_may_wait_for_who_has_stalled(
 
 
 def test_where_nothing_is_known_who_is_slow_is_not_taken_for_stuck() -> None:
-    assert waits(ZERO, [])[0] == Limits().reduce_wait_s
+    assert waits(ZERO, [])[0] == WaitLimits().reduce_wait_s
 
 
 def test_a_whole_round_that_was_seen_counts_however_short_the_others_are() -> None:
@@ -117,7 +117,7 @@ def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
         pace, _ = pace_of(ZERO, [])
         pace.took(0.001, is_usual=False)
         assert pace.last_s == 0.001
-        assert pace.waits().contributions_s == Limits().reduce_wait_s
+        assert pace.waits().contributions_s == WaitLimits().reduce_wait_s
         pace.took(0.001)
         assert pace.waits().contributions_s < 10.0
         pace.close()

@@ -27,7 +27,7 @@ from swarmnet.protocol.update.exchange_waits import (
 )
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.exchange.coded import stage_bytes
 from swarmnet.transport.base import Traffic
@@ -41,7 +41,7 @@ class ExchangePace:
         traffic: Traffic,
         gossip: Gossip,
         settings: RunSettings,
-        limits: Limits,
+        limits: WaitLimits,
         replica: Replica,
     ) -> None:
         self._gossip = gossip

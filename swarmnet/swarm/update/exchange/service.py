@@ -37,7 +37,7 @@ from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.callers import may_contribute, shows_round
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.exchange.books import Books
@@ -59,7 +59,7 @@ class ExchangeService:
         self,
         transport: Transport,
         gossip: Gossip,
-        limits: Limits,
+        limits: WaitLimits,
         replica: Replica,
         states: OptimizerStates,
         work: ShardWork,
