@@ -33,6 +33,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 
+def one_line(error: object, most: int = 200) -> str:
+    """An error's text on one line, at most so many characters of it."""
+    return " ".join(str(error).split())[:most]
+
+
 class SwarmnetError(Exception):
     """The root of the tree."""
 

@@ -33,7 +33,7 @@ from pydantic import (
 )
 from rfc8785 import IntegerDomainError
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import SpecError, one_line
 from swarmnet.files import text_of
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
 from swarmnet.llama_keys import honoured
@@ -1017,7 +1017,7 @@ def parse_spec(text: str, source: str = "run.toml") -> RunSpec:
     try:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise SpecError(f"{source}: not valid TOML: {_one_line(str(error))}") from None
+        raise SpecError(f"{source}: not valid TOML: {one_line(error, MAX_TEXT)}") from None
     if isinstance(values.get("pipeline"), dict):
         # A canonical spec that does not say has `none`, for ever; who writes a file leaves it open.
         values["pipeline"].setdefault("codec", AUTO)
@@ -1090,12 +1090,12 @@ def _explain(error: ValidationError) -> str:
     if kind == "extra_forbidden":
         return _explain_unknown(loc)
     name = _name(loc)
-    message = _one_line(first["msg"].removeprefix("Value error, "))
+    message = one_line(first["msg"].removeprefix("Value error, "), MAX_TEXT)
     if kind == "missing":
         return f"{name} is missing; add it"
     if kind == "value_error":
         return f"{name} {message}" if name else message
-    given = _one_line(repr(first["input"]))
+    given = one_line(repr(first["input"]))
     message = message[:1].lower() + message[1:]
     return f"{name} = {given[:80]}: {message}"
 
@@ -1137,10 +1137,6 @@ def _name(loc: tuple[str, ...]) -> str:
     if loc[:2] == ("data", "source") and len(loc) > 2:
         return " ".join(("[[data.source]]", f"number {int(loc[2]) + 1}:", *loc[3:]))
     return " ".join((f"[{loc[0]}]", *loc[1:]))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _shown(value: Any) -> str:

@@ -43,11 +43,11 @@ FAST_LINK = Link(125e6, 125e6, 0.0005)
 """A data centre: 1 Gbit/s, 1 ms between two peers."""
 
 
-def home_link(rng: random.Random, sigma: float = HOME_SIGMA) -> Link:
+def home_link(rng: random.Random) -> Link:
     """A home's link: log-normal around 15 Mbit/s up, 110 Mbit/s down, 25 ms."""
 
     def draw(median: float) -> float:
-        return median * math.exp(rng.gauss(0.0, sigma))
+        return median * math.exp(rng.gauss(0.0, HOME_SIGMA))
 
     return Link(draw(HOME_UP_BYTES_PER_S), draw(HOME_DOWN_BYTES_PER_S), draw(HOME_LATENCY_S / 2))
 

@@ -528,10 +528,10 @@ class SyntheticData:
 
     bytes_per_token = 0.0
     num_samples = None
+    num_held_out = 0
 
-    def __init__(self, samples_per_microbatch: int, num_held_out: int = 0) -> None:
+    def __init__(self, samples_per_microbatch: int) -> None:
         self.samples_per_microbatch = samples_per_microbatch
-        self.num_held_out = num_held_out
 
     def microbatch(self, indices: Sequence[int]) -> Batch:
         return Batch(_tokens(indices[0]), _tokens(indices[0]))

@@ -46,9 +46,9 @@ with warnings.catch_warnings():
     torch.frombuffer(b"0", dtype=torch.uint8)
 
 
-def to_tensor(array: Array, device: torch.device | str = "cpu") -> Tensor:
-    """The array as a tensor. On the CPU it shares the array's memory (a copy only where that is
-    not aligned).
+def to_tensor(array: Array) -> Tensor:
+    """The array as a tensor, which shares the array's memory (a copy only where that is not
+    aligned).
 
     Raises:
         ProtocolViolation: unknown dtype, impossible shape, or a buffer of another length.
@@ -61,7 +61,7 @@ def to_tensor(array: Array, device: torch.device | str = "cpu") -> Tensor:
             f"{data.nbytes} bytes for {array.dtype} of shape {array.shape}, which takes {num_bytes}"
         )
     if num_bytes == 0:
-        return torch.empty(array.shape, dtype=dtype, device=device)
+        return torch.empty(array.shape, dtype=dtype)
     # As few torch calls as can be: each lets go of the interpreter's lock, and where the event
     # loop is busy, gets it back late.
     tensor = torch.frombuffer(data, dtype=dtype)
@@ -69,7 +69,7 @@ def to_tensor(array: Array, device: torch.device | str = "cpu") -> Tensor:
         tensor = torch.frombuffer(data, dtype=torch.uint8).clone().view(dtype)
     if len(array.shape) != 1:
         tensor = tensor.view(array.shape)
-    return tensor if device == "cpu" else tensor.to(device)
+    return tensor
 
 
 def from_tensor(tensor: Tensor) -> Array:

@@ -17,6 +17,7 @@ checksums; neither is ever loaded.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.errors import ProtocolViolation, UserError, one_line
 from swarmnet.files import is_full
 from swarmnet.ports import CodingErrors, OwnSteps, Saved, Snapshot, Unused
 from swarmnet.protocol.saved_rounds import STRIDES
@@ -66,7 +67,6 @@ OWN = ("parameters", "mean", "square")
 MIN_KEPT = 2
 """Peers do not save at the same instant: the newest round that all have may be the last but one."""
 MAX_META_BYTES = 16 << 20
-READ_BYTES = 1 << 22
 NAME = re.compile(r"round-(\d{8,19})")
 UNFINISHED = ".unfinished-"
 """Prefix of a folder that is being written, or replaced."""
@@ -492,11 +492,8 @@ def find_checkpoints(
 
 def checksum(path: Path) -> str:
     """xxh3-128 of a file, hex. Raises `OSError`."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while part := file.read(READ_BYTES):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _load_tensors(path: Path, meta: Meta) -> dict[str, Tensor]:
@@ -582,7 +579,7 @@ def _one_line(path: Path) -> Iterator[None]:
     except OSError as e:
         raise CheckpointError(f"{path}: {e.strerror or e}") from None
     except SafetensorError as e:
-        raise CheckpointError(f"{path}: {' '.join(str(e).split())[:200]}") from None
+        raise CheckpointError(f"{path}: {one_line(e)}") from None
     except (ProtocolViolation, RuntimeError, ValueError) as e:
         raise CheckpointError(f"{path}: {type(e).__name__}: {str(e)[:200]}") from None
 

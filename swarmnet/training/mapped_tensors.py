@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import SpecError, one_line
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Of weights, by their names in the files."""
@@ -69,4 +69,4 @@ def _one_line(path: Path) -> Iterator[None]:
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
     except SafetensorError as error:
-        raise SpecError(f"{path}: {' '.join(str(error).split())[:120]}") from None
+        raise SpecError(f"{path}: {one_line(error, 120)}") from None

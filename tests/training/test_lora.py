@@ -76,7 +76,7 @@ def randomize(stages: list[TorchStage]) -> None:
         generator = torch.Generator().manual_seed(stage.stage_index)
         for values in stage.state_dict().values():
             values.normal_(0.0, 0.1, generator=generator)
-        stage.layers.refresh_copies()
+        stage.layers.parameter_copies.refresh()
 
 
 def test_a_stage_s_vector_has_the_adapters_only(tmp_path: Path) -> None:

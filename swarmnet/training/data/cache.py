@@ -24,6 +24,7 @@ from pathlib import Path
 import xxhash
 
 from swarmnet.errors import DataError
+from swarmnet.files import write_whole
 from swarmnet.training.data.files import FoundFile
 from swarmnet.training.data.formats import cannot_read
 from swarmnet.training.data.store import ABOUT, Store
@@ -39,7 +40,6 @@ REMEMBERED_BYTES = 1 << 24
 """The hash of a file of this size and more is remembered, by path, size and time."""
 SETTLED_S = 2.0
 """A file that changed less than so long ago may change again without another time."""
-READ_BYTES = 1 << 20
 
 
 def cache_root() -> Path:
@@ -153,15 +153,11 @@ def _content_hash(path: Path) -> str:
         remembered = usable_root() / "hashes" / name
         if remembered.is_file() and len(found := remembered.read_text()) == 32:
             return found
-        digest = xxhash.xxh3_128()
         with path.open("rb") as file:
-            while data := file.read(READ_BYTES):
-                digest.update(data)
+            digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
         if time.time() - stat.st_mtime > SETTLED_S:
             remembered.parent.mkdir(exist_ok=True)
-            beside = remembered.with_name(f".{name}.{os.getpid()}")
-            beside.write_text(digest.hexdigest())
-            beside.replace(remembered)
-        return digest.hexdigest()
+            write_whole(remembered, digest)
+        return digest
     except OSError as error:
         raise cannot_read(path, error) from None

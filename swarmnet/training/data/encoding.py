@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from swarmnet.errors import DataError, SpecError
+from swarmnet.errors import DataError, SpecError, one_line
 from swarmnet.spec import BYTES_TOKENIZER, NUM_BYTE_TOKENS
 from swarmnet.training.byte_tokenizer import END_OF_TEXT_ID
 from swarmnet.training.data.chat import Rendered
@@ -77,7 +77,7 @@ class FileEncoder:
         try:
             self._tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
         except Exception as error:  # the library raises bare Exception
-            message = " ".join(str(error).split())[:200]
+            message = one_line(error)
             raise DataError(f"[data] tokenizer {name} is no tokenizer.json: {message}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from swarmnet.errors import DataError
+from swarmnet.errors import DataError, one_line
 from swarmnet.needs import install_command
 from swarmnet.spec import DEFAULT_INCLUDE, SourceSpec
 
@@ -131,7 +131,7 @@ def needed(module: str, path: Path) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        line = " ".join(str(error).split())[:200]
+        line = one_line(error)
         raise DataError(
             f"[data] {path} needs {module}, which cannot be imported: {line}; install it anew: "
             + install_command(module, options="--force-reinstall")

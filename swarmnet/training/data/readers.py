@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from swarmnet.errors import DataError
+from swarmnet.errors import DataError, one_line
 from swarmnet.spec import SourceSpec
 from swarmnet.training.data.bad_records import BadRecord, BadRecords
 from swarmnet.training.data.formats import (
@@ -284,14 +284,14 @@ def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
     except (arrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the file
             raise cannot_read(path, error) from None
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error)
         raise NotText(f"[data] {path} cannot be read as parquet: {text}") from None
 
 
 def _bad_cell(error: Exception, where: str) -> BadRecord:
     if isinstance(error, UnicodeDecodeError):
         return BadRecord(where, " is no UTF-8", "no UTF-8")
-    text = " ".join(str(error).split())[:200]
+    text = one_line(error)
     return BadRecord(where, f" cannot be read: {text}", "no text")
 
 

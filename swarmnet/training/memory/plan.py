@@ -269,7 +269,6 @@ def plan_memory(
     *,
     num_replicas: int,
     in_flight: int,
-    replication: int | None = None,
     precision: Precision = FP32,
     activations: str | None = None,
     mode: str | None = None,
@@ -286,7 +285,6 @@ def plan_memory(
     """
     if num_replicas < 1 or in_flight < 0:
         raise SpecError("a stage needs at least one replica, and no fewer than 0 microbatches")
-    copies = spec.sync.replication if replication is None else replication
     policy = activations or spec.pipeline.activations
     mode = mode or spec.sync.mode
     codec = spec.sync.codec
@@ -295,7 +293,7 @@ def plan_memory(
     for k in range(len(stages)):
         trained = num_parameters(stage_parameter_ranges(spec, k))
         base = base_bytes(spec, k, precision)
-        of_stage = trained, num_replicas, copies
+        of_stage = trained, num_replicas, spec.sync.replication
         weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode, codec)
         one = (known or stage_activations)(spec, k, precision)
         held = None if one is None else one.held(policy, in_flight)
@@ -310,7 +308,7 @@ def plan_memory(
                 sent=sent_bytes(*of_stage, mode, spec.sync.local_steps, codec),
                 activations=None if held is None else float(held[0]),
                 offloaded=0.0 if held is None else float(held[1]),
-                unsharded=sum(state_bytes(trained, 1, copies, precision, mode, codec)) + base,
+                unsharded=sum(state_bytes(trained, 1, 1, precision, mode, codec)) + base,
             )
         )
     return rows

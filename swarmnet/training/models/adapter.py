@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import SpecError, one_line
 from swarmnet.spec import ModelSpec
 from swarmnet.training.models.base import (
     CachePlan,
@@ -334,7 +334,7 @@ def _is_cuttable(key: str) -> None:
     except SpecError:
         raise
     except Exception as error:  # whatever a family's code does there
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error)
         raise SpecError(f"[model] model_type {kind} cannot be cut into layers: {text}") from None
 
 

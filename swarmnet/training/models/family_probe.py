@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import SpecError, one_line
 from swarmnet.spec import ModelSpec
 from swarmnet.training.models.adapter import adapter_plan
 from swarmnet.training.models.base import LayerContext, ModelPlan, TakesContext, seeded, with_mask
@@ -105,7 +105,7 @@ def small_tried(small: dict[str, Any], whole: nn.Module, tokens: Tensor, logits:
     except SpecError:
         raise
     except Exception as error:  # likewise
-        text = " ".join(str(error).split())[:120]
+        text = one_line(error, 120)
         return Tried(f"its layers need more than what comes from the layer before ({text})")
     if not _is_same(found, logits):
         return Tried("layer by layer it computes something else than as a whole")

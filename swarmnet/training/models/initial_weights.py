@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from swarmnet.errors import ProtocolViolation, SpecError, UserError
+from swarmnet.errors import ProtocolViolation, SpecError, UserError, one_line
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import (
@@ -308,7 +308,7 @@ class ModelWeights:
             save_file({VALUES: exact}, beside)
             beside.replace(path)
         except (OSError, SafetensorError) as e:
-            raise UserError(f"cannot write {path}: {' '.join(str(e).split())[:120]}") from None
+            raise UserError(f"cannot write {path}: {one_line(e, 120)}") from None
         self._shard.cache_clear()
         self.is_here = True
 

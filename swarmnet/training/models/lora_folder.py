@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from swarmnet.needs import install_command
 from swarmnet.spec import LORA_ALPHA, LORA_RANK, LoraSpec
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange, flat_of
+from swarmnet.training.models.model_config import read_table
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Of a parameter's name in an adapter's file."""
-MAX_CONFIG_BYTES = 1 << 18
 MAX_TARGETS = 1024
-READ_BYTES = 1 << 22
 REFUSED = """
     modules_to_save rank_pattern alpha_pattern layers_to_transform layers_pattern layer_replication
     exclude_modules target_parameters trainable_token_indices use_dora use_qalora use_bdlora
@@ -39,7 +37,7 @@ def read_adapter(folder: Path, lora: LoraSpec, base: str) -> LoraSpec:
         SpecError: the folder cannot be read, it is of another model or kind of adapter, or
             `[lora]` says something else.
     """
-    config = _read(folder / ADAPTER_CONFIG)
+    config = read_table(folder / ADAPTER_CONFIG, "[lora] from")
     where = f"[lora] from: {folder}"
     if str(config.get("peft_type", "")).upper() != "LORA":
         raise SpecError(f"{where} is no LoRA adapter")
@@ -148,27 +146,9 @@ def family_targets(kind: str) -> tuple[str, ...]:
     return () if isinstance(found, str) else tuple(found)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
-        values = json.loads(raw)
-        if len(raw) > MAX_CONFIG_BYTES or not isinstance(values, dict):
-            raise ValueError("it is no table, or too long")
-    except OSError as error:
-        raise SpecError(f"[lora] from: cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        text = " ".join(str(error).split())[:100]
-        raise SpecError(f"[lora] from: {path} is not valid JSON: {text}") from None
-    return values
-
-
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while part := file.read(READ_BYTES):
-                digest.update(part)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise SpecError(f"[lora] from: cannot read {path}: {error.strerror or error}") from None
-    return digest.hexdigest()

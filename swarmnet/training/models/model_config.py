@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import SpecError, one_line
 from swarmnet.needs import install_command
 
 log = logging.getLogger("swarmnet.models")
@@ -106,22 +106,26 @@ def require_transformers() -> Any:
     return transformers
 
 
+def read_table(path: Path, where: str) -> dict[str, Any]:
+    """A config of JSON. Raises `SpecError`, whose line begins with `where`."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+        values = json.loads(raw)
+        if len(raw) > MAX_CONFIG_BYTES or not isinstance(values, dict):
+            raise ValueError("it is no table, or too long")
+    except OSError as error:
+        raise SpecError(f"{where}: cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: {path} is not valid JSON: {one_line(error, 100)}") from None
+    return values
+
+
 def read_config(folder: Path) -> ReadConfig:
     """The config.json of a Hugging Face folder. Raises `SpecError` where a key cannot be
     honoured."""
     path = folder / CONFIG_FILE
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
-        if len(raw) > MAX_CONFIG_BYTES:
-            raise SpecError(f"{path}: longer than {MAX_CONFIG_BYTES} bytes")
-        given = json.loads(raw)
-        if not isinstance(given, dict):
-            raise ValueError("it is no table")
-    except OSError as error:
-        raise SpecError(f"[model] from: cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: not valid JSON: {' '.join(str(error).split())[:100]}") from None
+    given = read_table(path, "[model] from")
     known = _known_keys(_config_class(str(given.get("model_type", ""))))
     for key, why in REFUSED_WHERE_SET.items():
         if given.get(key):
@@ -232,7 +236,7 @@ def _made(kind: str, values: Mapping[str, Any], source: str) -> Any:
     try:
         config = config_class(**json.loads(json.dumps({**values, **floats})))
     except Exception as error:  # each of transformers' checks has its own kind
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error)
         raise SpecError(f"{source}: transformers refuses it: {text}") from None
     if kind not in (config.model_type, getattr(config_class, "model_type", "")):
         raise SpecError(f"{source}: model_type {kind} is not supported")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import SpecError, one_line
 from swarmnet.spec import MAX_FILE_BYTES, RUN_FILES, ModelSpec
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.model_config import read_config, require_transformers
@@ -43,7 +43,7 @@ def find_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # of the network, the hub, the disk: each has its own kind
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error)
         raise SpecError(f"[model] from: {source} cannot be downloaded: {text}") from None
 
 

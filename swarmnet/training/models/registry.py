@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from swarmnet.errors import SpecError, UserError
+from swarmnet.errors import SpecError, UserError, one_line
 from swarmnet.protocol.membership.assignment import split_layers
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import (
@@ -161,7 +161,7 @@ def _call_builder(builder: str, options: dict[str, Any]) -> ModelPlan:
         raise
     except Exception as error:
         raise SpecError(
-            f"[model] builder {builder} failed: {type(error).__name__}: {_one_line(error)}"
+            f"[model] builder {builder} failed: {type(error).__name__}: {one_line(error)}"
         ) from error
     if not isinstance(plan, ModelPlan):
         raise SpecError(f"[model] builder {builder} must return a swarmnet ModelPlan")
@@ -194,8 +194,7 @@ def _load_module(path: Path, builder: str) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         raise SpecError(
-            f"[model] builder {builder} cannot be loaded: "
-            f"{type(error).__name__}: {_one_line(error)}"
+            f"[model] builder {builder} cannot be loaded: {type(error).__name__}: {one_line(error)}"
         ) from error
     return module
 
@@ -209,10 +208,6 @@ def _check_plan(plan: ModelPlan, builder: str) -> None:
             raise SpecError(f"[model] builder {builder}: inputs and targets are float32 or int32")
         if spec.dtype == "int32" and spec.num_values <= 0:
             raise SpecError(f"[model] builder {builder}: int32 data needs num_values")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def stage_parameter_ranges(spec: RunSpec, stage_index: int) -> tuple[ParameterRange, ...]:

@@ -34,8 +34,8 @@ class LossScale:
     """The scale of a stage's coming passes. Deterministic: ranks that make the same calls have the
     same one."""
 
-    def __init__(self, target: float = START_TARGET) -> None:
-        self.target = target
+    def __init__(self) -> None:
+        self.target = START_TARGET
         self.num_overflows = 0
         self._num_good = 0
 

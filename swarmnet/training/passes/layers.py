@@ -144,10 +144,6 @@ class StageLayers:
             x = module(x, context) if isinstance(module, TakesContext) else module(x)
         return x
 
-    def refresh_copies(self) -> None:
-        """Brings changed parameters into the copies that the layers compute with."""
-        self.parameter_copies.refresh()
-
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         """A forward pass. With gradients enabled, autograd keeps what the policy for activations
         says.

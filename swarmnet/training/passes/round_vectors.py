@@ -133,7 +133,7 @@ class RoundVectors:
                     self.present.parameter_shards[shard_index].copy_(values)
             self._layers.show(self.present)
             self.present.clear_gradient()
-            self._layers.refresh_copies()
+            self._layers.parameter_copies.refresh()
 
     @property
     def can_open_ahead(self) -> bool:

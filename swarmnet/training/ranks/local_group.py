@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import SwarmnetError, one_line
 from swarmnet.wire import Array
 
 BEAT_S = 0.5
@@ -288,7 +288,9 @@ class LocalGroup:
                 self.devices[0], str(self._folder / "store"), 0, self.num_ranks, self._timeout_s
             )
         except RuntimeError as error:
-            self.fail(f"the ranks do not find each other: {_first_line(error)}")
+            self.fail(
+                f"the ranks do not find each other: {one_line(error) or type(error).__name__}"
+            )
         self.join()
 
     def _supervise(self, started: threading.Event) -> None:
@@ -399,7 +401,3 @@ class LocalGroup:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

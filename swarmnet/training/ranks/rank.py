@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import SwarmnetError, one_line
 
 PR_SET_PDEATHSIG = 1
 
@@ -32,7 +32,7 @@ def main(fd: int, rank: int, parent_pid: int) -> None:
         pass  # rank 0 is through
     except BaseException as error:
         code = 1
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        text = one_line(f"{type(error).__name__}: {error}", 300)
         with contextlib.suppress(OSError):
             link.broken(text)
             link.wait_for_end()

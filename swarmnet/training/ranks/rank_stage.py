@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from swarmnet.batch import Documents
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import SwarmnetError, one_line
 from swarmnet.ports import LossResult, Passage, StepKey, undivided
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
@@ -200,7 +200,7 @@ class LeadStage(RankStage):
                 is_refused = True
                 raise
             except RuntimeError as error:  # of a collective: another rank is gone
-                self._group.fail(f"rank 0: {' '.join(str(error).split())[:200]}")
+                self._group.fail(f"rank 0: {one_line(error)}")
                 self._group.join()
                 raise
             finally:

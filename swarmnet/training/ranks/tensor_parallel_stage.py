@@ -188,7 +188,7 @@ class ParallelLayers(RankLayers):
 
     def fetch_parameters(self) -> None:
         if self.adds_in_shared_memory:
-            self.refresh_copies()
+            self.parameter_copies.refresh()
             return
         with torch.no_grad():
             for parameter, value, _, total in self._held:

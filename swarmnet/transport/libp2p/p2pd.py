@@ -62,7 +62,6 @@ class P2pdCarrier:
         port: int = 0,
         announce: Sequence[str] = (),
         runtime_base: Path | None = None,
-        nat_port_map: bool = False,
         shares_port: bool = False,
     ) -> None:
         """`host`, `port`: where to listen (0: any free port). `announce`: further addresses to tell
@@ -74,7 +73,6 @@ class P2pdCarrier:
         self._identity = identity
         self._listen = ListenAddress(host, port)
         self._announce = tuple(announce)
-        self._nat_port_map = nat_port_map
         self._environment = {} if shares_port else FROM_ANY_PORT
         self._runtime_base = runtime_base
         self._runtime: RuntimeDir | None = None
@@ -320,7 +318,7 @@ class P2pdCarrier:
             "b": 0,
             "connManager": 0,
             "idleTimeout": "30s",
-            "natPortMap": int(self._nat_port_map),
+            "natPortMap": 0,
             "relay": 0,  # ours is `transport.relay`
             "tls": 1,
             "persistentConnMaxMsgSize": 4 << 20,

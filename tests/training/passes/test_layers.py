@@ -54,7 +54,7 @@ def test_a_low_precision_sees_changed_parameters_when_copies_are_refreshed() -> 
     x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
     layers.shown.parameters.zero_()
     assert layers.run((0, 0), x).any()
-    layers.refresh_copies()
+    layers.parameter_copies.refresh()
     assert not layers.run((0, 0), x).any()
 
 
