@@ -232,16 +232,18 @@ class LeadStage(RankStage):
 
 
 def following(
-    build_rank: Callable[[int, Computing, int | None], RankStage],
+    build_rank: Callable[[int, Computing, int | None], TorchStage],
 ) -> dict[str, Callable[..., None]]:
     """The calls of a rank other than 0; `build_rank(stage_index, computing, fd)` makes its
-    stage."""
+    `RankStage`."""
     stage: RankStage | None = None
 
     def build(values: dict[str, Any], _: list[Array], fd: int | None) -> None:
         nonlocal stage
-        stage = None
-        stage = build_rank(values["stage"], Computing(**values["computing"]), fd)
+        stage = None  # its memory first
+        built = build_rank(values["stage"], Computing(**values["computing"]), fd)
+        assert isinstance(built, RankStage)
+        stage = built
 
     def forget(values: dict[str, Any], _: list[Array], __: int | None) -> None:
         assert stage is not None
