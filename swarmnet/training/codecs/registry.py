@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from swarmnet.protocol.codecs import TILE_BITS
+import torch
+
+from swarmnet.protocol.codecs import BF16, NONE, TILE_BITS
 from swarmnet.training.codecs.base import Codec
 from swarmnet.training.codecs.blocks import Int8
-from swarmnet.training.codecs.floats import BFloat16, Plain
+from swarmnet.training.codecs.floats import Floats
 from swarmnet.training.codecs.tiles import Tiles
 from swarmnet.training.codecs.topk import TopK
 
 _ALL: tuple[Codec, ...] = (
-    Plain(),
-    BFloat16(),
+    Floats(NONE, torch.float32),
+    Floats(BF16, torch.bfloat16),
     Int8(),
     *(Tiles(name) for name in TILE_BITS),
     TopK(),

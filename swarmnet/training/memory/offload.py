@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -121,20 +122,11 @@ class OffloadedPass:
             token = self._place.put(dense)
             self.num_bytes += tensor.nbytes
             found = self._moved[key] = (StorageWeakRef(storage), token)
-        return _Token(self._place, found[1])
-
-
-class _Token:
-    def __init__(self, place: Place, token: Any) -> None:
-        self._place = place
-        self._token = token
-
-    def __call__(self) -> Tensor:
-        return self._place.get(self._token)
+        return partial(self._place.get, found[1])
 
 
 def _unpack(packed: Any) -> Tensor:
-    return packed() if isinstance(packed, _Token) else packed
+    return packed() if isinstance(packed, partial) else packed
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
