@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from swarmnet.transport import open_channels
 from swarmnet.transport.base import ByteStream, Traffic
 from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.handlers import Handlers
+from swarmnet.transport.listeners import Listeners
 from swarmnet.transport.open_channels import OpenChannels
 from tests.transport.streams import PATIENCE_S
 
@@ -164,3 +166,22 @@ def test_the_run_is_told_to_every_channel() -> None:
                 await asyncio.sleep(0.001)
 
     play(scenario)
+
+
+def test_a_listener_that_fails_is_logged_and_others_hear(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard: list[str] = []
+
+    def broken(peer_id: str) -> None:
+        raise ValueError("a bug")
+
+    listeners = Listeners()
+    for callback in (heard.append, broken, heard.append):
+        listeners.add(callback)
+    listeners.add(gone := heard.clear)
+    listeners.remove(gone)
+    with caplog.at_level(logging.ERROR, "swarmnet.transport"):
+        listeners.tell("p")
+    assert heard == ["p", "p"]
+    assert [r.getMessage() for r in caplog.records] == ["a listener failed"]
