@@ -180,20 +180,11 @@ def status(options: StatusOptions) -> None:
     from peer.console import make_console
 
     if not options.watch:
-        _run(
-            show_status(
-                options.address,
-                as_json=options.as_json,
-                transport=options.transport,
-                console=make_console(),
-            )
-        )
-        return
-    if options.as_json:
+        _run(show_status(options, make_console()))
+    elif options.as_json:
         raise UsageError("--watch is for people; repeat --json where a program wants to look")
-    _run_until_stopped(
-        watch_status(options.address, transport=options.transport, console=make_console())
-    )
+    else:
+        _run_until_stopped(watch_status(options, make_console()))
 
 
 @command(app, _errors_told)
@@ -288,14 +279,7 @@ def plan(options: PlanOptions) -> None:
         raise UsageError("--measure takes --precision fp32, bf16 or fp16")
     from peer.machine.measured_layers import show_measured
 
-    show_measured(
-        options.spec,
-        precision=options.precision,
-        device=options.device,
-        write=options.write,
-        as_json=options.as_json,
-        console=make_console(),
-    )
+    show_measured(options, make_console())
 
 
 @command(app, _errors_told)
@@ -305,18 +289,10 @@ def dashboard(options: DashboardOptions) -> None:
         raise UsageError("give --join ADDR for a live run, or --replay FILE for a past one")
     from peer.commands.dashboard import show_live, show_replay
 
-    def say(line: str) -> None:
-        typer.echo(line)
-        sys.stdout.flush()
-
-    host, port = options.host, options.port
     if options.replay is not None:
-        _run_until_stopped(show_replay(options.replay, host=host, port=port, say=say))
+        _run_until_stopped(show_replay(options.replay, options.host, options.port))
     else:
-        showing = show_live(
-            options.join, host=host, port=port, transport=options.transport, say=say
-        )
-        _run_until_stopped(showing)
+        _run_until_stopped(show_live(options))
 
 
 @command(app, _errors_told)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from peer.observe.dashboard.replay import check_file, make_film
 from peer.observe.dashboard.server import listen, serving
 from peer.observe.observing import JoinRun, wait_for_run
 from peer.observe.report import monitor_of, open_page
-from swarmnet.runtime.options import TransportName
+from peer.options import DashboardOptions
 
 LOOK_EVERY_S = 0.5
 """Longest time between looks."""
@@ -22,27 +21,20 @@ LOOK_PAUSE_S = 0.2
 """Shortest time between looks."""
 
 
-async def show_live(
-    addresses: Sequence[str],
-    *,
-    host: str,
-    port: int,
-    transport: TransportName,
-    say: Callable[[str], None],
-    join: JoinRun = wait_for_run,
-) -> None:
+async def show_live(options: DashboardOptions, join: JoinRun = wait_for_run) -> None:
     """Watches a run as an observer and shows it, until cancelled; waits until somebody answers.
     Raises `UserError` where the port cannot be had."""
-    listener = listen(host, port)
+    host = options.host
+    listener = listen(host, options.port)
     try:
-        observer = await join(addresses, transport)
+        observer = await join(options.join, options.transport)
     except BaseException:
         listener.close()
         raise
     try:
         async with AsyncExitStack() as stack:
             hub, address = await open_page(stack, observer.spec, host, listener)
-            _greet(address, host, say)
+            _greet(address, host)
             monitor, loop = monitor_of(observer.spec), asyncio.get_running_loop()
             while True:
                 now, unix_s = loop.time(), time.time()
@@ -54,17 +46,18 @@ async def show_live(
         await observer.close()
 
 
-async def show_replay(path: Path, *, host: str, port: int, say: Callable[[str], None]) -> None:
+async def show_replay(path: Path, host: str, port: int) -> None:
     """Shows a metrics file, until cancelled; what is added to it meanwhile is seen with the next
     visit. Raises `UserError`."""
     await asyncio.to_thread(check_file, path)
     app = replay_app(functools.partial(make_film, path), host)
     async with serving(app, listen(host, port)) as address:
-        _greet(address, host, say)
+        _greet(address, host)
         await asyncio.Event().wait()
 
 
-def _greet(address: str, host: str, say: Callable[[str], None]) -> None:
-    say(f"dashboard: {address}")
+def _greet(address: str, host: str) -> None:
+    print(f"dashboard: {address}", flush=True)
     if not is_loopback(host):
-        say("anyone who can reach this address can look; it shows peers, speeds and losses")
+        line = "anyone who can reach this address can look; it shows peers, speeds and losses"
+        print(line, flush=True)

@@ -14,7 +14,7 @@ from peer.observe.observing import JoinRun, RunObserver, join_run, wait_for_run
 from peer.observe.report import monitor_of
 from peer.observe.screen import dashboard
 from peer.observe.view_model import ViewModel
-from swarmnet.runtime.options import TransportName
+from peer.options import StatusOptions
 from swarmnet.spec import describe
 
 LOOK_S = 3.0
@@ -26,22 +26,16 @@ LOOK_PAUSE_S = 0.1
 
 
 async def show_status(
-    address: str,
-    *,
-    as_json: bool,
-    transport: TransportName,
-    console: Console,
-    join: JoinRun = join_run,
-    look_s: float = LOOK_S,
+    options: StatusOptions, console: Console, *, join: JoinRun = join_run, look_s: float = LOOK_S
 ) -> None:
     """Prints coverage, throughput, round and loss. Raises `UserError` where nobody answers."""
-    observer = await join([address], transport)
+    observer = await join([options.address], options.transport)
     try:
         model = await _look(observer, look_s)
         spec = observer.spec
     finally:
         await observer.close()
-    if as_json:
+    if options.as_json:
         about = {"name": spec.name, "run_id": spec.run_id}
         console.file.write(json.dumps({**about, **model.to_json()}) + "\n")
     else:
@@ -50,16 +44,15 @@ async def show_status(
 
 
 async def watch_status(
-    address: str,
-    *,
-    transport: TransportName,
+    options: StatusOptions,
     console: Console,
+    *,
     join: JoinRun = wait_for_run,
     look_s: float | None = None,
 ) -> None:
     """The same, live, until it is stopped; waits for a run that is not there yet. `look_s` ends it,
     for tests."""
-    observer = await join([address], transport)
+    observer = await join([options.address], options.transport)
     try:
         loop = asyncio.get_running_loop()
         monitor = monitor_of(observer.spec)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from peer.options import PlanOptions
 from swarmnet.errors import SpecError
 from swarmnet.files import text_of, write_whole
 from swarmnet.protocol.membership.assignment import split_layers
@@ -81,17 +82,16 @@ def _cut(layers: Sequence[int], seconds: Sequence[float]) -> Cut:
     return Cut(tuple(layers), slowest)
 
 
-def show_measured(
-    path: Path, *, precision: str, device: str, write: bool, as_json: bool, console: Console
-) -> None:
-    """Measures and prints; `write`: puts the cut into the file. Raises `SpecError`."""
+def show_measured(options: PlanOptions, console: Console) -> None:
+    """Measures and prints, and puts the cut into the file where that is wanted. Raises
+    `SpecError`."""
     from swarmnet.training.resolving import described
 
-    spec = described(load_spec(path))
-    found = measure_cut(spec, precision=precision, device=device)
-    if write:
-        write_layers(path, found.best.layers)
-    if as_json:
+    spec = described(load_spec(options.spec))
+    found = measure_cut(spec, precision=options.precision, device=options.device)
+    if options.write:
+        write_layers(options.spec, found.best.layers)
+    if options.as_json:
         values = {
             "layer_s": found.seconds,
             "layers": found.best.layers,
@@ -112,12 +112,12 @@ def show_measured(
         f"{_milliseconds(found.present.slowest_s)}",
         f"cut as measured: {list(found.best.layers)}, the slowest stage takes "
         f"{_milliseconds(found.best.slowest_s)}",
-        f"{path}: [pipeline] has this cut now"
-        if write
+        f"{options.spec}: [pipeline] has this cut now"
+        if options.write
         else "to use it, put this into [pipeline] before the run starts (or --write):",
     ):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-    if not write:
+    if not options.write:
         line = f"layers = {list(found.best.layers)}"
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,13 @@ def build_machine(
     data, disk = open_data_of(spec, options, files), open_disk(run, spec, options)
     costs, device = stage_costs(model_plan(spec), spec.pipeline.num_stages), DeviceThread()
 
+    def measure() -> float:
+        """By one rank with this share of the device: it says nothing of several ranks."""
+        if group is not None:
+            return 0.0
+        whole_s = expected_stage_s(spec, options, costs, choose_devices(spec, options)[0])
+        return whole_s / device.share
+
     return Machine(
         build,
         device,
@@ -77,28 +84,12 @@ def build_machine(
         build_local,
         free=free_memory,
         free_bytes=lambda: float(free_bytes_of(choose_devices(spec, options)[0])),
-        measure=lambda: (
-            0.0 if group is not None else _expected_s(spec, options, costs, device.share)
-        ),
+        measure=measure,
         weights=open_initial_weights(spec, options, files, begun or Run(spec)),
         read_file=files.read,
         stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
         shared=open_shared(spec, options, files, data),
     )
-
-
-def _expected_s(spec: RunSpec, options: PeerOptions, costs: Sequence[float], share: float) -> float:
-    """Of a stage of mean cost, by one rank with this share of the device: it says nothing of
-    several ranks."""
-    whole_s = expected_stage_s(
-        spec,
-        costs,
-        options.state_dir,
-        device=choose_devices(spec, options)[0],
-        precision=options.precision,
-        num_threads=options.threads,
-    )
-    return whole_s / share
 
 
 def _builders(

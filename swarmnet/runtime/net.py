@@ -52,16 +52,18 @@ async def open_net(
     connections; None: none are made. `shares_port`: as of `P2pdCarrier`; the other
     carrier never does. Raises `AddressError` where a port is taken."""
     direct = None if direct_port is None else DirectListener(host, direct_port)
+    carrier: Any
+    p2p: Callable[[], Any] | None
     if name == "p2pd":
         from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
         carrier = P2pdCarrier(key, host=host, port=port, announce=announce, shares_port=shares_port)
-        transport = ChannelTransport(carrier, agent=AGENT, direct=direct, identity=key)
-        await transport.start()
-        return Net(transport, lambda: carrier.p2p, carrier.on_restart)
-    from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
+        p2p, on_restart = lambda: carrier.p2p, carrier.on_restart
+    else:
+        from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
 
-    other = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
-    transport = ChannelTransport(other, agent=AGENT, direct=direct, identity=key)
+        carrier = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
+        p2p = on_restart = None
+    transport = ChannelTransport(carrier, agent=AGENT, direct=direct, identity=key)
     await transport.start()
-    return Net(transport, None, None)
+    return Net(transport, p2p, on_restart)

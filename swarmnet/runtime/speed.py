@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from swarmnet.errors import SwarmnetError
 from swarmnet.files import write_whole
 from swarmnet.protocol.codecs import NONE
+from swarmnet.runtime.options import PeerOptions
 from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -30,13 +31,7 @@ ENOUGH_S = 2.0
 
 
 def expected_stage_s(
-    spec: RunSpec,
-    costs: Sequence[float],
-    state_dir: Path,
-    *,
-    device: str,
-    precision: str,
-    num_threads: int,
+    spec: RunSpec, options: PeerOptions, costs: Sequence[float], device: str
 ) -> float:
     """Seconds that this machine is likely to take for forward and backward of one microbatch in a
     stage of middle cost: by one decoder layer, measured once and kept in the state folder. 0 for a
@@ -49,11 +44,11 @@ def expected_stage_s(
     from swarmnet.training.computing import Computing, choose_precision
     from swarmnet.training.models.llama import decoder_flops
 
-    computing = Computing(choose_precision(spec, precision, device))
-    how = f"{torch.__version__}|{num_threads}|{device}|{computing.precision}"
+    computing = Computing(choose_precision(spec, options.precision, device))
+    how = f"{torch.__version__}|{options.threads}|{device}|{computing.precision}"
     what = f"{spec.model}|{spec.pipeline.microbatch}|{how}"
     key = sha256(what.encode()).hexdigest()[:16]
-    path = state_dir / SPEED_FILE
+    path = options.state_dir / SPEED_FILE
     layer_s = _kept(path, key)
     if not layer_s:
         try:

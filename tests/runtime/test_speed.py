@@ -16,9 +16,8 @@ from tests.training.specs import small_spec
 
 def expected(spec: RunSpec, folder: Path) -> float:
     costs = stage_costs(model_plan(spec), spec.pipeline.num_stages)
-    return speed.expected_stage_s(
-        spec, costs, folder, device="cpu", precision="fp32", num_threads=1
-    )
+    options = PeerOptions(folder, precision="fp32", threads=1)
+    return speed.expected_stage_s(spec, options, costs, "cpu")
 
 
 def test_a_machine_is_measured_once_for_a_run(

@@ -122,17 +122,19 @@ class Hub:
         self.about = about(spec)
         self._model: Message = {}
         self._peers: dict[str, Message] = {}
-        self._rounds: list[list[float | None]] = []
-        self._held_out: list[list[float]] = []
-        self._events: deque[Message] = deque(maxlen=MAX_EVENTS_KEPT)
+        self._kept: dict[str, Any] = {
+            "rounds": [],
+            "held_out": [],
+            "events": deque(maxlen=MAX_EVENTS_KEPT),
+        }
+        """Two curves and the event log, as visitors have been told."""
+        self._new: dict[str, list[Any]] = {key: [] for key in self._kept}
+        """What they have not been told yet."""
         self._history: dict[str, deque[list[float]]] = {}
         self._history_at = float("-inf")
         self._visitors: dict[int, asyncio.Queue[Message]] = {}
         self._num_visits = 0
         self._told_at = float("-inf")
-        self._new_rounds: list[list[float | None]] = []
-        self._new_held_out: list[list[float]] = []
-        self._new_events: list[Message] = []
 
     # ---- the run's side ---------------------------------------------------------------------
 
@@ -140,11 +142,11 @@ class Hub:
         """What the monitor said at a look. `now`: a clock that never goes back, seconds."""
         for event in events:
             if isinstance(event, RoundFinished):
-                self._new_rounds.append(round_point(event, model))
+                self._new["rounds"].append(round_point(event, model))
             elif isinstance(event, HeldOut):
-                self._new_held_out.append([event.round, event.time_unix_s, event.loss])
+                self._new["held_out"].append([event.round, event.time_unix_s, event.loss])
             elif not is_for_programs(event):
-                self._new_events.append(event_json(event, model.rounds))
+                self._new["events"].append(event_json(event, model.rounds))
         if now - self._told_at < TICK_S:
             return
         self._told_at = now
@@ -166,20 +168,13 @@ class Hub:
             message["model"] = fresh
         if changed:
             message["peers"] = changed
-        for key, new in (
-            ("rounds", self._new_rounds),
-            ("held_out", self._new_held_out),
-            ("events", self._new_events),
-        ):
+        for key, new in self._new.items():
             if new:
                 message[key] = list(new)
-        self._rounds += self._new_rounds
-        self._held_out += self._new_held_out
-        self._events += self._new_events
-        for curve in (self._rounds, self._held_out):
-            thin(curve)
-        for new in (self._new_rounds, self._new_held_out, self._new_events):
-            new.clear()
+                self._kept[key] += new
+                new.clear()
+        for curve in ("rounds", "held_out"):
+            thin(self._kept[curve])
         self._model = fresh
         self._peers = rows
         return message if len(message) > 1 else None
@@ -214,15 +209,13 @@ class Hub:
             "about": self.about,
             "model": self._model,
             "peers": self._peers,
-            "rounds": list(self._rounds),
-            "held_out": list(self._held_out),
-            "events": list(self._events),
+            **{key: list(kept) for key, kept in self._kept.items()},
         }
 
     def history(self, peer_id: str) -> Message:
         """Of one peer: points of (unix seconds, samples/s, queue, bytes sent, bytes received,
         round, 1 while live), and what happened to it."""
-        mine = [e for e in self._events if e["peer"] == peer_id]
+        mine = [e for e in self._kept["events"] if e["peer"] == peer_id]
         return {
             "peer_id": peer_id,
             "points": list(self._history.get(peer_id, ())),

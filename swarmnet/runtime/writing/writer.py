@@ -150,7 +150,8 @@ class Writer:
         self._gossip = gossip
         has_codes = spec.pipeline.codec != NONE and spec.pipeline.num_stages > 1
         self._exact = exact and has_codes
-        self._longest = longest_text(spec)
+        self.longest = longest_text(spec)
+        """Tokens that a text may have, with its prompt."""
         self._ends = end_tokens(spec, files)
         self._next_turn = turns_of(files).next_turn
         self._names = itertools.count()
@@ -170,15 +171,15 @@ class Writer:
         too long."""
         if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
             raise UserError(f"at most {MAX_STOPS} stops, of 1 to {MAX_STOP_CHARS} characters")
-        vocabulary = self._vocabulary()
+        vocabulary = self.vocabulary
         if not prompt:
             raise UserError("an empty prompt: give the model a text to go on with")
         if max(prompt) >= vocabulary:
             raise UserError("the tokenizer has more tokens than the run's model: it is another's")
-        room = self._longest - len(prompt)
+        room = self.longest - len(prompt)
         if room < 1:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens; with the answer at most {self._longest}"
+                f"the prompt has {len(prompt)} tokens; with the answer at most {self.longest}"
             )
         pipeline = self._spec.pipeline
         microbatch_tokens = pipeline.microbatch * self._spec.sequence_length
@@ -208,16 +209,8 @@ class Writer:
         )
 
     @property
-    def longest(self) -> int:
-        """Tokens that a text may have, with its prompt."""
-        return self._longest
-
-    @property
     def vocabulary(self) -> int:
         """Tokens that the model knows."""
-        return self._vocabulary()
-
-    def _vocabulary(self) -> int:
         model = self._spec.model
         size = model.config.get("vocab_size") or model.vocab_size
         if not isinstance(size, int):

@@ -21,7 +21,7 @@ from peer.observe.report import Reporter
 from peer.observe.screen import PeerConsole, Screen
 from peer.observe.text import sentence, size
 from peer.observe.view_model import ViewModel
-from peer.options import default_spec_path
+from peer.options import StatusOptions, default_spec_path
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
@@ -165,12 +165,7 @@ def test_status_is_one_look(as_json: bool) -> None:
     console = Console(file=out, width=100)
     asyncio.run(
         show_status(
-            "/fake/p2p/first",
-            as_json=as_json,
-            transport="p2pd",
-            console=console,
-            join=observer.join,
-            look_s=0.5,
+            StatusOptions("/fake/p2p/first", as_json), console, join=observer.join, look_s=0.5
         )
     )
     assert observer.closed
@@ -189,9 +184,8 @@ def test_status_can_keep_looking() -> None:
     out = io.StringIO()
     asyncio.run(
         watch_status(
-            "/fake/p2p/first",
-            transport="p2pd",
-            console=Console(file=out, width=100),
+            StatusOptions("/fake/p2p/first"),
+            Console(file=out, width=100),
             join=observer.join,
             look_s=0.5,
         )
