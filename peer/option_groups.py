@@ -59,7 +59,8 @@ class Parameter:
 def parameters(options: type[Any]) -> Iterator[Parameter]:
     """One for each option of a dataclass, those of its bases first. An option is a field that is
     annotated with an `Option`, a `typer.Option` or a `typer.Argument`; its `rich_help_panel` goes
-    before the class's `panel`. Raises `TypeError` where a field is no option."""
+    before the class's `panel`. A field that is true or false is a flag of its name where it names
+    none. Raises `TypeError` where a field is no option."""
     for base in options.__bases__:
         if is_dataclass(base):
             yield from parameters(base)
@@ -73,6 +74,10 @@ def parameters(options: type[Any]) -> Iterator[Parameter]:
         if not isinstance(option, (OptionInfo, ArgumentInfo)):
             raise TypeError(f"{options.__name__}.{name} is no option")
         option = copy(option)
+        if kind is bool and not isinstance(option.default, str):
+            option.default = (
+                f"--{name.replace('_', '-')}"  # without it there would be a --no-... too
+            )
         option.rich_help_panel = option.rich_help_panel or getattr(options, "panel", None)
         default = own[name].default
         yield Parameter(

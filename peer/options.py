@@ -31,11 +31,9 @@ LOOPBACK = "127.0.0.1"
 LIMITS, OUTPUT = "Limits", "Output"
 
 DebugOption = Annotated[
-    bool, typer.Option("--debug", help="Show a traceback with an error, and more of the log.")
+    bool, typer.Option(help="Show a traceback with an error, and more of the log.")
 ]
-PlainOption = Annotated[
-    bool, typer.Option("--plain", help="Plain lines instead of the live screen.")
-]
+PlainOption = Annotated[bool, typer.Option(help="Plain lines instead of the live screen.")]
 DtypeOption = Annotated[
     Literal["", "fp32", "bf16", "fp16"],
     typer.Option(
@@ -131,13 +129,12 @@ class OutputOptions:
     dashboard_host: DashboardHostOption = LOOPBACK
     metrics: MetricsOption = None
     plain: PlainOption = False
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print the address to join, and nothing else.")
-    ] = False
+    quiet: Annotated[bool, typer.Option(help="Print the address to join, and nothing else.")] = (
+        False
+    )
     shared_log: Annotated[
         bool,
         typer.Option(
-            "--shared-log",
             help="Plain lines for a log that all peers of a run write to, as with docker compose: "
             "what is of the whole run is printed by one of them.",
         ),
@@ -388,7 +385,6 @@ class TextOptions:
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat",
             help="Converse, by the model's chat template: answer the prompt, or else each line "
             "that is typed.",
         ),
@@ -466,7 +462,7 @@ class StatusOptions:
 
     address: Annotated[str, typer.Argument(metavar="ADDR", help="Any peer of the run.")]
     as_json: JsonOption = False
-    watch: Annotated[bool, typer.Option("--watch", help="Keep looking, until Ctrl-C.")] = False
+    watch: Annotated[bool, typer.Option(help="Keep looking, until Ctrl-C.")] = False
     transport: TransportOption = "p2pd"
     debug: DebugOption = False
 
@@ -534,7 +530,7 @@ class CountedOptions:
         typer.Argument(metavar="DIR...", help="State folders of the run's feeders."),
     ]
     run_id: Annotated[
-        str, typer.Option("--run-id", help="Of the run, where the folders have seen several.")
+        str, typer.Option(help="Of the run, where the folders have seen several.")
     ] = ""
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object a round, with the microbatches' ids.")
@@ -576,12 +572,10 @@ class PlanOptions:
     ] = "auto"
     measure: Annotated[
         bool,
-        typer.Option(
-            "--measure", help="Time the layers on this machine, and print how to cut them."
-        ),
+        typer.Option(help="Time the layers on this machine, and print how to cut them."),
     ] = False
     write: Annotated[
-        bool, typer.Option("--write", help="With --measure: put the cut into the run's file.")
+        bool, typer.Option(help="With --measure: put the cut into the run's file.")
     ] = False
     device: DeviceOption = "auto"
     as_json: JsonOption = False
@@ -641,14 +635,13 @@ class ExportModelOptions:
         int | None,
         typer.Option(min=0, help="Of the rounds that were saved, this one. Default: the newest."),
     ] = None
-    best: Annotated[
-        bool, typer.Option("--best", help="The saved round with the lowest held-out loss.")
-    ] = False
+    best: Annotated[bool, typer.Option(help="The saved round with the lowest held-out loss.")] = (
+        False
+    )
     dtype: DtypeOption = ""
     merge: Annotated[
         bool,
         typer.Option(
-            "--merge",
             help="Where adapters are trained ([lora]), write the whole model: adapters are added "
             "to the weights. Without it they are written alone, as a PEFT adapter.",
         ),
@@ -664,9 +657,7 @@ class ExportModelOptions:
     ] = None
     run_id: Annotated[
         str,
-        typer.Option(
-            "--run-id", help="Of the run (its beginning will do), where the folders hold several."
-        ),
+        typer.Option(help="Of the run (its beginning will do), where the folders hold several."),
     ] = ""
 
 

@@ -12,6 +12,7 @@ from peer.machine.limit_keeper import Keeper
 from peer.machine.limits import LIMITS_FILE, change_limits
 from peer.machine.memory_cap import MemoryCap, stage_needs, tree_bytes
 from peer.options import LimitOptions, OutputOptions
+from swarmnet.protocol.membership.seats import MAX_SEATS
 from swarmnet.runtime.joining.ready import ready_target
 from swarmnet.runtime.options import AUTO_STAGES, PeerChoices, PeerOptions, UsageError
 from swarmnet.runtime.run import Extra, RunningPeer
@@ -19,7 +20,6 @@ from swarmnet.runtime.state_dir import claimed_state_dir
 
 FIRST_DIRECT_PORT = 1024
 """Others dial none below (`swarmnet.transport.direct.FIRST_PORT`)."""
-MAX_SEATS = 64
 
 
 def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> None:

@@ -96,7 +96,7 @@ class RunOptions:
     ] = "1"
     exit_when_done: Annotated[
         bool,
-        Option("--exit-when-done", help="End with the run; else stay and serve the model."),
+        Option(help="End with the run; else stay and serve the model."),
     ] = False
     patience_s: Annotated[
         float | None,
@@ -110,7 +110,6 @@ class RunOptions:
     begin_anew: Annotated[
         bool,
         Option(
-            "--begin-anew",
             help="Where nobody is at work in the run: begin from initial parameters, not from the "
             "checkpoints that peers have. They stay on the disks.",
         ),
@@ -135,7 +134,6 @@ class ModelOptions:
     serve_data: Annotated[
         bool,
         Option(
-            "--serve-data",
             help="Give the run's data, as tokens, to its members, who can feed when you are gone.",
         ),
     ] = False
@@ -246,7 +244,6 @@ class ComputeOptions:
     tp: Annotated[
         int | None,
         Option(
-            "--tp",
             min=1,
             max=64,
             metavar="N",
@@ -262,13 +259,11 @@ class ComputeOptions:
     ] = "tensor"
     sequence_parallel: Annotated[
         bool,
-        Option(
-            "--sequence-parallel", help="With --tp: split norms and residuals by positions too."
-        ),
+        Option(help="With --tp: split norms and residuals by positions too."),
     ] = False
     compile: Annotated[
         bool,
-        Option("--compile", help="Compile the layers (torch.compile): slow to start."),
+        Option(help="Compile the layers (torch.compile): slow to start."),
     ] = False
 
 
