@@ -20,7 +20,6 @@ from swarmnet.runtime.compose import compose
 from swarmnet.runtime.computing import free_bytes_of
 from swarmnet.runtime.joining.beside import say_run_beside, tell_run, watch_rendezvous
 from swarmnet.runtime.joining.entry import Entry, enter
-from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.past import past_line
 from swarmnet.runtime.joining.ready import ReadyFile
 from swarmnet.runtime.machine import build_machine
@@ -93,9 +92,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         tasks.start(Relaying(transport, running.peer.gossip, running.peer.rng, offers=offers).run())
         tasks.start(entry.known.keep(spec.run_id, running.peer.view))
         tasks.start(entry.ways.keep())
-        tasks.start(
-            follow_addresses(transport, options.state_dir, spec.run_id, spec.name, entry.known)
-        )
+        tasks.start(follow_addresses(transport, options.state_dir, spec.run_id, spec.name))
         spare_old_objects()
         if options.ready_file is not None:
             ready = ReadyFile(options.ready_file, transport, spec.run_id, spec.name, time.time())
@@ -236,9 +233,7 @@ def spare_old_objects() -> None:
     gc.freeze()
 
 
-async def follow_addresses(
-    transport: Transport, state_dir: Path, run_id: str, name: str, known: KnownPeers
-) -> None:
+async def follow_addresses(transport: Transport, state_dir: Path, run_id: str, name: str) -> None:
     """Says when this machine's addresses change, and where others of it look (the transport tells
     the swarm). Until cancelled."""
     told = transport.addresses()
@@ -249,7 +244,7 @@ async def follow_addresses(
             continue
         if now[:1] != told[:1]:
             _say(f"this peer has another address now: {now[0]}")
-        told = known.own = now
+        told = now
         tell_run(state_dir, run_id, name, now)
 
 

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,7 +146,7 @@ def test_a_remembered_peer_is_not_looked_for_on_loopback_where_it_has_another_ad
     outside = f"/ip4/192.168.1.7/tcp/4001/p2p/{IDS[0]}"
     known = KnownPeers(Path("x"), SPEC.run_id, {IDS[0]: (address(IDS[0]), outside)})
     assert known.addresses() == [outside]
-    known.own = [f"/ip4/192.168.1.7/tcp/1/p2p/{IDS[1]}"]
+    known = replace(known, own=lambda: [f"/ip4/192.168.1.7/tcp/1/p2p/{IDS[1]}"])
     assert known.addresses() == [outside, address(IDS[0])], "it is on this machine"
 
 

@@ -68,8 +68,7 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         direct_port=options.direct_port if options.direct else None,
     )
     stack.push_async_callback(net.transport.close)
-    known = KnownPeers.load(options.state_dir)
-    known.own = net.transport.addresses()
+    known = KnownPeers.load(options.state_dir, net.transport.addresses)
     given = list(options.join)
     if options.ready_file is not None and options.ready_file.is_dir():
         given.append(f"{FILE_MARK}{options.ready_file}")
@@ -92,8 +91,7 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         stack.push_async_callback(_end, neighbours)
         if other is not None and options.ready_file is not None and not await neighbours:
             raise UserError(refusal(options.ready_file, other[0]))
-    if known.run_id != spec.run_id:
-        known.run_id, known.peers = spec.run_id, {}
+    known.begin(spec.run_id)
     own = net.transport.addresses()
     stack.callback(tell_run(options.state_dir, spec.run_id, spec.name, own))
     files = RunFiles(options.state_dir, spec.files)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,14 +35,14 @@ class KnownPeers:
     run_id: str = ""
     peers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Addresses by peer id, the latest met last."""
-    own: Sequence[str] = ()
+    own: Callable[[], Sequence[str]] = tuple
     """This machine's addresses."""
     _trouble: Trouble = field(default_factory=Trouble)
 
     @classmethod
-    def load(cls, state_dir: Path) -> KnownPeers:
+    def load(cls, state_dir: Path, own: Callable[[], Sequence[str]] = tuple) -> KnownPeers:
         """What was saved; nothing where the file is missing or damaged."""
-        known = cls(state_dir / KNOWN_FILE)
+        known = cls(state_dir / KNOWN_FILE, own=own)
         try:
             with known.path.open("rb") as file:
                 data = json.loads(file.read(MAX_KNOWN_BYTES))
@@ -56,13 +56,17 @@ class KnownPeers:
             known.run_id, known.peers = "", {}
         return known
 
+    def begin(self, run_id: str) -> None:
+        """Forgets the peers of other runs."""
+        if run_id != self.run_id:
+            self.run_id = run_id
+            self.peers = {}
+
     def meet(self, run_id: str, view: View, now: float) -> bool:
         """Takes over who is in a view; forgets other runs. True where there is something to
         save."""
         before = dict(self.peers)
-        if run_id != self.run_id:
-            self.run_id = run_id
-            self.peers = {}
+        self.begin(run_id)
         own = machine_of(view.own_peer_id)
         met = [r for r in view.records() if r.state != OBSERVING and r.addresses]
         for record in met:
@@ -99,7 +103,7 @@ class KnownPeers:
     def addresses(self) -> list[str]:
         """Of all of them, as they are to be tried (`protocol.membership.addresses`), the latest met
         first."""
-        return of_all(self.latest_first(), self.own)
+        return of_all(self.latest_first(), self.own())
 
     def also(self, asked: Sequence[str]) -> list[str]:
         """Further addresses of the run that `asked` leads to: none where nobody knows whether
