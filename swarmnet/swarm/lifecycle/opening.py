@@ -196,7 +196,7 @@ class Openings:
             "samples": replica.samples,
             "last_open_s": replica.measured.open_s,
             "last_busy_s": self.speed.busy_since_opening(replica),
-            "last_exchange_s": exchanges.pace.last_s if replica.measured.open_s else 0.0,
+            "last_exchange_s": exchanges.pace.durations.last_s if replica.measured.open_s else 0.0,
         }
 
     def _others(self, stage_index: int) -> list[str]:

@@ -9,7 +9,7 @@ from swarmnet.errors import Refused, SwarmnetError
 from swarmnet.methods.microbatch import EVALUATE, InferReply, InferRequest
 from swarmnet.ports import Data
 from swarmnet.protocol.membership.records import HeldOut
-from swarmnet.protocol.pipeline import held_out
+from swarmnet.protocol.pipeline import held_out as measuring
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.fed_rounds import FedRound

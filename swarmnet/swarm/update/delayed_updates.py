@@ -286,7 +286,7 @@ class AutoSync:
         plan, own = self.replica.plan, self.gossip.own
         if plan.mode != AUTO or not self.replica.synced or round_index == 0:
             return  # the first round has the swarm's beginning in it
-        last_s = self.exchanges.pace.last_s
+        last_s = self.exchanges.pace.durations.last_s
         round_s, exchange_s = self.times.add(own.round_s, open_s, last_s, EXCHANGE_SMOOTHING)
         self.gossip.update(round_s=round_s, exchange_s=exchange_s)
         now = asyncio.get_running_loop().time()

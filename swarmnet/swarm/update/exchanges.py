@@ -173,7 +173,7 @@ class Exchanges:
         took_s = started.s(self.gossip.liveness.awake_s())
         known = exchange.progress
         is_usual = has_others and declared > 0 and known.is_usual
-        self.pace.took(took_s, is_usual=is_usual, missed=known.missed)
+        self.pace.durations.took(took_s, is_usual=is_usual, missed=known.missed)
         self.replica.measured.exchanged(took_s)
 
     async def _until_over(

@@ -115,10 +115,10 @@ def test_what_one_that_had_nobody_to_exchange_with_says_is_no_measure() -> None:
 def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
     async def asked() -> None:
         pace, _ = pace_of(ZERO, [])
-        pace.took(0.001, is_usual=False)
-        assert pace.last_s == 0.001
+        pace.durations.took(0.001, is_usual=False)
+        assert pace.durations.last_s == 0.001
         assert pace.waits().contributions_s == WaitLimits().reduce_wait_s
-        pace.took(0.001)
+        pace.durations.took(0.001)
         assert pace.waits().contributions_s < 10.0
         pace.close()
 
@@ -130,18 +130,18 @@ def test_a_wait_for_who_does_not_come_is_no_measure() -> None:
 
     async def asked() -> None:
         pace, _ = pace_of(ZERO, [])
-        pace.took(1.0)
+        pace.durations.took(1.0)
         usual_s, wait_s = pace.waits().usual_s, pace.waits().contributions_s
         for _ in range(9):
-            pace.took(pace.waits().contributions_s, missed={"hangs"})
+            pace.durations.took(pace.waits().contributions_s, missed={"hangs"})
         assert (pace.waits().usual_s, pace.waits().contributions_s) == (usual_s, wait_s)
-        assert pace.last_s == 1.0
-        pace.straggled("another")
+        assert pace.durations.last_s == 1.0
+        pace.durations.straggled("another")
         assert pace.waits().usual_s == usual_s
-        pace.straggled("hangs")  # it was late, no more: the next deadline has room for it
+        pace.durations.straggled("hangs")  # it was late, no more: the next deadline has room for it
         assert pace.waits().contributions_s > wait_s
         slower_s = pace.waits().usual_s
-        pace.straggled("hangs")
+        pace.durations.straggled("hangs")
         assert pace.waits().usual_s == slower_s
         pace.close()
 
@@ -173,8 +173,8 @@ def test_an_exchange_takes_no_negative_time() -> None:
 
     async def asked() -> None:
         pace, _ = pace_of(DELAYED, [])
-        pace.took(-0.5)
-        assert pace.last_s == 0.0
+        pace.durations.took(-0.5)
+        assert pace.durations.last_s == 0.0
         pace.close()
 
     run(asked())

@@ -283,7 +283,8 @@ class Exchange:
             event = make(call)
             if isinstance(event, on.Pushed):
                 self.progress.came(event.sender)
-                self._pace.straggled(event.sender)  # in the exchange before, it was slow, no more
+                # In the exchange before, it was slow and no more.
+                self._pace.durations.straggled(event.sender)
             elif isinstance(event, on.Asked) and event.is_final:
                 self._leads(event.sender)
             self.feed(shard, event)

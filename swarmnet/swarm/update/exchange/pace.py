@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from statistics import median_high
 
 from swarmnet.protocol.leftovers import ROOM_S
@@ -50,25 +50,12 @@ class ExchangePace:
         self._replica = replica
         self._turns = Turns(traffic)
         self._stage_bytes = stage_bytes(replica)
-        self._durations = ExchangeDurations()
+        self.durations = ExchangeDurations()
 
     def close(self) -> None:
         self._turns.close()
 
     # ---- time -------------------------------------------------------------------------------
-
-    @property
-    def last_s(self) -> float:
-        """What the last exchange took in which nobody was waited for in vain, in seconds."""
-        return self._durations.last_s
-
-    def took(self, seconds: float, *, is_usual: bool = True, missed: Collection[str] = ()) -> None:
-        """Notes an exchange that is over, as `ExchangeDurations.took`."""
-        self._durations.took(seconds, is_usual=is_usual, missed=missed)
-
-    def straggled(self, peer_id: str) -> None:
-        """Notes a contribution of a peer that has come after its exchange."""
-        self._durations.straggled(peer_id)
 
     def waits(self) -> ExchangeWaits:
         """The waits of the present exchange, by what is known now."""
@@ -83,7 +70,7 @@ class ExchangePace:
         behind = plan.steps_until_due(current) if plan.is_local else 0
         return ExchangeWaits(
             # A single other may have exchanged with no replica yet, or with others than are here.
-            self._durations.usual_s or self._told(lambda record: record.last_exchange_s, least=2),
+            self.durations.usual_s or self._told(lambda record: record.last_exchange_s, least=2),
             upload_s(self._stage_bytes, rates),
             self._gossip.spread_s + CLOSING_MICROBATCHES * work_s,
             BESIDE_PART * open_s if is_beside else 0.0,

@@ -197,7 +197,7 @@ class ExchangeService:
 
     async def _straggler(self, asked: int, j: int, remote: str) -> tuple[ShardReply, Array]:
         """The parameters of this round are what it lacks."""
-        self._pace.straggled(remote)
+        self._pace.durations.straggled(remote)
         replica = self._replica
         current, changes = replica.current_exchange, replica.transitions.changes
         values = await self._work.present(j)
