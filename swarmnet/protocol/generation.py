@@ -266,7 +266,8 @@ class Found:
         self.error = error
         if not isinstance(error, (Stale, NotReady)):
             return
-        if isinstance(theirs := error.details.get("round"), int):
+        theirs = error.details.get("round")
+        if isinstance(theirs, int):
             self.offers.append(theirs)
             self.is_full |= error.details.get("is_full") is True
 

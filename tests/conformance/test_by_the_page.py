@@ -30,8 +30,7 @@ from swarmnet.training.data.order import seed_of
 from swarmnet.training.data.store import Store, StoreWriter
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
-from swarmnet.training.optimizer.shards import learning_rate
-from swarmnet.training.optimizer.shards import ShardedAdamW
+from swarmnet.training.optimizer.shards import ShardedAdamW, learning_rate
 from swarmnet.training.stage import build_stage
 from swarmnet.transport import frames as ours
 from swarmnet.wire import Array, pack

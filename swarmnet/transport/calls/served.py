@@ -57,8 +57,7 @@ class Service(Standing, Protocol):
         message: Message,
         progress: Callable[[Message], None],
     ) -> Message:
-        """What the handler of a method says. Raises `NotReady` or `Unsupported` where there is
-        none."""
+        """What the handler of a method says. Raises `NotReady` where there is none."""
 
 
 class Caller(Protocol):
@@ -68,7 +67,8 @@ class Caller(Protocol):
     is_open: bool
 
     @property
-    def run_id(self) -> str: ...
+    def run_id(self) -> str:
+        """The run that the peer says it belongs to."""
 
     def send(self, message: Outgoing) -> None:
         """Sends a message unless the channel has ended. Never raises."""
