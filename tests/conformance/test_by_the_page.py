@@ -25,8 +25,8 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.data.held_out import divide
-from swarmnet.training.data.opening import Packer
 from swarmnet.training.data.order import seed_of
+from swarmnet.training.data.packing import DialogueSamples, Documents, TextSamples
 from swarmnet.training.data.store import Store, StoreWriter
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
@@ -312,7 +312,11 @@ def test_samples_are_those_of_the_page(
         store = made_store(tmp_path / str(k), rng, dialogues=dialogues)
         length, seed, masks = 24, samples.seed_of(rng.randrange(99), "documents", 0), k % 2 == 0
         division = divide(store, fraction, length, holds_samples=least == "sample")
-        ours = Packer(length, END_OF_TEXT, masks).both(division, seed)[0]
+        documents = Documents(division, seed, held_out=False)
+        if dialogues:
+            ours = DialogueSamples(documents, length, END_OF_TEXT)
+        else:
+            ours = TextSamples(documents, length, END_OF_TEXT, masks=masks)
 
         ends, hashes = (store.file(f"{name}.bin").view("<u8") for name in ("ends", "hashes"))
         source = samples.Source(store.tokens, store.learned, ends, hashes)
