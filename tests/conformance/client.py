@@ -287,7 +287,10 @@ async def batch_of(channel: Channel, spec: model.Spec) -> tuple[np.ndarray, np.n
 
     source = samples.Source(learned=np.empty(0), **files)
     trained = samples.Trained(
-        source, data.get("held_out_fraction", 0.02), length, least=data["held_out_least"]
+        source,
+        data.get("held_out_fraction", 0.02),
+        length,
+        least=data.get("held_out_least", "sample"),
     )
     order = samples.seed_of(spec["seed"], "documents", 0)
     made = samples.of_text(source, trained, order, length, 0, masks=False)

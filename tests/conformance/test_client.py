@@ -38,6 +38,7 @@ num_stages = 2
 layers = [4, 2]
 global_batch = 32
 microbatch = 4
+codec = "none"
 [sync]
 codec = "none"
 shard_parameters = 4096
