@@ -190,17 +190,17 @@ def test_an_exchange_takes_six_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients go to the primaries, their norms to the collectors and back, sums to the backups
     and back, and results. Beside a round nobody waits first until all have told that they have
     opened it, where what they hold stays as it is."""
-    opened, begun, took = dict[object, float](), dict[int, list[float]](), list[float]()
+    opened, begun, took = dict[int, float](), dict[int, list[float]](), list[float]()
     open_round, update = Transitions.open_round, Exchanges.make
 
     async def opens(transitions: Transitions, *rest: Any, **options: Any) -> None:
         await open_round(transitions, *rest, **options)
-        opened[transitions] = now()
+        opened[id(transitions)] = now()
 
     async def updates(exchanges: Exchanges, *rest: Any) -> None:
         number = exchanges.current
         if number >= SETTLED:
-            assert now() == opened[exchanges.replica.transitions]
+            assert now() == opened[id(exchanges.replica.transitions)]
             begun.setdefault(number, []).append(now())
         await update(exchanges, *rest)
         if number >= SETTLED:  # all stages wait for each other's norms
