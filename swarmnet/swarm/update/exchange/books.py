@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from swarmnet.methods.update import ShardReply
 from swarmnet.protocol.pipeline import progress
@@ -20,16 +21,16 @@ UNKNOWN = -1
 """Tokens behind a result that was told without them."""
 
 
+@dataclass
 class Books:
     """Of one replica's stage."""
 
-    def __init__(
-        self, gossip: Gossip, settings: RunSettings, replica: Replica, norms: Norms
-    ) -> None:
-        self._gossip = gossip
-        self._settings = settings
-        self._replica = replica
-        self._norms = norms
+    gossip: Gossip
+    settings: RunSettings
+    replica: Replica
+    norms: Norms
+
+    def __post_init__(self) -> None:
         self._tokens: dict[tuple[int, int], int] = {}
         """By exchange and shard."""
         self._senders: dict[tuple[int, int], frozenset[str]] = {}
@@ -64,7 +65,7 @@ class Books:
         if told.num_tokens >= 0:
             self._tokens[(exchange, shard)] = told.num_tokens
         if told.norm >= 0:
-            self._norms.heard(exchange, told.norm)
+            self.norms.heard(exchange, told.norm)
 
     def told(
         self,
@@ -86,7 +87,7 @@ class Books:
 
     def norm(self, exchange: int) -> float:
         """Of the gradient of all stages, as it was taken here; -1 where it is not known."""
-        known = self._norms.known(exchange)
+        known = self.norms.known(exchange)
         return -1.0 if known is None else known
 
     def least_tokens(self, exchange: int, shards: Sequence[int]) -> int | None:
@@ -105,19 +106,19 @@ class Books:
 
     def counted_tokens(self, exchange: int) -> int:
         """Of a round, by the word of the feeders; 0 where contributions are of several rounds."""
-        return 0 if self._replica.plan.is_local else self._counted_in(exchange)
+        return 0 if self.replica.plan.is_local else self._counted_in(exchange)
 
     def note_counted(self, round_index: int) -> None:
         """Of a round that is over here, in mode `local`: its exchange may come rounds later."""
         self._counted[round_index] = self._whole_count(round_index)
-        oldest = round_index - 2 * self._replica.plan.local_steps
+        oldest = round_index - 2 * self.replica.plan.local_steps
         for old in [q for q in self._counted if q < oldest]:
             del self._counted[old]
 
     def counted_behind(self, exchange: int, shard: int) -> int:
         """Of all rounds whose work is in the exchange of a shard, those too that feeders have yet
         to tell of (`robust.whole_count`); 0 where this peer was not in all of them."""
-        plan = self._replica.plan
+        plan = self.replica.plan
         if not plan.is_local:
             return self._whole_count(exchange)
         known = [self._counted.get(q, 0) for q in plan.window(shard, exchange)]
@@ -128,13 +129,11 @@ class Books:
 
     def _whole_count(self, round_index: int) -> int:
         known = self._progress(round_index)
-        return robust.whole_count(known.tokens, known.num_flights, self._settings.num_slots)
+        return robust.whole_count(known.tokens, known.num_flights, self.settings.num_slots)
 
     def _progress(self, round_index: int) -> progress.RoundProgress:
         now = asyncio.get_running_loop().time()
-        return progress.round_progress(
-            self._gossip.view, round_index, now, self._settings.num_slots
-        )
+        return progress.round_progress(self.gossip.view, round_index, now, self.settings.num_slots)
 
     def finish_round(self, exchange: int) -> None:
         """Forgets exchanges that no replica asks about any more."""

@@ -69,23 +69,23 @@ Told = tuple[ShardReply, Array | None]
 """The answer of one shard; without values where they are those of the caller's own copy."""
 
 
+@dataclass
 class LongCalls:
     """Makes the calls of exchanges that take long: each ends with its callee, and has its time and
     its turn on the uplink."""
 
-    def __init__(self, gossip: Gossip, replica: Replica, pace: ExchangePace) -> None:
-        self._gossip = gossip
-        self._replica = replica
-        self._pace = pace
+    gossip: Gossip
+    replica: Replica
+    pace: ExchangePace
 
     def room(self, exchange: int) -> int:
         """Bytes of several shards that travel together."""
-        room = shared_call_bytes(self._gossip.own.upload_bytes_per_s)
-        return int(room * BESIDE_PART) if self._replica.plan.is_delayed(exchange) else room
+        room = shared_call_bytes(self.gossip.own.upload_bytes_per_s)
+        return int(room * BESIDE_PART) if self.replica.plan.is_delayed(exchange) else room
 
     async def turn(self, num_bytes: int) -> None:
         """As `ExchangePace.turn`."""
-        await self._pace.turn(num_bytes)
+        await self.pace.turn(num_bytes)
 
     async def call(
         self,
@@ -95,8 +95,8 @@ class LongCalls:
         on_progress: Callable[[Message[Any]], None] | None = None,
     ) -> Message[ReplyT]:
         """Has the time that a call for a shard may take. Raises as `Transport.call`."""
-        waits = self._pace.waits()
-        return await self._gossip.liveness.call_while_live(
+        waits = self.pace.waits()
+        return await self.gossip.liveness.call_while_live(
             peer_id,
             method,
             message,
@@ -110,8 +110,8 @@ class LongCalls:
     ) -> Message[ReplyT]:
         """Has the time of a contribution: longer nobody waits for a backup, or for a promise, which
         takes no work, since the contributors wait too. Raises as `Transport.call`."""
-        waits = self._pace.waits()
-        return await self._gossip.liveness.call_while_live(
+        waits = self.pace.waits()
+        return await self.gossip.liveness.call_while_live(
             peer_id,
             method,
             message,
@@ -480,14 +480,16 @@ class OnItsWay:
         return self.shard in self.group.there
 
 
+@dataclass
 class SumsAhead:
     """Gives the sums of one exchange to backups, as their primary."""
 
-    def __init__(self, exchange: int, stage_index: int, calls: LongCalls, tasks: Tasks) -> None:
-        self._exchange = exchange
-        self._stage_index = stage_index
-        self._calls = calls
-        self._tasks = tasks
+    exchange: int
+    stage_index: int
+    calls: LongCalls
+    tasks: Tasks
+
+    def __post_init__(self) -> None:
         self._open: dict[str, tuple[Group, asyncio.Task[None]]] = {}
         """By backup, what waits for other sums that are ready in a moment."""
         self._going: dict[tuple[str, int], OnItsWay] = {}
@@ -499,13 +501,13 @@ class SumsAhead:
             group, sent = self._open.get(backup, (None, None))
             if group is None or sent is None or not self._has_room(group, total):
                 group = Group()
-                sent = self._tasks.start(self._give(backup, group))
+                sent = self.tasks.start(self._give(backup, group))
                 self._open[backup] = group, sent
             group.sums[shard] = total, ballot
             self._going[backup, shard] = OnItsWay(shard, total, digest, group, sent)
 
     def _has_room(self, group: Group, total: Array) -> bool:
-        num_bytes, room = group.num_bytes + total.num_bytes, self._calls.room(self._exchange)
+        num_bytes, room = group.num_bytes + total.num_bytes, self.calls.room(self.exchange)
         return len(group.sums) < MAX_ARRAYS and num_bytes <= room
 
     async def _give(self, backup: str, group: Group) -> None:
@@ -513,11 +515,11 @@ class SumsAhead:
             await asyncio.sleep(TOGETHER_S)
             if self._open.get(backup, (None, None))[0] is group:
                 del self._open[backup]
-            await self._calls.turn(group.num_bytes)
+            await self.calls.turn(group.num_bytes)
             group.has_turn.set()
             await self._send(backup, group)
         except SwarmnetError as e:
-            log.debug("round %d: no sums ahead at %s: %s", self._exchange, backup[-8:], e)
+            log.debug("round %d: no sums ahead at %s: %s", self.exchange, backup[-8:], e)
         finally:
             group.close()
 
@@ -525,8 +527,8 @@ class SumsAhead:
         shards = tuple(group.sums)
         terms = tuple(ballot.term for _, ballot in group.sums.values())
         totals = tuple(total for total, _ in group.sums.values())
-        request = SumsRequest(self._exchange, self._stage_index, shards, terms)
-        reply = await self._calls.call_in_time(backup, SUMS, Message(request, totals))
+        request = SumsRequest(self.exchange, self.stage_index, shards, terms)
+        reply = await self.calls.call_in_time(backup, SUMS, Message(request, totals))
         group.there.update(set(shards).difference(reply.body.refused))
 
     def take(self, backup: str, shard: int, total: Array) -> OnItsWay | None:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from swarmnet.errors import (
     DeadlineExceeded,
@@ -63,29 +63,21 @@ class Behind(SwarmnetError):
     """The stage has moved on by more than one round: fetch its parameters instead."""
 
 
+@dataclass
 class PresentExchange:
     """The exchange that a replica is in, begun by whoever comes first: this replica, or a call of
     another one."""
 
-    def __init__(
-        self,
-        gossip: Gossip,
-        replica: Replica,
-        ownership: Ownership,
-        work: ShardWork,
-        books: Books,
-        pace: ExchangePace,
-        tied: TiedShards,
-        tasks: Tasks,
-    ) -> None:
-        self._gossip = gossip
-        self._replica = replica
-        self._ownership = ownership
-        self._work = work
-        self._books = books
-        self._pace = pace
-        self._tied = tied
-        self._tasks = tasks
+    gossip: Gossip
+    replica: Replica
+    ownership: Ownership
+    work: ShardWork
+    books: Books
+    pace: ExchangePace
+    tied: TiedShards
+    tasks: Tasks
+
+    def __post_init__(self) -> None:
         self._known: Exchange | None = None
 
     def known(self) -> Exchange | None:
@@ -94,19 +86,19 @@ class PresentExchange:
 
     def now(self) -> Exchange:
         """The one whose input the present common parameters are."""
-        current, known = self._replica.current_exchange, self._known
+        current, known = self.replica.current_exchange, self._known
         if known is not None and known.number == current:
             return known
         self.end()
         self._known = Exchange(
             current,
-            self._gossip,
-            self._replica,
-            self._ownership,
-            self._work,
-            self._books,
-            self._pace,
-            self._tied,
+            self.gossip,
+            self.replica,
+            self.ownership,
+            self.work,
+            self.books,
+            self.pace,
+            self.tied,
         )
         return self._known
 
@@ -115,7 +107,7 @@ class PresentExchange:
         exchange, self._known = self._known, None
         if exchange is not None:
             exchange.sums.close()
-            self._tasks.start(exchange.close())
+            self.tasks.start(exchange.close())
 
     async def close(self) -> None:
         if self._known is not None:

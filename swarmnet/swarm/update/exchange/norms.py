@@ -105,24 +105,18 @@ class Batch:
     total: asyncio.Task[float]
 
 
+@dataclass
 class Norms:
     """Finds the sums of squares of the mean gradient, for the stage of one replica."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        gossip: Gossip,
-        replica: Replica,
-        num_stages: int,
-        ownership: Ownership,
-        pace: ExchangePace,
-    ) -> None:
-        self._transport = transport
-        self._gossip = gossip
-        self._replica = replica
-        self._num_stages = num_stages
-        self._ownership = ownership
-        self._pace = pace
+    transport: Transport
+    gossip: Gossip
+    replica: Replica
+    num_stages: int
+    ownership: Ownership
+    pace: ExchangePace
+
+    def __post_init__(self) -> None:
         self._rounds: dict[int, RoundSums] = {}
         self._totals: dict[int, float] = {}
         """By round, the sum of squares that was taken here."""
@@ -134,7 +128,7 @@ class Norms:
         self._tasks = Tasks("norms")
         self.last_total = 0.0
         """The newest sum of squares that was taken here; 0 before the first."""
-        serve(transport, NORM, self._on_norm)
+        serve(self.transport, NORM, self._on_norm)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -158,9 +152,9 @@ class Norms:
         """The sum of squares over all shards of all stages, given those of the own shards."""
         shards = tuple(sorted(sums))
         values = tuple(sums[j] for j in shards)
-        request = NormRequest(round_index, self._replica.index, shards, values)
-        awake_s, turn = self._gossip.liveness.awake_s, 0
-        end = Deadline.after(awake_s(), self._pace.waits().norm_s)
+        request = NormRequest(round_index, self.replica.index, shards, values)
+        awake_s, turn = self.gossip.liveness.awake_s, 0
+        end = Deadline.after(awake_s(), self.pace.waits().norm_s)
         while not end.is_over(awake_s()):
             order = self._collectors()
             for asked in (order[:COLLECTORS], order):
@@ -176,15 +170,15 @@ class Norms:
             if told is not None:
                 return told
             turn += 1
-            await self._gossip.changed.wait(RETRY_S)
-        self._gossip.add_total("norm_missed")
+            await self.gossip.changed.wait(RETRY_S)
+        self.gossip.add_total("norm_missed")
         log.warning("round %d: the gradient norm of all stages did not arrive", round_index)
         return max(self.last_total, sum(sums.values()))
 
     def _collectors(self) -> list[str]:
         """Those that sum up, then those that would in their place."""
         most = 2 * COLLECTORS
-        roots = [self._ownership.roots(stage) for stage in range(min(most, self._num_stages))]
+        roots = [self.ownership.roots(stage) for stage in range(min(most, self.num_stages))]
         return [root[i] for i in range(most) for root in roots if i < len(root)][:most]
 
     async def _first_of(
@@ -193,7 +187,7 @@ class Norms:
         """The first answer of these; None where none of them gives one."""
 
         async def ask(peer_id: str) -> float:
-            if peer_id == self._gossip.own.peer_id:  # others may see other roots
+            if peer_id == self.gossip.own.peer_id:  # others may see other roots
                 return await self._collect(request, timeout_s)
             return await self._ask(peer_id, request, timeout_s)
 
@@ -211,7 +205,7 @@ class Norms:
 
     async def _ask(self, peer_id: str, request: NormRequest, timeout_s: float) -> float:
         message = Message(request)
-        reply = await call(self._transport, peer_id, NORM, message, timeout_s=timeout_s)
+        reply = await call(self.transport, peer_id, NORM, message, timeout_s=timeout_s)
         return reply.body.sum
 
     def _take(self, round_index: int, total: float) -> float:
@@ -225,21 +219,21 @@ class Norms:
 
     def heard(self, round_index: int, total: float) -> None:
         """A peer told the sum of squares of a round with a result. The first word counts."""
-        if self._oldest <= round_index <= self._replica.current_exchange + KEPT_ROUNDS:
+        if self._oldest <= round_index <= self.replica.current_exchange + KEPT_ROUNDS:
             self._told.setdefault(round_index, total)
 
     async def ask_others(self, round_index: int, turn: int) -> float | None:
         """The total from peers that took it from a collector which is gone: of this stage, and the
         roots of the others. Some are asked in each `turn`. None where none of these knows it."""
-        own = self._gossip.own.peer_id
+        own = self.gossip.own.peer_id
         others = []
-        for stage in range(self._num_stages):
-            if stage != self._replica.index:
-                others += self._ownership.roots(stage)[:ROOTS_ASKED]
-        others += [p for p in self._ownership.roots(self._replica.index) if p != own]
+        for stage in range(self.num_stages):
+            if stage != self.replica.index:
+                others += self.ownership.roots(stage)[:ROOTS_ASKED]
+        others += [p for p in self.ownership.roots(self.replica.index) if p != own]
         first = turn * MAX_ASKED % max(1, len(others))
         asked = (*others[first:], *others[:first])[:MAX_ASKED]
-        request = NormRequest(round_index, self._replica.index, (), ())
+        request = NormRequest(round_index, self.replica.index, (), ())
         found = await asyncio.gather(
             *(self._ask(peer_id, request, ATTEMPT_S) for peer_id in asked),
             return_exceptions=True,
@@ -258,24 +252,24 @@ class Norms:
             return Message(NormReply(known))
         if not norm.shards:
             raise NotReady("the total is not known here")
-        if norm.stage >= self._num_stages:
+        if norm.stage >= self.num_stages:
             raise ProtocolViolation("no such stage")
         return Message(NormReply(await self._collect(norm, ATTEMPT_S)))
 
     def _of(self, round_index: int) -> RoundSums:
         if round_index < self._oldest:
             raise Stale("the norm of that round is gone")
-        is_far = round_index > self._replica.current_exchange + KEPT_ROUNDS
+        is_far = round_index > self.replica.current_exchange + KEPT_ROUNDS
         if is_far or (round_index not in self._rounds and len(self._rounds) > 2 * KEPT_ROUNDS):
             raise NotReady("a round too far ahead")
         return self._rounds.setdefault(round_index, RoundSums())
 
     async def _collect(self, norm: NormRequest, wait_s: float) -> float:
         """Takes sums of shards; returns the total when every stage's are known."""
-        sums, num_shards = self._of(norm.round), self._ownership.members.num_shards(norm.stage)
+        sums, num_shards = self._of(norm.round), self.ownership.members.num_shards(norm.stage)
         if not num_shards:
             raise NotReady("no replica of that stage is known here")
-        sums.hear(norm, num_shards, self._num_stages)
+        sums.hear(norm, num_shards, self.num_stages)
         if sums.total is not None:
             self._changed.notify_all()
         await self._changed.until(
@@ -327,22 +321,22 @@ class ContributionBatch:
     whole: asyncio.Task[dict[str, float]]
 
 
+@dataclass
 class ContributionNorms:
     """Finds the sums of squares of contributions over all shards of one stage."""
 
-    def __init__(
-        self, transport: Transport, gossip: Gossip, replica: Replica, ownership: Ownership
-    ) -> None:
-        self._transport = transport
-        self._gossip = gossip
-        self._replica = replica
-        self._ownership = ownership
+    transport: Transport
+    gossip: Gossip
+    replica: Replica
+    ownership: Ownership
+
+    def __post_init__(self) -> None:
         self._rounds: dict[int, RoundContributions] = {}
         self._batch: ContributionBatch | None = None
         self._oldest = 0
         self._changed = Condition()
         self._tasks = Tasks("contributions")
-        serve(transport, CONTRIBUTIONS, self._on_contributions)
+        serve(self.transport, CONTRIBUTIONS, self._on_contributions)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -350,7 +344,7 @@ class ContributionNorms:
     def may_be_waited_for(self) -> bool:
         """The stage is large enough for other primaries to have enough contributors."""
         now = asyncio.get_running_loop().time()
-        return len(self._gossip.view.members(self._replica.index, now)) >= robust.MIN_CONTRIBUTORS
+        return len(self.gossip.view.members(self.replica.index, now)) >= robust.MIN_CONTRIBUTORS
 
     def tell(self, round_index: int, shard_index: int, squares: Mapping[str, float]) -> None:
         """For the sake of other primaries; does not wait."""
@@ -385,17 +379,17 @@ class ContributionNorms:
         indices = sorted(shards)
         sums = tuple(shards[j].get(p, 0.0) for j in indices for p in peers)
         request = ContributionsRequest(
-            round_index, self._replica.index, tuple(indices), tuple(peers), sums
+            round_index, self.replica.index, tuple(indices), tuple(peers), sums
         )
         loop = asyncio.get_running_loop()
         end = Deadline.after(loop.time(), CONTRIBUTIONS_WAIT_S)
         while left_s := end.left_s(loop.time()):
-            for peer_id in self._ownership.roots(self._replica.index)[:2]:
+            for peer_id in self.ownership.roots(self.replica.index)[:2]:
                 try:
-                    if peer_id == self._transport.peer_id:
+                    if peer_id == self.transport.peer_id:
                         return await self._collect(request, min(left_s, ATTEMPT_S))
                     reply = await call(
-                        self._transport,
+                        self.transport,
                         peer_id,
                         CONTRIBUTIONS,
                         Message(request),
@@ -405,7 +399,7 @@ class ContributionNorms:
                     return dict(zip(body.peers, body.sums, strict=True))
                 except SwarmnetError as e:
                     aggregation_log.debug("norms of contributions from %s: %s", peer_id[-8:], e)
-            await self._gossip.changed.wait(min(RETRY_S, left_s))
+            await self.gossip.changed.wait(min(RETRY_S, left_s))
         aggregation_log.info("round %d: clipping by the norms of the own shards only", round_index)
         return _summed(shards)
 
@@ -413,7 +407,7 @@ class ContributionNorms:
         self, request: Request[ContributionsRequest]
     ) -> Message[ContributionsReply]:
         body = request.message.body
-        if len(body.peers) > len(self._gossip.view):
+        if len(body.peers) > len(self.gossip.view):
             raise ProtocolViolation("more contributors than there are peers")
         whole = await self._collect(body, ATTEMPT_S)
         peers = tuple(sorted(whole))
@@ -423,14 +417,14 @@ class ContributionNorms:
         """As root: takes the sums of shards; returns those over all shards when all are known."""
         if body.round < self._oldest:
             raise Stale("the norms of that round are gone")
-        if body.round > self._gossip.own.round + KEPT_ROUNDS:  # none of them is kept
+        if body.round > self.gossip.own.round + KEPT_ROUNDS:  # none of them is kept
             raise NotReady("a round too far ahead")
         heard = self._rounds.setdefault(body.round, RoundContributions())
         width = len(body.peers)
         for i, j in enumerate(body.shards):
             row = body.sums[i * width : (i + 1) * width]
             heard.shards.setdefault(j, dict(zip(body.peers, row, strict=True)))
-        heard.complete(self._replica.num_shards)
+        heard.complete(self.replica.num_shards)
         self._changed.notify_all()
         if not await self._changed.until(lambda: heard.whole is not None, wait_s):
             raise NotReady("not every shard's norms are known yet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale
@@ -52,73 +53,62 @@ from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
 
+@dataclass
 class ExchangeService:
     """Answers the calls of the stage's update at one replica."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        gossip: Gossip,
-        limits: WaitLimits,
-        replica: Replica,
-        states: OptimizerStates,
-        work: ShardWork,
-        books: Books,
-        pace: ExchangePace,
-        tied: TiedShards,
-        exchange: PresentExchange,
-        tasks: Tasks,
-    ) -> None:
-        self._transport = transport
-        self._gossip = gossip
-        self._limits = limits
-        self._replica = replica
-        self._states = states
-        self._work = work
-        self._books = books
-        self._pace = pace
-        self._tied = tied
-        self._exchange = exchange
-        self._tasks = tasks
+    transport: Transport
+    gossip: Gossip
+    limits: WaitLimits
+    replica: Replica
+    states: OptimizerStates
+    work: ShardWork
+    books: Books
+    pace: ExchangePace
+    tied: TiedShards
+    exchange: PresentExchange
+    tasks: Tasks
+
+    def __post_init__(self) -> None:
         self._has_state: dict[tuple[str, int], int] = {}
         """By replica and shard: it has the state for the step of this exchange, though that may not
         have begun here."""
-        serve(transport, REDUCE, self._on_reduce)
-        serve(transport, BALLOT, self._on_ballot)
-        serve(transport, MIRROR, self._on_mirror)
-        serve(transport, SUMS, self._on_sums)
-        serve(transport, REDUCE_TIED, self._on_reduce_tied)
-        serve(transport, FOLLOWS, self._on_follows)
-        tasks.start(self._tell_primaries())
+        serve(self.transport, REDUCE, self._on_reduce)
+        serve(self.transport, BALLOT, self._on_ballot)
+        serve(self.transport, MIRROR, self._on_mirror)
+        serve(self.transport, SUMS, self._on_sums)
+        serve(self.transport, REDUCE_TIED, self._on_reduce_tied)
+        serve(self.transport, FOLLOWS, self._on_follows)
+        self.tasks.start(self._tell_primaries())
 
     @property
     def _names(self) -> UpdateCodec:
-        return self._replica.optimizer.codec.names
+        return self.replica.optimizer.codec.names
 
     # ---- contributions ----------------------------------------------------------------------
 
     async def _on_reduce(self, request: Request[ReduceRequest]) -> Message[ReduceReply]:
         push = request.message.body
-        num_bytes = sum(coded_bytes(self._replica, j) for j in push.shards)
+        num_bytes = sum(coded_bytes(self.replica, j) for j in push.shards)
         if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
             raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
-        record = self._gossip.view.get(request.remote)
+        record = self.gossip.view.get(request.remote)
         if any(push.num_tokens) and not may_contribute(record, push.stage):
             raise NotReady("a peer that joins has no gradient")
         gradients = self._gradients_of(push, request.message.arrays)
         self._note_closed(push.round, record)
-        primary = push.primary or self._gossip.own.peer_id
+        primary = push.primary or self.gossip.own.peer_id
         work = [
             self._reduce(push, request, j, n, gradients.get(j), Ballot(term, primary))
             for j, n, term in zip(push.shards, push.num_tokens, push.terms, strict=True)
         ]
-        telling = self._tasks.start(self._tell_sums(request, push))
+        telling = self.tasks.start(self._tell_sums(request, push))
         try:
             results = await self._all_of(work) if len(work) > 1 else [await work[0]]
         finally:
             telling.cancel()
         reply, arrays = ReduceReply(tuple(told for told, _ in results)), _values_in(results)
-        await self._pace.turn(sum(values.num_bytes for values in arrays))
+        await self.pace.turn(sum(values.num_bytes for values in arrays))
         return Message(reply, arrays)
 
     def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
@@ -126,21 +116,21 @@ class ExchangeService:
         if len(arrays) != len(shards):
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(shards)} shards")
         for j, array in zip(shards, arrays, strict=True):
-            check_contribution(self._replica, j, array)
+            check_contribution(self.replica, j, array)
         return dict(zip(shards, arrays, strict=True))
 
     def _note_closed(self, asked: int, record: Record | None) -> None:
         """A contribution to the round that is open here shows that it is over elsewhere."""
-        replica = self._replica
+        replica = self.replica
         is_of_round = asked == replica.current_exchange == replica.round
         shows = shows_round(record, replica.index, asked)
         is_between = is_of_round and shows and not replica.plan.is_delayed(asked)
         if is_between and replica.transitions.heard_over(asked):
-            self._gossip.changed.notify_all()
+            self.gossip.changed.notify_all()
 
     async def _all_of(self, work: Sequence[Coroutine[Any, Any, Told]]) -> list[Told]:
         """Raises as soon as one fails: the primary that it ought to go to may wait for it."""
-        tasks = [self._tasks.start(one) for one in work]
+        tasks = [self.tasks.start(one) for one in work]
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
@@ -164,8 +154,8 @@ class ExchangeService:
         remote, asked = request.remote, push.round
         if await self._turn(asked, j) is Turn.LAST:
             return await self._straggler(asked, j, remote)
-        exchange = self._exchange.now()
-        if not may_contribute(self._gossip.view.get(remote), self._replica.index):
+        exchange = self.exchange.now()
+        if not may_contribute(self.gossip.view.get(remote), self.replica.index):
             ballot = exchange.ballot(j)  # a newcomer waits for the result, and raises no ballot
         if push.follows:
             is_here = (
@@ -180,35 +170,35 @@ class ExchangeService:
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
         digest = b"" if push.is_whole else answer.result.digest
-        if self._books.takes_copy(asked, j, remote, digest):
-            return self._books.told(asked, j, remote, is_copy=True), None
-        values = await self._work.copy_of(asked, j, answer.result, is_whole=push.is_whole)
-        return self._books.told(asked, j, remote), values
+        if self.books.takes_copy(asked, j, remote, digest):
+            return self.books.told(asked, j, remote, is_copy=True), None
+        values = await self.work.copy_of(asked, j, answer.result, is_whole=push.is_whole)
+        return self.books.told(asked, j, remote), values
 
     async def _tell_sums(self, request: Request, push: ReduceRequest) -> None:
         """Who has waited long hears which sums are made here: the rest is up to other stages."""
-        await asyncio.sleep(self._pace.waits().contributions_s)
+        await asyncio.sleep(self.pace.waits().contributions_s)
         untold = set(push.shards)
-        while untold and push.round == self._replica.current_exchange:
-            for j in untold & self._exchange.now().progress.summed:
+        while untold and push.round == self.replica.current_exchange:
+            for j in untold & self.exchange.now().progress.summed:
                 request.progress(Message(ReduceProgress(j, has_step=False)))
                 untold.discard(j)
             await asyncio.sleep(LOOK_LESS_S)
 
     async def _straggler(self, asked: int, j: int, remote: str) -> tuple[ShardReply, Array]:
         """The parameters of this round are what it lacks."""
-        self._pace.durations.straggled(remote)
-        replica = self._replica
+        self.pace.durations.straggled(remote)
+        replica = self.replica
         current, changes = replica.current_exchange, replica.transitions.changes
-        values = await self._work.present(j)
+        values = await self.work.present(j)
         if replica.current_exchange != current:
             raise Stale(f"round {current} is over here", round=replica.current_exchange)
         if changes % 2 or changes != replica.transitions.changes:
             raise NotReady("a new round is being opened here")
-        return self._books.told(asked, j, remote, coming=current), values
+        return self.books.told(asked, j, remote, coming=current), values
 
     def _is_leaving(self, peer_id: str) -> bool:
-        record = self._gossip.view.get(peer_id)
+        record = self.gossip.view.get(peer_id)
         return record is not None and record.state == LEAVING
 
     # ---- the other stage's sum of a tied shard ----------------------------------------------
@@ -217,22 +207,22 @@ class ExchangeService:
         """What the caller gets is this stage's result."""
         push, arrays = request.message.body, request.message.arrays
         r, j, remote = push.round, push.shard, request.remote
-        self._tied.check(push, arrays)
+        self.tied.check(push, arrays)
         if await self._turn(r, j) is Turn.LAST:
             told, values = await self._straggler(r, j, remote)
             return Message(ReduceReply((told,)), (values,))
-        exchange = self._exchange.now()
+        exchange = self.exchange.now()
         ballot = exchange.ballot(j)
-        if ballot.primary != self._gossip.own.peer_id and j not in exchange.results:
+        if ballot.primary != self.gossip.own.peer_id and j not in exchange.results:
             raise _redirect(j, do.Deny(0, ballot))
-        self._tied.heard(push, remote, arrays)
+        self.tied.heard(push, remote, arrays)
         answer = await exchange.answer(j, lambda call: on.Pushed(call, remote, ballot, 0, None))
         if not isinstance(answer, do.Give):
             raise _redirect(j, answer)
-        is_alike = await self._tied.is_alike(j, push.digest)
-        values = await self._work.copy_of(r, j, answer.result, is_whole=not is_alike)
-        await self._pace.turn(values.num_bytes)
-        return Message(ReduceReply((self._books.told(r, j, remote),)), (values,))
+        is_alike = await self.tied.is_alike(j, push.digest)
+        values = await self.work.copy_of(r, j, answer.result, is_whole=not is_alike)
+        await self.pace.turn(values.num_bytes)
+        return Message(ReduceReply((self.books.told(r, j, remote),)), (values,))
 
     # ---- ballots ----------------------------------------------------------------------------
 
@@ -261,11 +251,11 @@ class ExchangeService:
         # A primary that has made its sum waits for the answer, and one that is not there will do.
         if await self._turn(asked, j, may_wait=not is_final) is Turn.LAST:
             return ballot, await self._straggler(asked, j, remote)
-        exchange = self._exchange.now()
+        exchange = self.exchange.now()
         answer = await exchange.answer(j, lambda call: on.Asked(call, remote, ballot, is_final))
         if isinstance(answer, do.Give):
-            values = await self._work.copy_of(asked, j, answer.result)
-            return ballot, (self._books.told(asked, j, remote), values)
+            values = await self.work.copy_of(asked, j, answer.result)
+            return ballot, (self.books.told(asked, j, remote), values)
         assert isinstance(answer, do.Agree | do.Deny)
         return answer.ballot, None
 
@@ -275,26 +265,26 @@ class ExchangeService:
         """As backup: the same step as the primary's, bit for bit."""
         mirror = request.message.body
         r, j, remote = mirror.round, mirror.shard, request.remote
-        replica = self._replica
+        replica = self.replica
         if not await replica.changed.until(
-            lambda: replica.current_exchange >= r, self._limits.enter_wait_s
+            lambda: replica.current_exchange >= r, self.limits.enter_wait_s
         ):
             raise NotReady("the round has not begun here")
         replica.check_shard(mirror.stage, j)
         await self._until_now(r, j)
         if mirror.sum_digest:
-            sums = self._exchange.now().sums
-            total = await sums.of(mirror, remote, self._pace.waits().call_s)
+            sums = self.exchange.now().sums
+            total = await sums.of(mirror, remote, self.pace.waits().call_s)
             await self._until_now(r, j)
         else:
-            self._exchange.now().sums.end(j)
+            self.exchange.now().sums.end(j)
             if len(request.message.arrays) != 1:
                 raise ProtocolViolation("the gradient of one shard is one array")
             total = request.message.arrays[0]
             check_coded(replica, "sum", self._names.sums, j, total)
-        why_not = self._work.fits(mirror)
+        why_not = self.work.fits(mirror)
         ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
-        answer = await self._exchange.now().answer(
+        answer = await self.exchange.now().answer(
             j, lambda call: on.MirrorCame(call, remote, ballot, step, fits=not why_not)
         )
         if isinstance(answer, do.Confirm):
@@ -311,9 +301,9 @@ class ExchangeService:
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(ahead.shards)} shards")
         refused = list[int]()
         for j, term, total in zip(ahead.shards, ahead.terms, arrays, strict=True):
-            check_coded(self._replica, "sum", self._names.sums, j, total)
+            check_coded(self.replica, "sum", self._names.sums, j, total)
             await self._until_now(r, j, may_wait=False)
-            exchange = self._exchange.now()
+            exchange = self.exchange.now()
             if exchange.ballot(j) == Ballot(term, remote):
                 exchange.sums.put(j, remote, total)
             else:
@@ -325,25 +315,25 @@ class ExchangeService:
     async def _tell_primaries(self) -> None:
         """Tells of the state of shards that comes from other replicas."""
         while True:
-            for j in self._states.take_loaded():
+            for j in self.states.take_loaded():
                 self._note_state(j)
-            await self._states.loaded.wait()
+            await self.states.loaded.wait()
 
     def _note_state(self, j: int) -> None:
         """The optimizer state of a shard is here. Its primary may have heard that it is not, when
         this replica pushed."""
-        exchange = self._exchange.known()
-        if exchange is None or not self._states.is_before(j, exchange.number):
+        exchange = self.exchange.known()
+        if exchange is None or not self.states.is_before(j, exchange.number):
             return
         primary = exchange.ballot(j).primary
-        if primary != self._gossip.own.peer_id:
-            here = FetchRequest(exchange.number, self._replica.index, j)
-            notify(self._transport, primary, FOLLOWS, Message(here))
+        if primary != self.gossip.own.peer_id:
+            here = FetchRequest(exchange.number, self.replica.index, j)
+            notify(self.transport, primary, FOLLOWS, Message(here))
 
     async def _on_follows(self, request: Request[FetchRequest]) -> Message[None]:
         """As primary: a replica has the state of a shard since it has pushed."""
         here = request.message.body
-        exchange, current = self._exchange.known(), self._replica.current_exchange
+        exchange, current = self.exchange.known(), self.replica.current_exchange
         self._has_state = {key: r for key, r in self._has_state.items() if r >= current}
         if current <= here.round <= current + 1:
             self._has_state[request.remote, here.shard] = here.round
@@ -356,19 +346,19 @@ class ExchangeService:
     async def _until_now(self, r: int, j: int, *, may_wait: bool = True) -> None:
         """Raises as `_turn`, and `Stale` where the result is there."""
         if await self._turn(r, j, may_wait=may_wait) is not Turn.NOW:
-            raise Stale(f"round {r} is over here", round=self._replica.current_exchange)
+            raise Stale(f"round {r} is over here", round=self.replica.current_exchange)
 
     async def _turn(self, asked: int, j: int, *, may_wait: bool = True) -> Turn:
         """`NOW` or `LAST`, after a wait for one that is to come. Raises `NotReady` where it does
         not begin here in time, `Stale` where its result is gone."""
-        replica = self._replica
+        replica = self.replica
         turn = turn_of(replica.plan, j, asked, replica.current_exchange)
         if turn is Turn.TO_COME and may_wait:
             await replica.changed.until(
                 lambda: (
                     turn_of(replica.plan, j, asked, replica.current_exchange) is not Turn.TO_COME
                 ),
-                self._limits.enter_wait_s,
+                self.limits.enter_wait_s,
             )
             turn = turn_of(replica.plan, j, asked, replica.current_exchange)
         if turn is Turn.TO_COME:
