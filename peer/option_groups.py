@@ -39,9 +39,11 @@ class Parameter:
 
     def for_typer(self) -> inspect.Parameter:
         """`tuple[X, ...]` is an option that may be repeated."""
-        kind, default = self.kind, not self.default if self.is_negated else self.default
+        kind, default = self.kind, self.default
         if get_origin(kind) is tuple:
             kind, default = list[get_args(kind)[0]], default or None  # type: ignore[misc]
+        elif self.is_negated:
+            default = False
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -74,10 +76,8 @@ def parameters(options: type[Any]) -> Iterator[Parameter]:
         if not isinstance(option, (OptionInfo, ArgumentInfo)):
             raise TypeError(f"{options.__name__}.{name} is no option")
         option = copy(option)
-        if kind is bool and not isinstance(option.default, str):
-            option.default = (
-                f"--{name.replace('_', '-')}"  # without it there would be a --no-... too
-            )
+        if kind is bool and not isinstance(option.default, str):  # else a --no-... is added
+            option.default = f"--{name.replace('_', '-')}"
         option.rich_help_panel = option.rich_help_panel or getattr(options, "panel", None)
         default = own[name].default
         yield Parameter(

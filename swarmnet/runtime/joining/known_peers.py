@@ -42,19 +42,20 @@ class KnownPeers:
     @classmethod
     def load(cls, state_dir: Path, own: Callable[[], Sequence[str]] = tuple) -> KnownPeers:
         """What was saved; nothing where the file is missing or damaged."""
-        known = cls(state_dir / KNOWN_FILE, own=own)
+        path = state_dir / KNOWN_FILE
         try:
-            with known.path.open("rb") as file:
+            with path.open("rb") as file:
                 data = json.loads(file.read(MAX_KNOWN_BYTES))
-            known.run_id = str(data["run_id"])
-            for peer_id, addresses in list(data["peers"].items())[:MAX_KNOWN]:
-                known.peers[str(peer_id)] = tuple(map(str, addresses[:MAX_ADDRESSES]))
+            peers = {
+                str(peer_id): tuple(map(str, addresses[:MAX_ADDRESSES]))
+                for peer_id, addresses in list(data["peers"].items())[:MAX_KNOWN]
+            }
+            return cls(path, str(data["run_id"]), peers, own)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            log.warning("%s cannot be read (%s); it is made again", known.path, e)
-            known.run_id, known.peers = "", {}
-        return known
+            log.warning("%s cannot be read (%s); it is made again", path, e)
+        return cls(path, own=own)
 
     def begin(self, run_id: str) -> None:
         """Forgets the peers of other runs."""
