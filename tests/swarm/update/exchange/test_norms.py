@@ -65,7 +65,7 @@ class Net:
             own=SimpleNamespace(peer_id=name),
             view=SimpleNamespace(get=self.records.get),
             changed=Condition(),
-            awake_s=lambda: asyncio.get_running_loop().time(),
+            liveness=SimpleNamespace(awake_s=lambda: asyncio.get_running_loop().time()),
             check_run=check_run,
             add_total=lambda total: self.missed.append(name),
         )
