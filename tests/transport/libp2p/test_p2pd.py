@@ -363,7 +363,7 @@ def test_a_daemon_that_dies_again_and_again_is_started_less_often(base: Path) ->
 def process(number: int, base: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """A peer in another process, and what it printed."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.transport.p2pd_process", str(number), str(base)],
+        [sys.executable, "-m", "tests.transport.libp2p.p2pd_process", str(number), str(base)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """A peer on hivemind's daemon in a process of its own: echoes calls until its input ends.
 
-python -m tests.transport.p2pd_process IDENTITY_NUMBER RUNTIME_BASE
+python -m tests.transport.libp2p.p2pd_process IDENTITY_NUMBER RUNTIME_BASE
 
 Prints one line: its address, the daemon's process id, the folder of its sockets.
 """
