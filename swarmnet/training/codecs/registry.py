@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
-from swarmnet.protocol.codecs import BF16, NONE, TILE_BITS
+from swarmnet.protocol.codecs import TILE_BITS
 from swarmnet.training.codecs.base import Codec
 from swarmnet.training.codecs.blocks import Int8
-from swarmnet.training.codecs.floats import Floats
+from swarmnet.training.codecs.floats import BFloat16, Plain
 from swarmnet.training.codecs.tiles import Tiles
 from swarmnet.training.codecs.topk import TopK
 
 _ALL: tuple[Codec, ...] = (
-    Floats(NONE, torch.float32),
-    Floats(BF16, torch.bfloat16),
+    Plain(),
+    BFloat16(),
     Int8(),
     *(Tiles(name) for name in TILE_BITS),
     TopK(),
