@@ -6,6 +6,7 @@ records."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from swarmnet.errors import DataError
@@ -30,7 +31,10 @@ class BadRecord(DataError):
 class BadRecords:
     """Those of one source."""
 
-    def __init__(self) -> None:
+    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+        """`settle`: called before the bad ones of a file are counted; adds those that are known
+        late, where records are looked at many at once."""
+        self._settle = settle
         self.kinds: Counter[str] = Counter()
         self.num_records = 0
         """Of the files that were read to their ends."""
@@ -54,7 +58,7 @@ class BadRecords:
         self._seen += 1
 
     def add(self, error: BadRecord) -> None:
-        """The record that was counted last is bad."""
+        """A record of the file is bad."""
         if len(self._found) < SHOWN:
             self._found.append(str(error))
         self._kinds[error.kind] += 1
@@ -68,6 +72,7 @@ class BadRecords:
         self.begin(Path())
 
     def _check(self) -> None:
+        self._settle()
         bad = self._kinds.total()
         if bad > max(1, MOST * self._seen):
             raise DataError(
@@ -87,3 +92,12 @@ class BadRecords:
             f"[data] {bad:,} of {self.num_records:,} records left out, for they cannot be used: "
             f"{shown}{more}",
         )
+
+
+def utf8_of(text: str, where: str) -> bytes:
+    """Raises `BadRecord` where it has half of a character: JSON can say that, UTF-8 cannot."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        reason = f" has a lone surrogate ({text[error.start]!r}), which is no character"
+        raise BadRecord(where, reason, "with a lone surrogate") from None

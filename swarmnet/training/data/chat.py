@@ -26,9 +26,9 @@ from itertools import takewhile
 from typing import Any
 
 from swarmnet.errors import DataError, one_line
-from swarmnet.training.data.bad_records import BadRecord
-from swarmnet.training.data.chat_sandbox import TooSlow, jinja, open_sandbox
-from swarmnet.training.data.readers import utf8_of
+from swarmnet.parsing import alarm
+from swarmnet.training.data.bad_records import BadRecord, utf8_of
+from swarmnet.training.data.chat_sandbox import LONGEST_S, TooSlow, jinja, open_sandbox
 from swarmnet.training.tokenizer_files import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -44,6 +44,9 @@ QUESTION, ANSWER, NEXT = "\ufdd2", "\ufdd3", "\ufdd4"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+ALARM_S = 3 * LONGEST_S
+"""Of the system, for one text in a parsing process: the sandbox's own limit comes first, and names
+the record, but cannot interrupt a single operation."""
 RULES = 2
 """To be raised whenever the same dialogue gives another text or other spans."""
 
@@ -215,6 +218,7 @@ class ChatTemplate:
 
     def _text(self, messages: list[dict[str, Any]], where: str, *, prompts: bool = False) -> str:
         self._meter.begin()
+        alarm.within(ALARM_S)
         try:
             text: str = self._template.render(
                 messages=messages, add_generation_prompt=prompts, **self._names
@@ -229,7 +233,7 @@ class ChatTemplate:
 
 def turns_of(files: Mapping[str, bytes]) -> Turns:
     """How the chat template in a model's files writes turns; `Turns()` where there is none that
-    can be used. `files`: by name."""
+    can be used. `files`: by name. It runs the template: for a process that parses."""
     try:
         return ChatTemplate(files).turns
     except DataError:

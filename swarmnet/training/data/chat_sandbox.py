@@ -18,7 +18,6 @@ from functools import wraps
 from typing import Any
 
 from swarmnet.errors import DataError
-from swarmnet.needs import install_command
 
 LONGEST_S = 5.0
 """Of one text. Those of real templates take milliseconds."""
@@ -39,6 +38,8 @@ def jinja(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
+        from swarmnet.needs import install_command  # slow to import
+
         raise DataError(
             f"[data] messages_field needs jinja2; bring it with: {install_command('jinja2')}"
         ) from None

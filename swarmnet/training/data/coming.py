@@ -72,7 +72,7 @@ class ComingText:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        return encoder_of(self._spec, self._place)[0]
+        return encoder_of(self._spec, self._place)
 
     @cached_property
     def _folder(self) -> Path:

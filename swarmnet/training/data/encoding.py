@@ -1,8 +1,10 @@
-"""Text and dialogues as tokens. A tokenizer's own threads make it parallel; nothing forks."""
+"""Text and dialogues as tokens. A tokenizer.json and a chat template are files of others: a process
+of its own reads them (`swarmnet.parsing`), with a tokenizer's own threads, and gets all texts."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +13,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from swarmnet.errors import DataError, SpecError, one_line
+from swarmnet.parsing.frames import given
+from swarmnet.parsing.process import parsing
 from swarmnet.spec import BYTES_TOKENIZER, NUM_BYTE_TOKENS
 from swarmnet.training.byte_tokenizer import END_OF_TEXT_ID
-from swarmnet.training.data.chat import Rendered
+from swarmnet.training.data import in_child
+from swarmnet.training.data.bad_records import BadRecord
+from swarmnet.training.data.readers import Piece
 from swarmnet.training.models.model_folder import BESIDE_TOKENIZER, read_bounded, small_files
-from swarmnet.training.tokenizer_files import TOKENIZER_FILE, text_end
+from swarmnet.training.tokenizer_files import TOKENIZER_FILE
 
-TOO_LONG, NOTHING_SAID = "longer than a sample", "without an answer of the assistant"
+OPEN_S, OPEN_BYTES_PER_S = 20.0, 1e6
+"""To read a tokenizer.json: so long, and more for a large one."""
+ENCODE_S, DIALOGUES_S, DECODE_S = 60.0, 300.0, 20.0
+"""A megabyte of text takes about a second, and so do as many dialogues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,69 +76,82 @@ class ByteEncoder:
 
 
 class FileEncoder:
-    """The tokenizer of a tokenizer.json, used without truncation or padding."""
+    """The tokenizer of a tokenizer.json, used without truncation or padding, and the chat template
+    beside it."""
 
     def __init__(self, files: Mapping[str, bytes], name: str, configured: Any = None) -> None:
         """`files`: of the tokenizer. `configured`: `eos_token_id` of the model's config, where it
         has one. Raises `DataError`."""
-        from tokenizers import Tokenizer  # slow to import, and not needed for bytes
-
-        try:
-            self._tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
-        except Exception as error:  # the library raises bare Exception
-            message = one_line(error)
-            raise DataError(f"[data] tokenizer {name} is no tokenizer.json: {message}") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self._files = given(files)
+        self._about = f"[data] tokenizer {name}"
+        seconds = open_seconds(files)
+        highest, self.end = parsing().call(
+            in_child.open_tokenizer, self._about, seconds, self._files, configured
+        )
         self.dtype = np.dtype(np.uint16 if highest < 1 << 16 else np.uint32)
-        self.end = text_end(files, configured)
         if self.end is not None and self.end > highest:
             raise DataError(f"[data] tokenizer {name} has no token {self.end}, which ends a text")
         digest = hashlib.sha256(files[TOKENIZER_FILE]).hexdigest()
         self.identity = f"{digest} {self.end}"
+        self._again_s = seconds
+        """More for each call: a process that ended reads the files again."""
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        decoded = [text.decode(errors="replace") for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
-        return [np.asarray(encoding.ids, self.dtype) for encoding in encodings]
+        found = parsing().call(
+            in_child.encode, self._about, ENCODE_S + self._again_s, self._files, list(texts)
+        )
+        return [np.frombuffer(ids, np.uint32).astype(self.dtype) for ids in found]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-        return text
+        whole = [int(i) for i in ids]
+        return parsing().call(
+            in_child.decode, self._about, DECODE_S + self._again_s, self._files, whole, False
+        )
 
-    def encode_dialogues(self, dialogues: Sequence[Rendered], longest: int) -> list[Dialogue]:
-        """Dialogues of at most `longest` tokens, the end-of-text token included: a longer one is
-        cut after the last of the assistant's turns that fits, and left out where none does."""
-        texts = [dialogue.text for dialogue in dialogues]
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [self._dialogue(r, e, longest) for r, e in zip(dialogues, encodings, strict=True)]
+    def open_template(self) -> str:
+        """What the texts of the chat template depend on, but for the tokenizer. Raises `DataError`
+        where there is no template, or it is broken."""
+        about = f"{self._about}: its chat template"
+        return parsing().call(in_child.open_template, about, self._again_s, self._files)
 
-    def _dialogue(self, rendered: Rendered, encoding: Any, longest: int) -> Dialogue:
-        ids = np.asarray(encoding.ids, self.dtype)
-        starts = np.asarray([start for start, _ in encoding.offsets], np.int64)
-        learned = np.zeros(len(ids), np.uint8)
-        has_end = self.end is None or (len(ids) > 0 and ids[-1] == self.end)
-        length = len(ids) + (not has_end)
-        fits = longest - (self.end is not None)
-        end = 0 if length > longest else len(ids)
-        for first, last in rendered.spans:
-            begin, stop = np.searchsorted(starts, [first, last])
-            learned[begin:stop] = 1
-            if stop <= fits and length > longest:
-                end = int(stop)
-        if not learned[:end].any():
-            why = TOO_LONG if learned.any() else NOTHING_SAID
-            return Dialogue(ids[:0], learned[:0], 0, length, left_out=why)
-        said = "".join(rendered.text[a:b] for a, b in rendered.spans)
-        num_bytes = len(said.encode()) * int(learned[:end].sum()) // int(learned.sum())
-        is_cut = end < len(ids)
-        ids, learned = ids[:end], learned[:end]
-        if self.end is not None and ids[-1] != self.end:
-            is_said = is_cut or not rendered.text[rendered.spans[-1][1] :].strip()
-            ids = np.append(ids, self.dtype.type(self.end))
-            learned = np.append(learned, np.uint8(rendered.needs_end and is_said))
-        return Dialogue(ids, learned, num_bytes, length, is_cut)
+    def encode_dialogues(
+        self, dialogues: Sequence[Piece], longest: int
+    ) -> list[Dialogue | BadRecord]:
+        """Dialogues by the chat template, of at most `longest` tokens, the end-of-text token
+        included: a longer one is cut after the last of the assistant's turns that fits, and left
+        out where none does. Raises `DataError`."""
+        pairs = [(piece.messages or [], piece.where) for piece in dialogues]
+        about = f"{self._about}, or its chat template ({_places(dialogues)}),"
+        found = parsing().call(
+            in_child.encode_dialogues,
+            about,
+            DIALOGUES_S + self._again_s,
+            self._files,
+            json.dumps(pairs, default=str).encode(),
+            longest,
+            self.end,
+        )
+        return [self._dialogue(one, *pair) for one, pair in zip(dialogues, found, strict=True)]
+
+    def _dialogue(self, piece: Piece, *found: Any) -> Dialogue | BadRecord:
+        """`found`: as `in_child.encode_dialogues` gives it."""
+        if len(found) == len(("reason", "kind")):
+            return BadRecord(piece.where, *found)
+        ids, learned, num_bytes, length, is_cut, left_out = found
+        tokens = np.frombuffer(ids, np.uint32).astype(self.dtype)
+        mask = np.frombuffer(learned, np.uint8)
+        return Dialogue(tokens, mask, num_bytes, length, is_cut, left_out)
+
+
+def open_seconds(files: Mapping[str, bytes]) -> float:
+    """That a process may take to read a tokenizer.json."""
+    return OPEN_S + len(files.get(TOKENIZER_FILE, b"")) / OPEN_BYTES_PER_S
+
+
+def _places(pieces: Sequence[Piece]) -> str:
+    """Of dialogues, for people."""
+    first, last = pieces[0].where, pieces[-1].where
+    return f"at {first}" if first == last else f"from {first} to {last.rpartition(', ')[2]}"
 
 
 def open_encoder(tokenizer: str, files: Mapping[str, bytes], configured: Any = None) -> Encoder:

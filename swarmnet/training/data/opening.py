@@ -13,10 +13,9 @@ from swarmnet.protocol.pipeline.mixing import Mixture
 from swarmnet.spec import HELD_OUT_NAME, DataSpec, RunSpec, SourceSpec
 from swarmnet.training.custom_data import CustomData
 from swarmnet.training.data.cache import cached, key_of, ordered
-from swarmnet.training.data.chat import ChatTemplate
 from swarmnet.training.data.encoding import (
-    ByteEncoder,
     Encoder,
+    FileEncoder,
     check_vocabulary,
     open_encoder,
     tokenizer_files,
@@ -71,13 +70,13 @@ def open_data(spec: RunSpec, place: Place = Place()) -> Data:
 
 def open_text(spec: RunSpec, place: Place, *, sequence_length: int, vocab_size: int) -> TextData:
     """Text as samples of `sequence_length` tokens. Raises `DataError`."""
-    encoder, files = encoder_of(spec, place)
+    encoder = encoder_of(spec, place)
     sources = placed(spec.data, place.paths)
     if not sources:
         raise DataError("[data] paths is missing; name text files or folders")
     held_out = held_out_source(spec.data, place, sources[0])
     stores = [
-        (source, open_store(source, encoder, files, sequence_length))
+        (source, open_store(source, encoder, sequence_length))
         for source in (*sources, *held_out)
     ]
     for _, store in stores:
@@ -150,16 +149,16 @@ def _samples_of(documents: Documents, length: int, fill: int, *, masks: bool) ->
     return TextSamples(documents, length, fill, masks=masks)
 
 
-def encoder_of(spec: RunSpec, place: Place) -> tuple[Encoder, dict[str, bytes]]:
-    """The run's tokenizer, and its files by name. What this machine names comes before what the
-    run has; what lies beside it does not. Raises `DataError`."""
+def encoder_of(spec: RunSpec, place: Place) -> Encoder:
+    """The run's tokenizer. What this machine names comes before what the run has; what lies beside
+    it does not. Raises `DataError`."""
     tokenizer, files = place.tokenizer or spec.data.tokenizer, dict(place.files)
     if place.tokenizer or TOKENIZER_FILE not in files:
         beside = tokenizer_files(tokenizer)
         files = {**beside, **files}
         if TOKENIZER_FILE in beside:
             files[TOKENIZER_FILE] = beside[TOKENIZER_FILE]
-    return open_encoder(tokenizer, files, spec.model.config.get("eos_token_id")), files
+    return open_encoder(tokenizer, files, spec.model.config.get("eos_token_id"))
 
 
 def placed(data: DataSpec, paths: Sequence[str]) -> tuple[SourceSpec, ...]:
@@ -200,31 +199,29 @@ def held_out_source(data: DataSpec, place: Place, first: SourceSpec) -> tuple[So
     return (first.model_copy(update={"name": HELD_OUT_NAME, "paths": paths}),)
 
 
-def open_store(
-    source: SourceSpec, encoder: Encoder, files: Mapping[str, bytes], sequence_length: int
-) -> Store:
+def open_store(source: SourceSpec, encoder: Encoder, sequence_length: int) -> Store:
     """The tokens of a source, of the cache where they are there. Raises `DataError`."""
-    template = None
+    template = ""
     if source.messages_field:
-        if isinstance(encoder, ByteEncoder):
+        if not isinstance(encoder, FileEncoder):
             raise DataError(
                 '[data] messages_field needs a chat template, and tokenizer = "bytes" has none; '
                 "name a tokenizer.json"
             )
-        template = ChatTemplate(files)
+        template = encoder.open_template()
     found = ordered(find_files(source.paths, included(source)))
     hashes = [
         "".join((content, *format_of(file.path), reader_of(file.path))) for content, file in found
     ]
     options: tuple[object, ...] = (encoder.identity, source.text_field, source.messages_field)
-    if template is not None:
-        options += (template.identity, sequence_length)
+    if template:
+        options += (template, sequence_length)
 
     def write(folder: Path) -> None:
-        end = None if template is not None else encoder.end
-        writer = StoreWriter(folder, encoder.dtype, end, template is not None)
+        end = None if template else encoder.end
+        writer = StoreWriter(folder, encoder.dtype, end, bool(template))
         try:
-            tokenizing = Tokenizing(source, encoder, writer, template, sequence_length)
+            tokenizing = Tokenizing(source, encoder, writer, sequence_length if template else 0)
             tokenizing.run([file for _, file in found])
         finally:
             writer.close()

@@ -14,7 +14,7 @@ import msgspec
 
 from swarmnet.errors import DataError, one_line
 from swarmnet.spec import SourceSpec
-from swarmnet.training.data.bad_records import BadRecord, BadRecords
+from swarmnet.training.data.bad_records import BadRecord, BadRecords, utf8_of
 from swarmnet.training.data.formats import (
     JSONL,
     PARQUET,
@@ -153,15 +153,6 @@ class Reader:
         else:
             reason = f": field {self._field!r} is {type(value).__name__}, not a text"
             raise BadRecord(where, reason, "no text")
-
-
-def utf8_of(text: str, where: str) -> bytes:
-    """Raises `BadRecord` where it has half of a character: JSON can say that, UTF-8 cannot."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        reason = f" has a lone surrogate ({text[error.start]!r}), which is no character"
-        raise BadRecord(where, reason, "with a lone surrogate") from None
 
 
 def pieces_of(text: bytes, where: str) -> Iterator[Piece]:

@@ -38,9 +38,9 @@ def with_length(spec: RunSpec, place: Place) -> RunSpec:
             f'[data] sequence_length = "{AUTO}" is for language models; write a number of tokens'
         )
     longest = spec.longest_context
-    encoder, files = encoder_of(spec, place)
+    encoder = encoder_of(spec, place)
     sources = placed(spec.data, place.paths)
-    stores = [open_store(s, encoder, files, longest) for s in sources if s.messages_field]
+    stores = [open_store(s, encoder, longest) for s in sources if s.messages_field]
     wanted = [-(-store.about.lengths[1] // WHOLE) * WHOLE for store in stores]
     if len(stores) < len(sources):
         wanted.append(spec.sequence_length)

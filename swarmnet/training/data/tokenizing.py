@@ -7,7 +7,7 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 from swarmnet.errors import DataError
 from swarmnet.spec import SourceSpec
 from swarmnet.training.data.bad_records import BadRecord, BadRecords
-from swarmnet.training.data.chat import ChatTemplate, Rendered
-from swarmnet.training.data.encoding import NOTHING_SAID, TOO_LONG, Encoder, FileEncoder
+from swarmnet.training.data.encoding import Dialogue, Encoder, FileEncoder
 from swarmnet.training.data.files import FoundFile
 from swarmnet.training.data.formats import NotText
 from swarmnet.training.data.readers import Piece, Reader
 from swarmnet.training.data.store import StoreWriter
+from swarmnet.training.data.tokenizer import NOTHING_SAID, TOO_LONG
 
 log = logging.getLogger("swarmnet.data")
 
@@ -64,27 +64,28 @@ class Progress:
 
 
 class Tokenizing:
-    """Of one source. `template` and `longest` (tokens of a sample) are for dialogues."""
+    """Of one source. `longest`: tokens of a sample, where the source has dialogues; else 0."""
 
     def __init__(
         self,
         source: SourceSpec,
         encoder: Encoder,
         writer: StoreWriter,
-        template: ChatTemplate | None = None,
         longest: int = 0,
     ) -> None:
         self._source = source
         self._encoder = encoder
         self._writer = writer
-        self._template = template
         self._longest = longest
         self._left_out: Counter[str] = Counter()
-        self._bad = BadRecords()
+        self._bad = BadRecords(settle=self._render)
         self._lengths = array("Q")
         """Tokens of each dialogue, before it was cut."""
-        self._batch: list[Piece | Rendered] = []
+        self._batch: list[Piece | Dialogue] = []
         self._batch_bytes = 0
+        self._asked: list[Piece] = []
+        """Dialogues of the present file that the chat template is yet to write."""
+        self._asked_bytes = 0
         self._file_begins: int | None = 0
         """Where in the batch the pieces of the present file begin; None where some are written."""
 
@@ -132,35 +133,46 @@ class Tokenizing:
         )
 
     def _add(self, piece: Piece) -> None:
-        if self._template is None:
-            self._batch.append(piece)
-            self._batch_bytes += len(piece.text)
-        else:
-            try:
-                rendered = self._template.render(piece.messages or [], piece.where)
-            except BadRecord as error:
-                self._bad.add(error)
-                return
-            self._batch.append(rendered)
-            self._batch_bytes += len(rendered.text)
-        most = BATCH_PIECES if self._template is None else DIALOGUES
-        if self._batch_bytes >= BATCH_BYTES or len(self._batch) >= most:
+        if piece.messages is not None:
+            self._asked.append(piece)
+            self._asked_bytes += size_of(piece.messages)
+            if self._asked_bytes >= BATCH_BYTES or len(self._asked) >= DIALOGUES:
+                self._render()
+            return
+        self._batch.append(piece)
+        self._batch_bytes += len(piece.text)
+        if self._batch_bytes >= BATCH_BYTES or len(self._batch) >= BATCH_PIECES:
+            self._flush()
+
+    def _render(self) -> None:
+        """Dialogues as tokens, many at once: another process makes them."""
+        asked, self._asked, self._asked_bytes = self._asked, [], 0
+        if not asked:
+            return
+        assert isinstance(self._encoder, FileEncoder)
+        for found in self._encoder.encode_dialogues(asked, self._longest):
+            if isinstance(found, BadRecord):
+                self._bad.add(found)
+            else:
+                self._batch.append(found)
+        if len(self._batch) >= DIALOGUES:
             self._flush()
 
     def _take_back(self) -> None:
         """Nothing of the present file stays."""
+        self._asked, self._asked_bytes = [], 0
         if self._file_begins is None:
             self._batch.clear()
             self._writer.take_back()
         else:
             del self._batch[self._file_begins :]
-        self._batch_bytes = sum(len(part.text) for part in self._batch)
+        self._batch_bytes = sum(len(p.text) for p in self._batch if isinstance(p, Piece))
 
     def _flush(self) -> None:
         begins = self._file_begins
         if begins == 0:
             self._writer.mark()
-        write = self._write_texts if self._template is None else self._write_dialogues
+        write = self._write_dialogues if self._longest else self._write_texts
         write(self._batch[:begins] if begins else self._batch)
         if begins:
             self._writer.mark()
@@ -178,9 +190,8 @@ class Tokenizing:
                 self._left_out["empty"] += 1
 
     def _write_dialogues(self, batch: Sequence[Any]) -> None:
-        """`batch`: of `Rendered`."""
-        assert isinstance(self._encoder, FileEncoder)
-        for found in self._encoder.encode_dialogues(batch, self._longest):
+        """`batch`: of `Dialogue`."""
+        for found in batch:
             if found.left_out != NOTHING_SAID:
                 self._lengths.append(found.length)
             if found.left_out:
@@ -190,6 +201,11 @@ class Tokenizing:
                 self._left_out[CUT] += 1
             self._writer.write(found.ids, found.num_bytes, found.learned)
             self._writer.end_document()
+
+
+def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """About the characters of a dialogue."""
+    return sum(len(str(value)) for message in messages for value in message.values())
 
 
 def percentiles(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,31 @@
+"""The alarm of the system that ends a parsing process, whatever a library in it is doing."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+_until = float("inf")
+"""Of the present call, by `time.monotonic`."""
+
+
+def begin(seconds: float) -> None:
+    """A call, of at most so many seconds. SIGALRM, which nobody handles, ends the process then."""
+    global _until  # noqa: PLW0603
+    _until = time.monotonic() + seconds
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def within(seconds: float) -> None:
+    """The alarm comes in so many seconds, or at the end of the call's time if that is earlier: for
+    a part of a call. Does nothing in a process that has not begun a call."""
+    left = _until - time.monotonic()
+    if left < float("inf"):
+        signal.setitimer(signal.ITIMER_REAL, max(min(left, seconds), 1e-3))
+
+
+def end() -> None:
+    """The call is over."""
+    global _until  # noqa: PLW0603
+    _until = float("inf")
+    signal.setitimer(signal.ITIMER_REAL, 0)
