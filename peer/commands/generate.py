@@ -14,6 +14,7 @@ from typing import Any
 
 from peer.options import LOOPBACK, TextOptions
 from swarmnet.errors import UserError
+from swarmnet.parsing.frames import given
 from swarmnet.runtime.observer import Observer
 from swarmnet.runtime.options import UsageError
 from swarmnet.runtime.text_codec import TOKENIZER, FileCodec, text_codec_of
@@ -62,7 +63,8 @@ async def generate_text(text: TextOptions, options: Mapping[str, Any]) -> None:
         elif text.chat:
             await converse(writer, sampling, text.prompt, text.system, put=_put)
         else:
-            prompt = writer.codec.encode(text.prompt or "", adds_special=True)
+            encode = writer.codec.encode
+            prompt = await asyncio.to_thread(encode, text.prompt or "", adds_special=True)
             await _write(writer, prompt, sampling, _put)
 
 
@@ -72,15 +74,15 @@ async def open_writer(observer: Observer, tokenizer: Path | None, *, exact: bool
     spec = observer.spec
     if tokenizer is None:
         files = await observer.fetch_files()
-        codec = text_codec_of(spec, files)
+        codec = await asyncio.to_thread(text_codec_of, spec, files)
         if codec is None:
             name = Path(spec.data.tokenizer).name
             raise UserError(f"the run's tokenizer is a file: name it (--tokenizer {name})")
     else:
         beside = (tokenizer.with_name(name) for name in BESIDE)
-        files = {p.name: read_bounded(p) for p in beside if p.is_file()}
-        files[TOKENIZER] = read_bounded(tokenizer)
-        codec = FileCodec(files[TOKENIZER])
+        found = {p.name: read_bounded(p) for p in beside if p.is_file()}
+        files = given(found | {TOKENIZER: read_bounded(tokenizer)})
+        codec = await asyncio.to_thread(FileCodec, files)
     return await asyncio.to_thread(Writer, spec, observer.gossip, codec, files, exact=exact)
 
 
@@ -93,7 +95,8 @@ async def converse(
     line: str | None = prompt if prompt is not None else await typed()
     while line is not None:
         said.append({"role": "user", "content": line})
-        tokens = writer.codec.encode(chat_prompt(writer.files, said))
+        prompted = await asyncio.to_thread(chat_prompt, writer.files, said)
+        tokens = await asyncio.to_thread(writer.codec.encode, prompted)
         answer = await _write(writer, tokens, sampling, put, is_answer=True)
         said.append({"role": "assistant", "content": answer})
         line = None if prompt is not None else await typed()

@@ -18,14 +18,13 @@ from swarmnet.errors import UserError
 from swarmnet.files import is_full
 from swarmnet.spec import RunSpec
 from swarmnet.training.byte_tokenizer import byte_tokenizer_files
-from swarmnet.training.end_tokens import end_tokens
+from swarmnet.training.end_tokens import added_texts, end_tokens
 from swarmnet.training.tokenizer_files import (
     END_TOKENS,
     GENERATION_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     json_table,
-    special_tokens,
 )
 
 MODEL_FILE, CONFIG_FILE, README_FILE = "model.safetensors", "config.json", "README.md"
@@ -241,7 +240,7 @@ def _generation_config(
 
 def _tokenizer_config(tokenizer: bytes) -> dict[str, Any]:
     """Of a tokenizer that came alone."""
-    names = [text for _, text in special_tokens(tokenizer)]
+    names = added_texts(tokenizer)
     end = next((name for name in END_TOKENS if name in names), None)
     values: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -11,7 +11,7 @@ _until = float("inf")
 
 def begin(seconds: float) -> None:
     """A call, of at most so many seconds. SIGALRM, which nobody handles, ends the process then."""
-    global _until  # noqa: PLW0603
+    global _until
     _until = time.monotonic() + seconds
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -26,6 +26,6 @@ def within(seconds: float) -> None:
 
 def end() -> None:
     """The call is over."""
-    global _until  # noqa: PLW0603
+    global _until
     _until = float("inf")
     signal.setitimer(signal.ITIMER_REAL, 0)

@@ -261,7 +261,7 @@ _sharing = threading.Lock()
 
 def parsing() -> ParsingProcess:
     """The one of this process."""
-    global _shared  # noqa: PLW0603
+    global _shared
     with _sharing:
         if _shared is None:
             _shared = ParsingProcess()

@@ -13,6 +13,7 @@ from pathlib import Path
 from swarmnet.errors import AddressError
 from swarmnet.identity import Identity as Key
 from swarmnet.methods.microbatch import LOGITS, InferRequest
+from swarmnet.parsing.frames import given
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.admission import admission_of, admit
@@ -127,12 +128,12 @@ class Observer:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         files = await self.fetch_files()
-        codec = text_codec_of(self.spec, files)
+        codec = await asyncio.to_thread(text_codec_of, self.spec, files)
         if codec is None:
             return ""
         ends = await asyncio.to_thread(end_tokens, self.spec, files)  # it runs a template
         rng = random.Random(0)
-        prefix = codec.encode(prompt)
+        prefix = await asyncio.to_thread(codec.encode, prompt)
         tokens = list(prefix)
         for _ in range(num_tokens):
             window = tokens[-self.spec.sequence_length :]
@@ -144,16 +145,18 @@ class Observer:
             if token in ends or loop.time() >= until:
                 break
             tokens.append(token)
-        return text_after(codec, prefix, tokens[len(prefix) :])
+        return await asyncio.to_thread(text_after, codec, prefix, tokens[len(prefix) :])
 
     async def fetch_files(self) -> dict[str, bytes]:
         """The run's files, by name. Raises `SwarmnetError` where nobody gives one."""
         now = asyncio.get_running_loop().time()
         peers = [r.peer_id for r in self.view.live(now) if r.is_replica]
-        return {
-            name: await fetch_file(self.transport, peers, about.sha256, about.size)
-            for name, about in self.spec.files.items()
-        }
+        return given(
+            {
+                name: await fetch_file(self.transport, peers, about.sha256, about.size)
+                for name, about in self.spec.files.items()
+            }
+        )
 
     async def close(self) -> None:
         """Leaves; nobody notices."""

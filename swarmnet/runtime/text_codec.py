@@ -6,10 +6,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from swarmnet.errors import UserError
+from swarmnet.parsing.frames import given
+from swarmnet.parsing.process import parsing
 from swarmnet.spec import NUM_BYTE_TOKENS, RunSpec
+from swarmnet.training.data import in_child
+from swarmnet.training.data.encoding import open_seconds
 
 TOKENIZER = "tokenizer.json"
+ABOUT = "the run's tokenizer"
+CALL_S = 20.0
+"""For a text or some tokens; more where the file is read again."""
 
 
 class TextCodec(Protocol):
@@ -40,32 +46,34 @@ class ByteCodec:
 
 
 class FileCodec:
-    """The tokenizer of a tokenizer.json."""
+    """The tokenizer of a tokenizer.json, which a process of its own reads: not to be called on an
+    event loop, for a long text takes a while, and a bad file more."""
 
-    def __init__(self, data: bytes) -> None:
-        """Raises `UserError` where it is none."""
-        from tokenizers import Tokenizer  # slow to import
-
-        try:
-            self._tokenizer = Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises bare Exception
-            text = " ".join(str(error).split())[:200]
-            raise UserError(f"the run's {TOKENIZER} cannot be used: {text}") from None
-        self.num_tokens = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.special: Mapping[int, str] = {i: t.content for i, t in added.items() if t.special}
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """`files`: of a tokenizer, by name. Raises `UserError` where there is none."""
+        self._files = given(files)
+        self._seconds = CALL_S + open_seconds(files)
+        highest, _ = parsing().call(
+            in_child.open_tokenizer, ABOUT, self._seconds, self._files, None
+        )
+        self.num_tokens: int = highest + 1
+        self.special: Mapping[int, str] = parsing().call(
+            in_child.special_texts, ABOUT, self._seconds, self._files
+        )
 
     def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
-        return ids
+        return parsing().call(
+            in_child.encode_one, ABOUT, self._seconds, self._files, text, adds_special
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
+        return parsing().call(
+            in_child.decode, ABOUT, self._seconds, self._files, list(tokens), True
+        )
 
 
 def text_codec_of(spec: RunSpec, files: Mapping[str, bytes]) -> TextCodec | None:
     """The tokenizer of a run; None where it is not known here. `files`: of the run, by name."""
     if spec.is_bytes:
         return ByteCodec()
-    return FileCodec(files[TOKENIZER]) if TOKENIZER in files else None
+    return FileCodec(files) if TOKENIZER in files else None

@@ -2,7 +2,7 @@
 
 A template is a program in a language of its own, from whoever made the model. It is run with the
 names that it finds in `transformers`, in the sandbox of the training data's templates, which ends
-what takes too long or makes too much."""
+what takes too long or makes too much, and that in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarmnet.errors import UserError
-from swarmnet.needs import install_command
+from swarmnet.parsing.frames import GivenFiles, given
+from swarmnet.parsing.process import parsing
 from swarmnet.training.data.chat_sandbox import Meter, open_sandbox
 from swarmnet.training.tokenizer_files import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, json_table
 
 MAX_PROMPT_CHARS = 1 << 20
+ABOUT, PROMPT_S = "the model's chat template", 30.0
 
 Message = Mapping[str, str]
 """`role` (system, user, assistant) and `content`."""
@@ -39,18 +41,29 @@ def chat_template(files: Mapping[str, bytes]) -> str:
 
 
 def chat_prompt(files: Mapping[str, bytes], messages: Sequence[Message]) -> str:
-    """The text that an answer to the last message follows. Raises `UserError`."""
+    """The text that an answer to the last message follows. A process of its own makes it: not to be
+    called on an event loop. Raises `UserError`."""
+    chat_template(files)
+    return parsing().call(
+        prompt_of, ABOUT, PROMPT_S, given(files), json.dumps([dict(m) for m in messages])
+    )
+
+
+def prompt_of(files: GivenFiles, messages: str) -> str:
+    """The same, in the process that parses. `messages`: JSON."""
     template = chat_template(files)
     try:
         from jinja2.exceptions import TemplateError
     except ImportError:
+        from swarmnet.needs import install_command  # slow to import
+
         raise UserError(f"--chat needs jinja2: {install_command('jinja2')}") from None
     try:
         environment, meter = _sandbox()
         program = environment.from_string(template)
         meter.begin()
         text: str = program.render(
-            messages=[dict(m) for m in messages],
+            messages=json.loads(messages),
             add_generation_prompt=True,
             **_special_tokens(files),
         )

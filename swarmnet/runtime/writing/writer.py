@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,8 +18,7 @@ from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sam
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.generation.remote_text import RemoteText, Tell
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.training.data.chat import turns_of
-from swarmnet.training.end_tokens import end_tokens
+from swarmnet.training.end_tokens import end_tokens, file_ends
 from swarmnet.training.tokenizer_files import GENERATION_FILE, json_table
 
 MAX_STOPS, MAX_STOP_CHARS = 8, 256
@@ -59,7 +59,7 @@ class Text:
         self._sampling = sampling
         self.stops = tuple(stops)
         self._vocabulary = vocabulary
-        self._pieces = Pieces(codec, () if is_answer else prompt)
+        self._before = () if is_answer else tuple(prompt)
         self._held = ""
         self._is_shown = list[bool]()
         """What has not been given, with special tokens as they are written; which characters of it
@@ -76,6 +76,8 @@ class Text:
         seen, new = set(self._prompt), self._prompt
         self.finish_reason = "length"
         try:
+            # Another process reads the tokenizer: it may take its time.
+            pieces = await asyncio.to_thread(Pieces, self._codec, self._before)
             while self.num_new_tokens < self._sampling.max_new_tokens:
                 arrays = await self._remote.extend(new, self._sampling.num_logits(len(seen)))
                 logits, of_tokens = read_logits(arrays, self._vocabulary)
@@ -86,13 +88,13 @@ class Text:
                     break
                 new = [token]
                 seen.add(token)
-                piece, is_stopped = self._piece(token)
+                piece, is_stopped = await asyncio.to_thread(self._piece, pieces, token)
                 if piece:
                     yield piece
                 if is_stopped:
                     self.finish_reason = "stop"
                     return
-            piece, is_stopped = self._piece(None)
+            piece, is_stopped = await asyncio.to_thread(self._piece, pieces, None)
             if is_stopped:
                 self.finish_reason = "stop"
             if piece:
@@ -100,13 +102,13 @@ class Text:
         finally:
             await self._remote.close()
 
-    def _piece(self, token: int | None) -> tuple[str, bool]:
+    def _piece(self, pieces: Pieces, token: int | None) -> tuple[str, bool]:
         """What can be given once a token has come, None for the end, and whether the text ends with
         a stop. A stop may have special tokens in it, though no piece has."""
         if token is None:
-            self._hold(self._pieces.rest())
+            self._hold(pieces.rest())
         else:
-            self._hold(self._pieces.push(token))
+            self._hold(pieces.push(token))
             self._hold(self._codec.special.get(token, ""), is_shown=False)
         found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
         end = min(found, default=len(self._held))
@@ -152,8 +154,9 @@ class Writer:
         self._exact = exact and has_codes
         self.longest = longest_text(spec)
         """Tokens that a text may have, with its prompt."""
-        self._ends = end_tokens(spec, files)
-        self._next_turn = turns_of(files).next_turn
+        ends = file_ends(files)
+        self._ends = end_tokens(spec, files, ends)
+        self._next_turn = ends.next_turn
         self._names = itertools.count()
 
     def text(

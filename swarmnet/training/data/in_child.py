@@ -15,6 +15,7 @@ from swarmnet.training.data.chat import ChatTemplate, Rendered, turns_of
 from swarmnet.training.data.tokenizer import FileTokenizer
 from swarmnet.training.tokenizer_files import TOKENIZER_FILE, eos_token, special_tokens
 
+
 def open_tokenizer(files: GivenFiles, configured: Any) -> list[Any]:
     """[highest id, the token between two documents]. Raises `DataError`."""
     tokenizer = files.made(FileTokenizer)

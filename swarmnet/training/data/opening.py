@@ -76,8 +76,7 @@ def open_text(spec: RunSpec, place: Place, *, sequence_length: int, vocab_size: 
         raise DataError("[data] paths is missing; name text files or folders")
     held_out = held_out_source(spec.data, place, sources[0])
     stores = [
-        (source, open_store(source, encoder, sequence_length))
-        for source in (*sources, *held_out)
+        (source, open_store(source, encoder, sequence_length)) for source in (*sources, *held_out)
     ]
     for _, store in stores:
         for line in store.about.lines:

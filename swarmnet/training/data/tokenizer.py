@@ -47,7 +47,7 @@ class FileTokenizer:
         try:
             self._tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
         except Exception as error:  # the library raises bare Exception
-            raise Refusal(f"cannot be used: {one_line(error)}") from None
+            raise Refusal(f"is no tokenizer.json: {one_line(error)}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -43,15 +43,16 @@ from swarmnet.errors import Busy, NotNow, ProtocolViolation, UserError
 from swarmnet.protocol.generation import EXACT_PARTS
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
-from swarmnet.runtime.text_codec import ByteCodec, FileCodec, TextCodec
+from swarmnet.runtime.text_codec import ByteCodec, TextCodec
 from swarmnet.runtime.writing import writer
-from swarmnet.runtime.writing.chat import chat_prompt
+from swarmnet.runtime.writing.chat import chat_prompt, prompt_of
 from swarmnet.runtime.writing.pieces import text_after
 from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
 from swarmnet.runtime.writing.writer import Text, Writer
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.training.data import chat_sandbox
 from swarmnet.training.data.chat import turns_of
+from swarmnet.training.data.tokenizer import FileTokenizer
 from swarmnet.wire import Array
 from tests.swarm.harness import OpenSigner, Swarm, tiny_spec
 from tests.training.data.making import CHATML
@@ -251,7 +252,22 @@ def test_pieces_are_whole_characters_and_together_the_text() -> None:
     assert pieces_of("abcdef", length=3) == (["a", "b", "c"], "length")
 
 
-def bytes_of_llama_2() -> FileCodec:
+class LocalCodec:
+    """As `FileCodec`, without another process."""
+
+    def __init__(self, data: bytes) -> None:
+        self._tokenizer = FileTokenizer({"tokenizer.json": data})
+        self.num_tokens = self._tokenizer.highest + 1
+        self.special = self._tokenizer.special()
+
+    def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
+        return self._tokenizer.encode_one(text, adds_special=adds_special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skips_special=True)
+
+
+def bytes_of_llama_2() -> LocalCodec:
     """Tokens that are bytes, decoded as by Llama 2's tokenizer: each byte of a character that is
     not whole is a replacement character."""
     tokenizer = tokenizers.Tokenizer(
@@ -260,7 +276,7 @@ def bytes_of_llama_2() -> FileCodec:
     tokenizer.decoder = tokenizers.decoders.Sequence(
         [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
     )
-    return FileCodec(tokenizer.to_str().encode())
+    return LocalCodec(tokenizer.to_str().encode())
 
 
 def test_no_byte_of_a_character_is_shown_before_the_last_one() -> None:
@@ -286,7 +302,7 @@ WORDS = ["The", "cat", "sat", "on", "a", "mat", ".", "s", "don", "'", "t", "né"
 
 def with_words(
     pre: Any, decoder: Any, names: Sequence[str], *, byte_fallback: bool = False
-) -> FileCodec:
+) -> LocalCodec:
     """The codec of a tokenizer that has all bytes as tokens, and these."""
     fallback = [f"<0x{i:02X}>" for i in range(256)] if byte_fallback else []
     names = [*dict.fromkeys([*fallback, *names, "[UNK]"])]
@@ -296,15 +312,15 @@ def with_words(
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoder
     tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_end|>", special=True)])
-    return FileCodec(tokenizer.to_str().encode())
+    return LocalCodec(tokenizer.to_str().encode())
 
 
-def metaspace() -> FileCodec:
+def metaspace() -> LocalCodec:
     pre, decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     return with_words(pre, decoder, [*("▁" + w for w in WORDS), *WORDS, "▁"])
 
 
-def llama_2() -> FileCodec:
+def llama_2() -> LocalCodec:
     """Spaces as Llama 2's tokenizer writes them, bytes for what it has no token for."""
     steps = [
         tokenizers.decoders.Replace("▁", " "),
@@ -317,19 +333,19 @@ def llama_2() -> FileCodec:
     return with_words(None, decoder, names, byte_fallback=True)
 
 
-def byte_level() -> FileCodec:
+def byte_level() -> LocalCodec:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     pre = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     names = [*alphabet, *("Ġ" + w for w in WORDS), *WORDS]
     return with_words(pre, tokenizers.decoders.ByteLevel(), names)
 
 
-def word_pieces() -> FileCodec:
+def word_pieces() -> LocalCodec:
     names = [*WORDS, *("##" + w for w in WORDS)]
     return with_words(None, tokenizers.decoders.WordPiece(), names)
 
 
-def suffixes() -> FileCodec:
+def suffixes() -> LocalCodec:
     """As GPT-1's tokenizer: a word's last token says that it ends."""
     names = [*WORDS, *(w + "</w>" for w in WORDS)]
     return with_words(None, tokenizers.decoders.BPEDecoder(), names)
@@ -340,7 +356,7 @@ CODECS = {f.__name__: f for f in (metaspace, llama_2, byte_level, word_pieces, s
 
 @pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 @given(data=st.data())
-def test_pieces_are_what_the_whole_text_gains(make: Callable[[], FileCodec], data: Any) -> None:
+def test_pieces_are_what_the_whole_text_gains(make: Callable[[], LocalCodec], data: Any) -> None:
     """Whatever the decoder does with the first token, or with two that follow each other."""
     codec = made(make)
     end = codec.num_tokens - 1
@@ -357,12 +373,12 @@ def test_pieces_are_what_the_whole_text_gains(make: Callable[[], FileCodec], dat
 
 
 @lru_cache
-def made(make: Callable[[], FileCodec]) -> FileCodec:
+def made(make: Callable[[], LocalCodec]) -> LocalCodec:
     return make()
 
 
 @pytest.mark.parametrize("make", [metaspace, llama_2])
-def test_a_text_goes_on_with_the_space_between(make: Callable[[], FileCodec]) -> None:
+def test_a_text_goes_on_with_the_space_between(make: Callable[[], LocalCodec]) -> None:
     codec = made(make)
     ids = {codec.decode([i, i])[len(codec.decode([i])) :]: i for i in range(codec.num_tokens)}
     prompt, tokens = [ids[" The"], ids[" cat"]], [ids[" sat"], ids[" on"], ids[" mat"], ids["."]]
@@ -449,8 +465,9 @@ def test_a_template_that_would_never_end_is_stopped(
     monkeypatch: pytest.MonkeyPatch, template: str, line: str
 ) -> None:
     monkeypatch.setattr(chat_sandbox, "LONGEST_S", 0.3)
+    files = GivenFiles({"chat_template.jinja": template.encode()})
     with pytest.raises(UserError, match=line):
-        chat_prompt({"chat_template.jinja": template.encode()}, [{"role": "user", "content": "a"}])
+        prompt_of(files, json.dumps([{"role": "user", "content": "a"}]))
 
 
 # ---- the API by itself ----------------------------------------------------------------------
