@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import BinaryIO
 
 from swarmnet.errors import UserError
@@ -29,8 +30,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # of Linux: who takes too much is the first to go
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000")
     calls, kept = os.fdopen(0, "rb"), Kept()
     while (frame := _read(calls)) is not None:
         answer, goes_on = _answer(frame, kept)

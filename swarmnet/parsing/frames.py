@@ -28,7 +28,7 @@ THREAD_BYTES = 8 << 20
 
 
 class Refusal(DataError):
-    """What is parsed is at fault; its text goes on from the name of that, which the parent knows."""
+    """What is parsed is at fault: a text that goes on from its name, which the parent knows."""
 
 
 class GivenFiles(dict[str, bytes]):

@@ -24,6 +24,7 @@ LONGEST_S = 5.0
 BUDGET = 1 << 27
 LARGEST = 1 << 23
 """Characters and elements of one value."""
+TEXTS = str | bytes | bytearray
 MAX_BITS = 4096
 """Of a whole number."""
 WIDE = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*")
@@ -79,13 +80,15 @@ class Meter:
         self.tick()
         own = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         name = getattr(function, "__name__", "")
-        if isinstance(own, str):
+        if isinstance(own, TEXTS):
             arguments = (own, *arguments)
         if name in ("format", "format_map", "do_format") and WIDE.search(str(arguments[0])):
             raise ValueError("a format has too wide a field")
         size = 1
         for value in arguments:
             size *= max(1, abs(value) if isinstance(value, int) else _length(value))
+        if name == "translate" and len(arguments) > 1:  # a character becomes any text of the table
+            size = _length(arguments[0]) * _size(arguments[1], LARGEST)
         if name in ("join", "do_join"):  # each element is in it
             size = sum(_size(value, LARGEST) + 1 for value in arguments) + size
         if size > LARGEST:
@@ -197,13 +200,13 @@ def _generator() -> type:
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple | dict | range) else 1
+    return len(value) if isinstance(value, TEXTS | list | tuple | dict | range) else 1
 
 
 def _size(value: Any, limit: int) -> int:
     """Characters and elements of a value and of all in it, as often as they are in it. Raises
     `ValueError` where that is more than `limit`."""
-    if isinstance(value, str | range):
+    if isinstance(value, TEXTS | range):
         size = len(value)
     elif isinstance(value, list | tuple | dict):
         size = len(value)

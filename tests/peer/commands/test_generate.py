@@ -40,6 +40,7 @@ from peer.commands.openai_api import Api, open_api
 from peer.observe.dashboard.server import listen
 from peer.options import LOOPBACK
 from swarmnet.errors import Busy, NotNow, ProtocolViolation, UserError
+from swarmnet.parsing.frames import GivenFiles
 from swarmnet.protocol.generation import EXACT_PARTS
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
