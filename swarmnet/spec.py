@@ -61,6 +61,8 @@ BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY = "[pipeline] codec", "[sync] codec"
 CODEC_KEYS = {BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY}
 MAX_FILE_BYTES = 64 << 20
 """Of a tokenizer or another file of a run."""
+LARGE_FILES, SMALL_FILE_BYTES = ("tokenizer.json", "weights.sha256"), 1 << 20
+"""The others are small: every peer reads them."""
 RUN_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -858,6 +860,9 @@ class RunSpec(_Table):
         unknown = sorted(self.files.keys() - set(RUN_FILES))
         if unknown:
             raise ValueError(f"[files] {unknown[0][:80]!r} is no file that a run has")
+        small = self.files.keys() - set(LARGE_FILES)
+        if long := sorted(name for name in small if self.files[name].size > SMALL_FILE_BYTES):
+            raise ValueError(f"[files] {long[0]} is longer than {SMALL_FILE_BYTES >> 20} MiB")
         if bool(model.weights) != ("weights.sha256" in self.files):
             raise ValueError("[model] weights goes with the file weights.sha256")
         if not self.optimizer.rounds and not data.epochs:

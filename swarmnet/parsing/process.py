@@ -28,7 +28,8 @@ from swarmnet.parsing.frames import (
     unpacked,
 )
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger("swarmnet.data")
 
 IDLE_S = 300.0

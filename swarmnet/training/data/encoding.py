@@ -131,9 +131,9 @@ class FileEncoder:
             longest,
             self.end,
         )
-        return [self._dialogue(one, *pair) for one, pair in zip(dialogues, found, strict=True)]
+        return [self._dialogue(one, made) for one, made in zip(dialogues, found, strict=True)]
 
-    def _dialogue(self, piece: Piece, *found: Any) -> Dialogue | BadRecord:
+    def _dialogue(self, piece: Piece, found: Sequence[Any]) -> Dialogue | BadRecord:
         """`found`: as `in_child.encode_dialogues` gives it."""
         if len(found) == len(("reason", "kind")):
             return BadRecord(piece.where, *found)

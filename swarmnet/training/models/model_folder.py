@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.errors import SpecError, one_line
-from swarmnet.spec import MAX_FILE_BYTES, RUN_FILES, ModelSpec
+from swarmnet.spec import MAX_FILE_BYTES, RUN_FILES, SMALL_FILE_BYTES, ModelSpec
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.model_config import read_config, require_transformers
 from swarmnet.training.models.source_weights import INDEX_FILE, SINGLE_FILE, SourceWeights
@@ -21,8 +21,6 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "README.md", "LICENSE")
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files that go with a tokenizer that the run names."""
-SMALL_FILE_BYTES = 1 << 20
-"""Of any file but the tokenizer."""
 CARD, MAX_CARD_BYTES = "README.md", 1 << 20
 LICENSE_LINE = re.compile(r"^license:\s*([A-Za-z0-9._+ -]{1,64})\s*$", re.MULTILINE)
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5")

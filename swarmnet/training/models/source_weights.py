@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ NEVER_USED = r"rotary_emb\.inv_freq$"
 """Tables of old files, which are made anew."""
 READ_ELEMENTS = 1 << 24
 MAX_SHOWN = 3
+
+
+class Index(msgspec.Struct):
+    """Which files a folder has."""
+
+    weight_map: dict[str, str]
+    """Names of files, by those of tensors."""
+
+
+INDEX = msgspec.json.Decoder(Index)
 
 
 class SourceWeights:
@@ -131,9 +142,10 @@ def _files(folder: Path) -> list[Path]:
     if not index.is_file():
         return [folder / SINGLE_FILE]
     try:
+        most = min(index.stat().st_size, MAX_INDEX_BYTES)
         with index.open("rb") as file:
-            names = set(json.loads(file.read(MAX_INDEX_BYTES))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            names = set(INDEX.decode(file.read(most)).weight_map.values())
+    except (OSError, RecursionError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SpecError(f"{index}: it cannot be read: {str(error)[:100]}") from None
     wrong = [name for name in names if Path(str(name)).name != name]
     if wrong:
