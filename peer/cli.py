@@ -35,6 +35,7 @@ from peer.options import (
     TextOptions,
 )
 from swarmnet.errors import NotNow, SwarmnetError, UserError
+from swarmnet.printable import printable
 from swarmnet.runtime.options import PeerChoices, UsageError
 from swarmnet.version import __version__
 
@@ -123,6 +124,14 @@ def _complain(line: str) -> None:
     sys.stderr.flush()
 
 
+class _OneLine(logging.Formatter):
+    """What others say in a message begins no line of its own; a traceback has its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
 class _Stderr(logging.Handler):
     """Writes to what `sys.stderr` is at the time, which a live screen replaces."""
 
@@ -137,7 +146,7 @@ class _Stderr(logging.Handler):
 def _log_to_stderr(debug: bool) -> None:
     handler = _Stderr()
     shape = "%(asctime)s %(name)s: %(message)s" if debug else "swarmnet: %(message)s"
-    handler.setFormatter(logging.Formatter(shape))
+    handler.setFormatter(_OneLine(shape))
     logger = logging.getLogger("swarmnet")
     logger.handlers = [handler]
     logger.propagate = False

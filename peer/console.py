@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from swarmnet.printable import printable
 
 if TYPE_CHECKING:  # slow to import, and of no use to a command that prints nothing
     from rich.console import Console
@@ -15,7 +18,7 @@ def make_console(kind: type[Console] | None = None, width: int | None = None) ->
     printed are no markup. `width`: columns where there is no terminal to ask."""
     from rich.console import Console
 
-    kind = kind or Console
+    kind = _plain(kind or Console)
     console = kind(file=sys.stdout, highlight=False, markup=False)
     if console.is_terminal or width is None:
         return console
@@ -31,15 +34,19 @@ def never_fail() -> None:
 
 
 def without_controls(text: str) -> str:
-    """Text of others, for a terminal: what would move the cursor or change colours is written as an
-    escape. Line ends stay."""
-    if text.isprintable():
-        return text
-    return "".join(c if c in "\n\t" or not is_control(c) else ascii(c)[1:-1] for c in text)
+    """Text of others, for a terminal (`swarmnet.printable`). Line ends and tabs stay."""
+    return printable(text, "\n\t")
 
 
-def is_control(character: str) -> bool:
-    """Of C0 or C1, or one that turns the direction of what is shown after it."""
-    code = ord(character)
-    is_bidi = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
-    return code < 0x20 or 0x7F <= code < 0xA0 or is_bidi
+def _plain(kind: type[Console]) -> type[Console]:
+    """A console that filters whatever is printed on it, in tables and panels too; styles and what
+    rich itself tells the terminal stay."""
+    from rich.segment import Segment
+
+    class Plain(kind):  # type: ignore[valid-type, misc]
+        def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
+            for segment in super().render(*args, **kwargs):
+                text = segment.text if segment.control else without_controls(segment.text)
+                yield segment if text == segment.text else Segment(text, segment.style)
+
+    return Plain

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from peer.console import without_controls
 from peer.options import LOOPBACK, TextOptions
 from swarmnet.errors import UserError
 from swarmnet.parsing.frames import given
@@ -160,7 +161,7 @@ async def _serve(writer: Writer, sampling: Sampling, name: str, port: int) -> No
 
 def _put(text: str) -> None:
     """Control characters of a text that a model wrote are no business of the terminal."""
-    sys.stdout.write("".join(c if c.isprintable() or c in "\n\t" else "·" for c in text))
+    sys.stdout.write(without_controls(text))
     sys.stdout.flush()
 
 

@@ -35,6 +35,7 @@ from peer.processes import (
     run_folder,
 )
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.printable import printable
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.options import INVITE_VARIABLE, ComputeOptions, LinkOptions, UsageError
 from swarmnet.spec import BYTES_TOKENIZER, HELD_OUT_NAME, PYTHON_STDLIB, RunSpec, describe
@@ -287,8 +288,7 @@ async def _sample(observer: RunObserver) -> list[str]:
     except (SwarmnetError, TimeoutError) as error:
         return [f"no sample: {error or 'the swarm did not answer in time'}"]
     text = prompt + written
-    shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
-    return ["", "the model writes:", *(f"  {line}" for line in shown.splitlines())]
+    return ["", "the model writes:", *(f"  {printable(line)}" for line in text.split("\n"))]
 
 
 COSTS = {

@@ -33,6 +33,7 @@ from peer.observe.events import (
 )
 from peer.observe.text import short_id
 from peer.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
+from swarmnet.printable import printable
 from swarmnet.protocol.membership.data_holders import only_holder
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
@@ -201,7 +202,7 @@ class RunMonitor:
         seen = _Seen(record, live, old.served if old and same_process else OBSERVER_STAGE)
         self._seen[record.peer_id] = seen
         if record.paused and not told.paused and not is_old:
-            events.append(PeerPaused(unix_s, record.peer_id, record.paused))
+            events.append(PeerPaused(unix_s, record.peer_id, printable(record.paused)))
         elif told.paused and not record.paused:
             events.append(PeerResumed(unix_s, record.peer_id))
         if record.state != OBSERVING:
@@ -532,12 +533,12 @@ def _peer_row(r: Record, live: bool) -> PeerRow:
         samples_per_s=r.samples_per_s,
         queue_length=r.queue_length,
         **{name: r.totals.get(name, 0) for name in SHOWN_TOTALS},
-        agent=r.agent,
+        agent=printable(r.agent),
         started_unix_s=r.started_unix_s,
         upload_bytes_per_s=r.upload_bytes_per_s,
         busy=busy_part(r),
         has_data=r.has_data,
-        paused=r.paused,
+        paused=printable(r.paused),
     )
 
 

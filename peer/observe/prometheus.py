@@ -25,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 
 from peer.observe.monitor import newest_held_out, owners_by_shard
 from swarmnet.errors import UserError
+from swarmnet.printable import printable
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.membership.records import STATES
 from swarmnet.protocol.pipeline import progress
@@ -87,9 +88,9 @@ class PeerCollector(Collector):
             "swarmnet_transport_bytes", "Bytes on the wire.", labels=["direction", "method"]
         )
         for method, amount in sorted(traffic.sent_bytes.items()):
-            bytes_.add_metric(["sent", method], amount)
+            bytes_.add_metric(["sent", printable(method)], amount)
         for method, amount in sorted(traffic.received_bytes.items()):
-            bytes_.add_metric(["received", method], amount)
+            bytes_.add_metric(["received", printable(method)], amount)
         yield bytes_
         yield CounterMetricFamily(
             "swarmnet_direct_bytes",
@@ -105,7 +106,7 @@ class PeerCollector(Collector):
             "swarmnet_call_seconds", "Calls to other peers that were answered.", labels=["method"]
         )
         for method, histogram in sorted(traffic.call_s.items()):
-            calls.add_metric([method], *_buckets(histogram))
+            calls.add_metric([printable(method)], *_buckets(histogram))
         yield calls
         failed = CounterMetricFamily(
             "swarmnet_failed_calls",
@@ -113,7 +114,7 @@ class PeerCollector(Collector):
             labels=["method"],
         )
         for method, amount in sorted(traffic.failed_calls.items()):
-            failed.add_metric([method], amount)
+            failed.add_metric([printable(method)], amount)
         yield failed
         if self._peer.replica is not None:
             yield from _times_of(self._peer.replica)

@@ -256,6 +256,9 @@ class Record:
             raise ValueError("the reason of a pause is too long")
         if len(self.agent) > MAX_TEXT:
             raise ValueError("the agent of a record is too long")
+        names = (self.peer_id, self.run_id, *self.unreached, *self.totals, *self.strikes)
+        if not all(map(str.isprintable, (*names, *self.addresses, self.paused, self.agent))):
+            raise ValueError("a text of a record is not printable")
 
     @property
     def stamp(self) -> Stamp:

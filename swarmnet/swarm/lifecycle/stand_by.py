@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.printable import printable
 from swarmnet.protocol.membership.records import JOINING, MAX_TEXT, OBSERVER_STAGE, OBSERVING
 from swarmnet.protocol.timing import UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
@@ -56,11 +57,12 @@ class StandBy:
         while reason := self.resource_limits.why_paused or self._why_no_stage():
             tries_again_s = UPKEEP_S if self._why_not_built else None
             self._why_not_built = ""
-            if self.gossip.own.paused != reason[:MAX_TEXT]:
+            said = printable(reason)[:MAX_TEXT]
+            if self.gossip.own.paused != said:
                 self.gossip.update(
                     state=OBSERVING,
                     stage=OBSERVER_STAGE,
-                    paused=reason[:MAX_TEXT],
+                    paused=said,
                     digests=b"",
                     holds=b"",
                     restorable=(),

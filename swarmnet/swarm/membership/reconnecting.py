@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.printable import printable
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reconnect import Reconnect, Row, missing_members
 from swarmnet.protocol.timing import CONNECT_S
@@ -87,6 +88,9 @@ class Reconnecting:
         """Which peers could not be reached, and where, in a part of a line; empty where none is
         looked for."""
         rows = self._table.rows()
-        named = [f"...{r.peer_id[-8:]} ({', '.join(r.addresses) or 'no address'})" for r in rows]
+        named = [
+            printable(f"...{r.peer_id[-8:]} ({', '.join(r.addresses) or 'no address'})")
+            for r in rows
+        ]
         more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
         return f"none of these answers: {', '.join(named[:NAMED])}{more}" if rows else ""

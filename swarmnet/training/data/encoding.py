@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from swarmnet.errors import DataError, SpecError, one_line
+from swarmnet.errors import DataError, SpecError
 from swarmnet.parsing.frames import given
 from swarmnet.parsing.process import parsing
 from swarmnet.spec import BYTES_TOKENIZER, NUM_BYTE_TOKENS

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from swarmnet.errors import ProtocolViolation, Refused, RemoteError, remote_error
+from swarmnet.printable import printable
 from swarmnet.protocol.membership.seats import MAX_SEATS
 from swarmnet.transport.frames import Head
 from swarmnet.wire import Message
@@ -77,4 +78,4 @@ def parse_error(described: Any) -> RemoteError:
     if not all(isinstance(name, str) for name in details):
         raise ProtocolViolation("an error with impossible details")
     kept = {name: value for name, value in details.items() if name not in RESERVED_DETAILS}
-    return remote_error(code, text[:MAX_TEXT], kept)
+    return remote_error(code, printable(text[:MAX_TEXT]), kept)
