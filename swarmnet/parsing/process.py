@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from swarmnet import errors
-from swarmnet.errors import DataError, UserError
+from swarmnet.errors import DataError, SpecError, UserError
 from swarmnet.parsing.frames import (
     LENGTH_BYTES,
     GivenFiles,
@@ -41,6 +40,7 @@ SLACK_S = 5.0
 LEAST_ANSWER, ANSWER_PER_BYTE = 1 << 20, 32
 """Bytes of an answer, and more for each byte that was given."""
 READ_BYTES, STDERR_BYTES = 1 << 20, 1 << 12
+REFUSALS = {kind.__name__: kind for kind in (DataError, SpecError)}
 MEND = "it is broken, or made to do harm: take another one, or leave a run with it alone"
 
 
@@ -89,8 +89,7 @@ class ParsingProcess:
         if kind == "refused":
             if value[0] == Refusal.__name__:
                 raise DataError(f"{about} {value[1]}")
-            refusal: Any = getattr(errors, str(value[0]), UserError)
-            raise (refusal if issubclass(refusal, UserError) else UserError)(value[1])
+            raise REFUSALS.get(value[0], UserError)(value[1])
         found: T = value
         return found
 

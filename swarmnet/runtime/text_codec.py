@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+import swarmnet.training.data.in_child as in_child
 from swarmnet.parsing.frames import given
 from swarmnet.parsing.process import parsing
 from swarmnet.spec import NUM_BYTE_TOKENS, RunSpec
-from swarmnet.training.data import in_child
 from swarmnet.training.data.encoding import open_seconds
 
 TOKENIZER = "tokenizer.json"

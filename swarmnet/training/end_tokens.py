@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import swarmnet.training.data.in_child as in_child
 from swarmnet.parsing.frames import given
 from swarmnet.parsing.process import parsing
 from swarmnet.spec import RunSpec
 from swarmnet.training.byte_tokenizer import END_OF_TEXT_ID
-from swarmnet.training.data import in_child
 from swarmnet.training.data.encoding import open_seconds
 from swarmnet.training.tokenizer_files import (
     GENERATION_FILE,

@@ -359,3 +359,11 @@ def test_a_start_says_which_families_write_no_texts(
     with caplog.at_level(logging.WARNING, "swarmnet.models"):
         resolve_run(RunSpec.model_validate(values))
     assert "models of type deepseek_v32 are trained and exported, but write no texts" in caplog.text
+
+
+def test_what_is_too_large_to_be_tried_is_not_built() -> None:
+    """A config from others may have sizes that nobody shrinks; this one would take 32 GB."""
+    config = canonical("opt", ffn_dim=1 << 27, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="too large to be tried"):
+        family_probe.whole_model(next(iter(shrunk_configs(config))))
+    assert try_family(config) == Tried()

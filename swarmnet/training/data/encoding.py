@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+import swarmnet.training.data.in_child as in_child
 from swarmnet.errors import DataError, SpecError
 from swarmnet.parsing.frames import given
 from swarmnet.parsing.process import parsing
 from swarmnet.spec import BYTES_TOKENIZER, NUM_BYTE_TOKENS
 from swarmnet.training.byte_tokenizer import END_OF_TEXT_ID
-from swarmnet.training.data import in_child
 from swarmnet.training.data.bad_records import BadRecord
 from swarmnet.training.data.readers import Piece
 from swarmnet.training.models.model_folder import BESIDE_TOKENIZER, read_bounded, small_files

@@ -37,6 +37,9 @@ DOCUMENTS = ((10, 14), (1, 20, 3))
 """Of two samples, tokens of each."""
 STRETCHED = ("dynamic", "longrope")
 """Kinds of positions that depend on how long the longest document is."""
+MAX_ELEMENTS = 1 << 27
+"""Of a model that is tried. A config from others may have sizes that nobody shrinks: what is too
+large is not built here, and the plan of memory judges it."""
 TOLERANCE = 1e-3
 """Relative to the largest output; rounding makes less than 1e-5 of it."""
 
@@ -85,11 +88,20 @@ def whole_model(small: dict[str, Any]) -> tuple[nn.Module, Tensor, Tensor]:
     """A model of transformers, tokens (B, S) and their logits (B, S, V). Raises whatever the
     family's code raises."""
     config = load_config(small)
+    check_size(config)
     with seeded(0):
         model = model_classes(config)[1](config).eval()
         tokens = torch.randint(config.vocab_size, (SAMPLES, LENGTH))
     with torch.no_grad():
         return model, tokens, model(tokens, use_cache=False).logits
+
+
+def check_size(config: Any) -> None:
+    """Raises `ValueError` where a model of transformers' config is too large to be tried."""
+    with torch.device("meta"), seeded(0):
+        model = model_classes(config)[1](config)
+    if sum(t.numel() for t in (*model.parameters(), *model.buffers())) > MAX_ELEMENTS:
+        raise ValueError("too large to be tried")
 
 
 def small_tried(small: dict[str, Any], whole: nn.Module, tokens: Tensor, logits: Tensor) -> Tried:
@@ -195,6 +207,7 @@ def _is_apart(key: str) -> bool:
 def _keeps_apart(small: dict[str, Any]) -> bool:
     """Raises whatever the family's code raises."""
     length = sum(DOCUMENTS[0])
+    check_size(load_config(small))
     plan = adapter_plan(ModelSpec(kind="transformers", config=small), length)
     with seeded(0):
         modules = [layer.build().eval() for layer in plan.layers]
