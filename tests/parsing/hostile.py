@@ -103,6 +103,9 @@ TEMPLATES = {
     "nested code": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
     "deep blocks": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
     "classes": "{{ ''.__class__.__mro__ }}",
+    "words that are kept": "".join(
+        f"{{% set x{k} = ('ab ' * 2600000).split() %}}" for k in range(10)
+    ),
     "a translation that is counted twice": "{{ 'a'.maketrans({'a': 'b' * 9000000}) }}",
 }
 """Of chats: each makes too much, takes too long, or is broken."""

@@ -15,6 +15,7 @@ from typing import Any
 from peer.observe.events import Event, HeldOut, RoundFinished, is_for_programs
 from peer.observe.text import sentence
 from peer.observe.view_model import PeerRow, ViewModel
+from swarmnet.printable import printable
 from swarmnet.spec import RunSpec, describe
 
 TICK_S = 0.5
@@ -37,9 +38,9 @@ Message = dict[str, Any]
 def about(spec: RunSpec) -> Message:
     """What stays the same in a run."""
     return {
-        "name": spec.name,
+        "name": shown(spec.name),
         "run_id": spec.run_id,
-        "description": describe(spec),
+        "description": shown(describe(spec)),
         "num_stages": spec.pipeline.num_stages,
         "rounds": spec.optimizer.rounds,
         "global_batch": spec.pipeline.global_batch,
@@ -55,10 +56,10 @@ def event_json(event: Event, rounds: int) -> Message:
     return {
         "t": values["time_unix_s"],
         "kind": values["event"],
-        "peer": values.get("peer_id", ""),
+        "peer": shown(values.get("peer_id", "")),
         "stage": values.get("stage", values.get("to_stage", -1)),
         "count": values.get("count", 1),
-        "text": sentence(event, rounds),
+        "text": shown(sentence(event, rounds)),
     }
 
 
@@ -84,12 +85,12 @@ def model_json(model: ViewModel) -> Message:
     del values["peers"]
     values["num_live"] = model.num_live
     values["uncovered"] = list(model.uncovered)
-    return _shortened(values)
+    return shown(values)
 
 
 def peer_json(row: PeerRow) -> Message:
     """A row of the table."""
-    return _shortened(asdict(row))
+    return shown(asdict(row))
 
 
 def thin(curve: list[Any]) -> None:
@@ -274,9 +275,12 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) and abs(value) < 1e6 else value
 
 
-def _shortened(value: Any) -> Any:
+def shown(value: Any) -> Any:
+    """As the page shows it: numbers are short, and texts of peers printable."""
+    if isinstance(value, str):
+        return printable(value)
     if isinstance(value, dict):
-        return {key: _shortened(x) for key, x in value.items()}
+        return {printable(str(key)): shown(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_shortened(x) for x in value]
+        return [shown(x) for x in value]
     return _short(value)

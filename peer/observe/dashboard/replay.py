@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, event_json, thin
+from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, event_json, shown, thin
 from peer.observe.events import Event, event_from_json, is_for_programs
 from swarmnet.errors import UserError
 from swarmnet.spec import MAX_STAGES
@@ -85,7 +85,7 @@ class _Run:
             yield {"kind": "tick", "t": t, **self._of_event(event, values)}
 
     def _state(self, t: float, values: dict[str, Any]) -> Iterator[Frame]:
-        about, model, peers = (values.get(k) for k in ("about", "model", "peers"))
+        about, model, peers = (shown(values.get(k)) for k in ("about", "model", "peers"))
         if not (isinstance(about, dict) and isinstance(model, dict) and isinstance(peers, list)):
             return
         num_stages = about.get("num_stages")

@@ -28,7 +28,7 @@ from typing import Any
 from swarmnet.errors import DataError, one_line
 from swarmnet.parsing import alarm
 from swarmnet.training.data.bad_records import BadRecord, utf8_of
-from swarmnet.training.data.chat_sandbox import LONGEST_S, TooSlow, jinja, open_sandbox
+from swarmnet.training.data.chat_sandbox import LONGEST_S, TOO_MUCH, TooSlow, jinja, open_sandbox
 from swarmnet.training.tokenizer_files import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -122,7 +122,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except errors as error:
-            raise DataError(f"[data] the chat template is broken: {one_line(error)}") from None
+            raise DataError(f"[data] the chat template is broken: {_line(error)}") from None
 
     def render(self, messages: list[dict[str, Any]], where: str) -> Rendered:
         """The text of a dialogue. `where`: for people.
@@ -224,9 +224,9 @@ class ChatTemplate:
                 messages=messages, add_generation_prompt=prompts, **self._names
             )
         except (TooSlow, MemoryError) as error:  # on another machine it may do
-            raise DataError(f"[data] {where}: the chat template fails: {one_line(error)}") from None
+            raise DataError(f"[data] {where}: the chat template fails: {_line(error)}") from None
         except self._errors as error:
-            reason = f": the chat template fails: {one_line(error)}"
+            reason = f": the chat template fails: {_line(error)}"
             raise BadRecord(where, reason, "refused by the chat template") from None
         return text
 
@@ -302,3 +302,9 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 def _raise(message: str) -> str:
     raise ValueError(message)
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return TOO_MUCH
+    return one_line(error)
