@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -14,6 +15,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from peer.cli import run_command, the_command
 from peer.console import make_console, never_fail, without_controls
@@ -130,3 +134,19 @@ def test_json_is_the_same_on_every_terminal(
     out.flush()
     printed = out.buffer.getvalue()
     assert json.loads(printed) == {"name": "läuft 😀"}
+
+
+def test_nothing_printed_escapes_the_filter(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a table or a panel, and in a line of the log, which is one line."""
+    evil = "a\x1b[2Jb\u202ec\u200b"
+    table = Table(evil)
+    table.add_row(Text(evil, "red"))
+    make_console().print(Panel(table, title=Text(evil)))
+    run_command(["export", "--out", "x", "--state-dir", "/no/such"])  # the log is a command's now
+    logging.getLogger("swarmnet.peer").warning("%s", f"{evil}\nswarmnet: all is well")
+    said = capsys.readouterr()
+    assert r"a\x1b[2Jb\u202ec\u200b" in said.out
+    assert said.out.count(r"a\x1b") == 3, "cells are cut where they are too wide"
+    assert said.err.count("swarmnet: all is well") == 1
+    assert r"\nswarmnet: all is well" in said.err
+    assert not any(c in said.out + said.err for c in "\x1b\u202e\u200b")
