@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarmnet.errors import RemoteError
 from swarmnet.printable import MAX_MARKS, printable
 from swarmnet.protocol.membership.records import Record
-from swarmnet.transport.calls.remote_errors import parse_error
+from swarmnet.transport.calls.heads import parse_error
 
 ANY = st.text(st.characters(), max_size=40)
 """Halves of characters too."""
