@@ -50,7 +50,7 @@ from swarmnet.swarm.membership.records import Signer
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.feeder import Feeder, Journal
 from swarmnet.swarm.pipeline.infer import InferService
-from swarmnet.swarm.pipeline.step import Contested, StepService
+from swarmnet.swarm.pipeline.step import Contested, Measured, StepService
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.recovery.saved_models import SavedModels
@@ -471,14 +471,17 @@ class Peer:
         await asyncio.sleep(self.gossip_settings.push_delay_s)
 
     async def _hear_steps(self) -> None:
-        """Does what its microbatches ask for."""
+        """Does what its microbatches ask for. Between two events it holds on to none: one has a
+        replica, whose memory is the next stage's."""
         while True:
-            event = await self.steps.events.get()
-            if isinstance(event, Contested):
-                if self._served is not None:
-                    self._served.rounds.settle_early(event.round)
-            elif event.replica is self.replica and self.gossip.own.state == ACTIVE:
-                self._openings.announce_rate(event.replica)
+            self._heed(await self.steps.events.get())
+
+    def _heed(self, event: Contested | Measured) -> None:
+        if isinstance(event, Contested):
+            if self._served is not None:
+                self._served.rounds.settle_early(event.round)
+        elif event.replica is self.replica and self.gossip.own.state == ACTIVE:
+            self._openings.announce_rate(event.replica)
 
 
 __all__ = ["Identity", "Machine", "Peer"]
