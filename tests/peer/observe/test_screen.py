@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -25,6 +24,7 @@ from peer.options import StatusOptions, default_spec_path
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, load_spec
 from tests.peer.fakes import FakeObserver
 
@@ -163,7 +163,7 @@ def test_status_is_one_look(as_json: bool) -> None:
     observer = FakeObserver(SPEC, last_round=3)
     out = io.StringIO()
     console = Console(file=out, width=100)
-    asyncio.run(
+    run_virtual(
         show_status(
             StatusOptions("/fake/p2p/first", as_json), console, join=observer.join, look_s=0.5
         )
@@ -182,7 +182,7 @@ def test_status_is_one_look(as_json: bool) -> None:
 def test_status_can_keep_looking() -> None:
     observer = FakeObserver(SPEC, last_round=3)
     out = io.StringIO()
-    asyncio.run(
+    run_virtual(
         watch_status(
             StatusOptions("/fake/p2p/first"),
             Console(file=out, width=100),
