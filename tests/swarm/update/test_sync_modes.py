@@ -144,8 +144,10 @@ def test_all_that_an_exchange_sends_beside_a_round_takes_its_turn_on_the_link(
     """By exchange, bytes."""
 
     async def watched(self: ExchangePace, num_bytes: int) -> None:
-        if self._plan.is_delayed(self._current):
-            turned[self._current] = turned.get(self._current, 0) + num_bytes
+        replica = self._replica  # noqa: SLF001  whose turn it is
+        current = replica.current_exchange
+        if replica.plan.is_delayed(current):
+            turned[current] = turned.get(current, 0) + num_bytes
         await turn(self, num_bytes)
 
     monkeypatch.setattr(ExchangePace, "turn", watched)

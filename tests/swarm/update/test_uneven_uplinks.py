@@ -92,7 +92,8 @@ def test_a_swarm_comes_to_own_in_proportion_to_its_uplinks(seed: int, replicatio
         assert abs(len(one.primaries) - share * NUM_SHARDS) <= SPREADS * spread + 1
         assert set(one.primaries) <= set(one.owned)
     assert sum(len(one.primaries) for one in found) == NUM_SHARDS
-    assert sum(len(one.owned) for one in found) == replication * NUM_SHARDS
+    more = sum(len(one.owned) for one in found) - replication * NUM_SHARDS
+    assert 0 <= more <= 1, "one may be on its way to a new owner when the run ends"
 
 
 def test_slow_uplinks_lose_nothing_in_the_first_round() -> None:
