@@ -321,7 +321,7 @@ def test_who_fetches_its_stage_takes_the_modes_of_those_who_have_it() -> None:
 
 def test_the_end_of_an_exchange_is_news_to_who_may_open_the_next_round() -> None:
     async def scenario(replica: Replica) -> None:
-        async def update(part: object) -> None:
+        async def make(part: object) -> None:
             await asyncio.sleep(1.0)
 
         async def nothing(number: int) -> None:
@@ -334,7 +334,7 @@ def test_the_end_of_an_exchange_is_news_to_who_may_open_the_next_round() -> None
         ownership = SimpleNamespace(fetch_owned=nothing, tasks=Tasks("test"))
         exchanges: Any = SimpleNamespace(
             current=4,
-            update=update,
+            make=make,
             ownership=ownership,
             drop_spare=nothing,
             repair_beside=lambda: None,
@@ -359,7 +359,7 @@ def test_the_gradient_of_a_round_is_read_beside_the_loop(mode: str) -> None:
         async def contribution(r: int, num_tokens: int, shards: Sequence[Array]) -> Any:
             return num_tokens, shards
 
-        async def update(part: Callable[[int], Awaitable[Contribution]]) -> None:
+        async def make(part: Callable[[int], Awaitable[Contribution]]) -> None:
             num_tokens, gradient = await part(0)
             assert num_tokens == 4
             assert gradient is not None
@@ -373,7 +373,7 @@ def test_the_gradient_of_a_round_is_read_beside_the_loop(mode: str) -> None:
         replica.plan = SyncPlan(mode, rounds=1)
         replica.stage.gradient_shard = reading  # type: ignore[method-assign]
         handover: Any = SimpleNamespace(contribution=contribution)
-        exchanges: Any = SimpleNamespace(current=0, update=update)
+        exchanges: Any = SimpleNamespace(current=0, make=make)
         gossip: Any = SimpleNamespace(changed=Condition())
         updates: Updates = ZeroUpdates(replica, exchanges, handover)
         if mode == DELAYED:  # after the last round both exchanges that are left are made
