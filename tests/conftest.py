@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("SWARMNET_CACHE", tempfile.mkdtemp(prefix="swarmnet-cache-"))
+if "SWARMNET_CACHE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
+    # One's own: another worker may make the same tokens at the same time.
+    os.environ["SWARMNET_CACHE"] = tempfile.mkdtemp(prefix="swarmnet-cache-")
 
 import pytest
 import torch

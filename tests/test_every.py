@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import xml.etree.ElementTree as ET
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from tests.every.__main__ import REFUSE_AT, WARN_AT, Git, Outcome, judge
+from tests.every.__main__ import (
+    REFUSE_AT,
+    WARN_AT,
+    Git,
+    NotUsable,
+    Outcome,
+    failed_in,
+    judge,
+    run_again,
+)
 
 
 def git_in(folder: Path) -> Git:
@@ -97,3 +107,35 @@ def test_bad_results_do_not_pass(history: Path) -> None:
         ok, line = judge(text, git)
         assert not ok
         assert word in line
+
+
+FAILED = Outcome("c", "2026-11-25", False, 30, 2, 300, ["tests/a.py::b[1]", "tests/a.py::c"])
+
+
+def test_what_failed_is_run_again_and_leaves_the_commit() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def passes(*ids: str) -> int:
+        asked.append(ids)
+        return 0
+
+    again = run_again(FAILED, passes)
+    assert asked == [("tests/a.py::b[1]", "tests/a.py::c")]
+    assert again == replace(FAILED, passed=True, failures=0, failed=[])
+    assert run_again(FAILED, lambda *ids: 1) == FAILED
+
+
+@pytest.mark.parametrize(
+    "last", [replace(FAILED, failed=[]), replace(FAILED, passed=True, failures=0)]
+)
+def test_what_failed_has_to_be_known(last: Outcome) -> None:
+    with pytest.raises(NotUsable):
+        run_again(last, lambda *ids: 0)
+
+
+def test_what_failed_is_read_from_the_report() -> None:
+    suite = ET.fromstring(
+        '<testsuite><testcase classname="tests.a.test_b" name="test_c[1]"><failure/></testcase>'
+        '<testcase classname="tests.a.test_b" name="test_d"/></testsuite>'
+    )
+    assert failed_in(suite) == ["tests/a/test_b.py::test_c[1]"]

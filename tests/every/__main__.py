@@ -1,10 +1,12 @@
 """`make test-all`: every test, those marked `long` too, and a small file that says how it ended.
 
     python -m tests.every run     # after `make test`: the long ones, and the file
+    python -m tests.every again   # those that failed, once they are mended
     python -m tests.every age     # `.ci/run`: how old the last result is
 
 The file has the commit that was tested, so its age is a number of commits. `.ci/run` warns when it
-is `WARN_AT` old and refuses at `REFUSE_AT`.
+is `WARN_AT` old and refuses at `REFUSE_AT`. What is run again leaves that commit as it is: the last
+one at which all tests were run.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ class Outcome:
     tests: int
     failures: int
     seconds: int
+    failed: list[str] = field(default_factory=list)
+    """Node ids of those that failed."""
 
     @classmethod
     def parse(cls, text: str) -> Outcome:
@@ -62,7 +66,7 @@ class Outcome:
         except (TypeError, ValueError) as e:
             raise NotUsable(f"{RESULT.name} cannot be read ({e}); {HOW}") from e
         for name, kind in cls.__annotations__.items():
-            if type(values[name]).__name__ != kind:
+            if name in values and type(values[name]).__name__ != kind.split("[")[0]:
                 raise NotUsable(f"{RESULT.name}: {name} is not of type {kind}; {HOW}")
         return outcome
 
@@ -110,32 +114,58 @@ def run() -> Outcome:
         raise NotUsable(f"commit first, for a result belongs to a commit: {changed[0].strip()}")
     began = time.monotonic()
     tests = failures = 0
+    failed: list[str] = []
     passed = True
     for name, arguments in PARTS.items():
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / f"{name}.xml"
-            command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
-            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+            code = run_pytest(*arguments, f"--junitxml={report}")
             passed = passed and code in (0, NO_TESTS)
             suites = ET.parse(report).getroot().iter("testsuite") if report.exists() else ()
             for suite in suites:
                 tests += int(suite.get("tests", 0))
                 failures += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+                failed += failed_in(suite)
     seconds = round(time.monotonic() - began)
     date = datetime.now(UTC).date().isoformat()
-    return Outcome(commit, date, passed and not failures and tests > 0, tests, failures, seconds)
+    passed = passed and not failures and tests > 0
+    return Outcome(commit, date, passed, tests, failures, seconds, failed)
+
+
+def run_pytest(*arguments: str) -> int:
+    command = [sys.executable, "-m", "pytest", *arguments]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def failed_in(suite: ET.Element) -> list[str]:
+    """Node ids of the tests of a report that failed. Their files are found by the names of their
+    modules."""
+    return [
+        f"{(case.get('classname') or '').replace('.', '/')}.py::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+
+
+def run_again(last: Outcome, run_tests: Callable[..., int] = run_pytest) -> Outcome:
+    """Runs those that failed. Raises `NotUsable` where that is not known."""
+    if last.passed or len(last.failed) != last.failures:
+        raise NotUsable(f"{RESULT.name} does not name what failed; {HOW}")
+    if run_tests(*last.failed) != 0:
+        return last
+    return replace(last, passed=True, failures=0, failed=[])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.every")
-    parser.add_argument("action", choices=("run", "age"))
+    parser.add_argument("action", choices=("run", "again", "age"))
     action: Any = parser.parse_args(arguments).action
     if action == "age":
         ok, line = judge(RESULT.read_text() if RESULT.exists() else None, git)
         print(line)
         return 0 if ok else 1
     try:
-        outcome = run()
+        outcome = run() if action == "run" else run_again(Outcome.parse(RESULT.read_text()))
     except NotUsable as e:
         print(e)
         return 1
