@@ -86,6 +86,8 @@ FILES = Quota(10.0, 100.0)
 """For parts of 1 MiB."""
 DATA = Quota(8.0, 16.0, of_members=True)
 """For parts of 1 MiB: what a fetching peer takes of an uplink at most."""
+SAVES = Quota(4.0, 64.0, of_members=True)
+"""For what has the callee look at its disk. Who fetches a model asks once a second."""
 LOOKS = Quota(0.05, 6.0, of_members=True)
 """For what costs the callee an own connection."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from swarmnet.methods.method import DATA, FILES, Callee, Caller, Method
+from swarmnet.methods.method import DATA, FILES, SAVES, Callee, Caller, Method
 from swarmnet.methods.ranges import MAX_IDS, check_indices, check_lineage
 from swarmnet.ports import DATA_FILES, DATA_PART_BYTES
 from swarmnet.protocol.membership.records import MAX_LOSS
@@ -154,7 +154,7 @@ RUN_FILE = Method("run_file", FileRequest, FileReply, Caller.ANYONE, quota=FILES
 INITIAL_SHARD = Method("initial_shard", FetchRequest, FetchReply, Caller.ADMITTED)
 DATA_SIZES = Method("data_sizes", NoneType, DataSizes, Caller.ADMITTED, quota=DATA)
 DATA_PART = Method("data_part", DataPartRequest, NoneType, Caller.ADMITTED, quota=DATA)
-SAVED = Method("saved", SavedRequest, SavedReply, Caller.ADMITTED)
+SAVED = Method("saved", SavedRequest, SavedReply, Caller.ADMITTED, quota=SAVES)
 SAVED_SHARD = Method("saved_shard", FetchRequest, FetchReply, Caller.ADMITTED)
 FETCH_PARAMETERS = Method(
     "fetch_parameters", FetchRequest, FetchReply, Caller.ADMITTED, Callee.STAGE

@@ -26,6 +26,10 @@ KEEP_S = LAPSES * SAY_KEEP_S
 """How long it is kept for them, after one has last said so."""
 MAX_KEPT = 4
 """Rounds that are kept for others at a time: each takes the disk space of a checkpoint."""
+MAX_KEPT_FOR_ONE = 2
+"""Of these, for one peer: who fetches a round, and finds that it has to take another one, says so of
+two. It protects the places of others from a peer that names round after round
+(tests/protocol/test_saved_rounds.py)."""
 OVERDUE_S = SAY_KEEP_S + ANSWER_S
 """One of which nobody has spoken for so long gives place to another, where all places are taken:
 whoever fetched it has it, or has ended. It protects a round that is wanted from those of earlier
@@ -76,6 +80,8 @@ class KeptRounds:
     def __init__(self) -> None:
         self._said_at: dict[int, float] = {}
         """When somebody has last said that a round is to be kept."""
+        self._said_by: dict[int, str] = {}
+        """Who that was."""
 
     @property
     def rounds(self) -> tuple[int, ...]:
@@ -84,18 +90,30 @@ class KeptRounds:
 
     def at(self, now: float) -> frozenset[int]:
         """Those that somebody is fetching."""
-        self._said_at = {r: said for r, said in self._said_at.items() if now < said + KEEP_S}
+        for r in [r for r, said in self._said_at.items() if now >= said + KEEP_S]:
+            self._drop(r)
         return frozenset(self._said_at)
 
-    def keep(self, round_index: int, now: float) -> None:
-        """Somebody fetches a round. Where all places are taken, and nobody's is overdue, it is not
-        kept."""
-        if round_index not in self.at(now) and len(self._said_at) >= MAX_KEPT:
+    def keep(self, round_index: int, now: float, *, by: str, saved: Collection[int]) -> None:
+        """The peer `by` fetches a round, of those that are `saved` here: no other is kept. A peer
+        that names more than `MAX_KEPT_FOR_ONE` gives up the one that it has named first. Where all
+        places are taken, and nobody's is overdue, the round is not kept."""
+        if round_index not in saved:
+            return
+        if round_index not in self.at(now):
+            theirs = [r for r, who in self._said_by.items() if who == by]
+            if len(theirs) >= MAX_KEPT_FOR_ONE:
+                self._drop(min(theirs, key=self._said_at.__getitem__))
+        if round_index not in self._said_at and len(self._said_at) >= MAX_KEPT:
             oldest = min(self._said_at, key=self._said_at.__getitem__)
             if now < self._said_at[oldest] + OVERDUE_S:
                 return
-            del self._said_at[oldest]
+            self._drop(oldest)
         self._said_at[round_index] = now
+        self._said_by[round_index] = by
+
+    def _drop(self, round_index: int) -> None:
+        del self._said_at[round_index], self._said_by[round_index]
 
 
 class SavedPart(Protocol):

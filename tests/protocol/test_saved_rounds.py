@@ -47,22 +47,42 @@ def test_a_slow_disk_gets_every_second_checkpoint_and_comes_back_a_step_at_a_tim
 
 def test_a_round_is_kept_as_long_as_somebody_says_so() -> None:
     kept = KeptRounds()
-    kept.keep(7, 0.0)
-    kept.keep(7, KEEP_S - 1.0)
+    kept.keep(7, 0.0, by="a", saved={7})
+    kept.keep(7, KEEP_S - 1.0, by="a", saved={7})
     assert kept.at(2 * KEEP_S - 1.5) == {7}
     assert kept.at(2 * KEEP_S - 1.0) == set()
     assert kept.rounds == ()
 
 
 def test_where_all_places_are_taken_an_overdue_round_gives_way() -> None:
-    kept = KeptRounds()
+    kept, saved = KeptRounds(), {*range(MAX_KEPT), 99}
     for r in range(MAX_KEPT):
-        kept.keep(r, float(r))
-    kept.keep(99, OVERDUE_S - 0.5)
+        kept.keep(r, float(r), by=str(r), saved=saved)
+    kept.keep(99, OVERDUE_S - 0.5, by="z", saved=saved)
     assert kept.rounds == tuple(range(MAX_KEPT))
-    kept.keep(0, OVERDUE_S - 0.5)  # it has its place
-    kept.keep(99, OVERDUE_S + 1.0)
+    kept.keep(0, OVERDUE_S - 0.5, by="0", saved=saved)  # it has its place
+    kept.keep(99, OVERDUE_S + 1.0, by="z", saved=saved)
     assert kept.rounds == (0, *range(2, MAX_KEPT), 99)
+
+
+def test_a_round_that_is_not_there_takes_no_place() -> None:
+    kept = KeptRounds()
+    for r in (5, 6, 2**61):
+        kept.keep(r, 0.0, by=str(r), saved={7, 8})
+    assert kept.rounds == ()
+
+
+def test_one_peer_does_not_take_the_places_of_others() -> None:
+    kept, saved = KeptRounds(), set(range(100))
+    kept.keep(50, 0.0, by="a", saved=saved)
+    for r in range(20):
+        kept.keep(r, 1.0 + r, by="liar", saved=saved)
+    assert kept.rounds == (18, 19, 50)
+    kept.keep(51, 30.0, by="b", saved=saved)
+    assert kept.rounds == (18, 19, 50, 51)
+    kept.keep(18, 40.0, by="b", saved=saved)  # somebody else goes by it now
+    kept.keep(99, 41.0, by="liar", saved=saved)
+    assert kept.rounds == (18, 19, 50, 51), "all places are taken, and nobody's is overdue"
 
 
 # ---- which round is fetched -------------------------------------------------------------------

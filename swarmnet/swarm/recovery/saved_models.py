@@ -60,6 +60,8 @@ told = logging.getLogger("swarmnet.export")
 AT_ONCE = 4
 """Shards that are fetched at a time."""
 MAX_OFFERED = 64
+MAX_ASKING = 64
+"""Peers that may wait to hear what is on the disk, which is read for each of them."""
 NAMED = 4
 """Silent peers that a line for people names."""
 NOTHING = SavedReply((), {})
@@ -76,22 +78,28 @@ class SavedModels:
         self._checkpoints = checkpoints
         self._worker = worker
         self._queue = ServingQueue(AT_ONCE, 4 * AT_ONCE)
+        self._questions = ServingQueue(1, MAX_ASKING)
         self.kept = KeptRounds()
         serve(transport, SAVED, self._on_saved)
         serve(transport, SAVED_SHARD, self._on_shard)
 
     async def _on_saved(self, request: Request[SavedRequest]) -> Message[SavedReply]:
         wanted = request.message.body
-        if wanted.keep >= 0:
-            self.kept.keep(wanted.keep, asyncio.get_running_loop().time())
-        return Message(await self._worker.run(self._offers))
+        async with self._questions.turn():
+            if wanted.keep >= 0:  # at once: the next checkpoint may take its place
+                saved = await self._worker.run(self._checkpoints.available)
+                now, rounds = asyncio.get_running_loop().time(), {s.round for s in saved}
+                self.kept.keep(wanted.keep, now, by=request.remote, saved=rounds)
+            found, losses = await self._worker.run(self._offers)
+        return Message(SavedReply(found, losses, self.kept.rounds))
 
-    def _offers(self) -> SavedReply:
+    def _offers(self) -> tuple[tuple[SavedRound, ...], dict[int, float]]:
+        """What is on the disk, and the held-out losses by round."""
         found = []
         for saved in list(self._checkpoints.available())[-MAX_OFFERED:]:
             digests = self._checkpoints.digests(saved.round)
             found.append(SavedRound(saved.round, saved.history, saved.stage, digests))
-        return SavedReply(tuple(found), dict(self._checkpoints.held_out()), self.kept.rounds)
+        return tuple(found), dict(self._checkpoints.held_out())
 
     async def _on_shard(self, request: Request[FetchRequest]) -> Message[FetchReply]:
         fetch = request.message.body
@@ -177,7 +185,7 @@ class SavedModelFetch:
                 case NothingToHave():
                     return None
             self._tell(silent, loop.time())
-            await self.gossip.changed.wait(LOOK_LESS_S)
+            await asyncio.sleep(LOOK_LESS_S)  # what others say of rounds does not come with news
 
     # ---- who has what -----------------------------------------------------------------------
 
