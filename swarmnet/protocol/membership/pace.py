@@ -19,6 +19,11 @@ PUSH_FANOUT = 16
 """Peers to which urgent news is pushed at most."""
 
 
+REFUTE_EVERY_S = 0.5
+"""Suspicions of a peer that come within this time have one answer. It protects from signing, and
+sending to all, for each message of a stranger (tests/protocol/membership/test_pace.py)."""
+
+
 @dataclass(frozen=True, slots=True)
 class GossipSettings:
     """Of a swarm that a push reaches. In a larger one all but the last are longer in proportion to
@@ -120,6 +125,26 @@ class Publishing:
         """What was declared has happened, or will not."""
         self._is_held = False
         self._is_dirty = True
+
+
+class Refutations:
+    """Suspicions of this peer that it has not answered yet. Each takes a new version of its record,
+    signed and pushed, so those that come close together have one answer."""
+
+    def __init__(self) -> None:
+        self._suspected = NO_STAMP
+        self._last = Since()
+
+    def heard(self, stamp: Stamp) -> None:
+        """A suspicion of the version with this stamp."""
+        self._suspected = max(self._suspected, stamp)
+
+    def due(self, now: float) -> Stamp | None:
+        """The newest version that is suspected, where it is to be refuted now."""
+        if self._suspected == NO_STAMP or not self._last.is_due(now, REFUTE_EVERY_S):
+            return None
+        suspected, self._suspected = self._suspected, NO_STAMP
+        return suspected
 
 
 def partner(view: View, connected: Iterable[str], rng: random.Random, now: float) -> str | None:

@@ -26,6 +26,7 @@ from swarmnet.protocol.membership.failure_detector import (
     TellSuspicion,
     TellUnreached,
 )
+from swarmnet.protocol.membership.pace import Refutations
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import (
@@ -83,6 +84,7 @@ class Liveness:
         """Those under way, at most one at each peer."""
         self._on_change: list[Callable[[str, State], None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._refutations = Refutations()
         self._calls = LiveCalls(transport, view)
         self.call_while_live = self._calls.call
         gate.on_call(self._on_call)
@@ -111,6 +113,7 @@ class Liveness:
         self._carry_out(self._view.detector.passed(now))
         for peer_id in self._calls.look(now):
             self.probe(peer_id)
+        self._refute_if_due()
         self._tell_unreached()
         self.start()
 
@@ -269,8 +272,14 @@ class Liveness:
             return
         # No peer keeps a suspicion that is further ahead. Going further would let a stranger use
         # the version numbers up.
-        self._own.outdo(min(stamp[1], own.version + MAX_STAMP_LEAD))
-        self._pushes.soon()
+        self._refutations.heard((own.incarnation, min(stamp[1], own.version + MAX_STAMP_LEAD)))
+        self._refute_if_due()
+
+    def _refute_if_due(self) -> None:
+        stamp = self._refutations.due(_now())
+        if stamp is not None:
+            self._own.outdo(stamp[1])
+            self._pushes.soon()
 
     # ---- what is to be done -----------------------------------------------------------------
 

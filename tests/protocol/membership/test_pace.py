@@ -6,9 +6,11 @@ import random
 
 from swarmnet.protocol.membership.pace import (
     PUSH_FANOUT,
+    REFUTE_EVERY_S,
     GossipPace,
     GossipSettings,
     Publishing,
+    Refutations,
     first_targets,
     partner,
     push_targets,
@@ -122,3 +124,18 @@ def test_a_partner_is_a_live_peer_in_reach_or_else_one_with_a_channel() -> None:
     view.merge(record("c"), 0.0)
     view.reach.unanswered("c", (1, 0), 0.0)
     assert {partner(view, ["d"], rng, 0.0) for _ in range(20)} == {"b"}
+
+
+def test_suspicions_that_come_close_together_have_one_answer() -> None:
+    refutations, answers = Refutations(), []
+    for i in range(1000):  # a hundred a second
+        refutations.heard((1, i))
+        stamp = refutations.due(i / 100)
+        if stamp is not None:
+            answers.append((i, stamp))
+    assert answers[0] == (0, (1, 0)), "the first one at once"
+    assert all(stamp == (1, i) for i, stamp in answers), "the newest version is refuted"
+    assert len(answers) == 10.0 / REFUTE_EVERY_S
+    refutations.heard((1, 7))
+    assert refutations.due(100.0) == (1, 999), "what was not answered yet is"
+    assert refutations.due(101.0) is None

@@ -18,6 +18,7 @@ from swarmnet.protocol.membership.failure_detector import (
     SUSPECT_S,
     State,
 )
+from swarmnet.protocol.membership.pace import REFUTE_EVERY_S
 from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import LEFT
 from swarmnet.protocol.timing import CONNECT_S
@@ -237,6 +238,28 @@ def test_a_suspicion_of_this_peer_is_refuted_with_a_bounded_version() -> None:
         known = b.view.get("a")
         assert known is not None
         assert known.version >= refuted, "it is pushed at once"
+
+    run(scenario())
+
+
+def test_suspicions_again_and_again_do_not_have_this_peer_sign_each_time() -> None:
+    async def scenario() -> None:
+        a, b = acquainted(MemoryHub(), "a", "b")
+        a.liveness.start()
+        first, signed = a.own.record.version, set()
+        for _ in range(300):
+            a.liveness.hear([Suspicion("a", *a.own.record.stamp)])
+            await asyncio.sleep(0.01)
+            signed.add(a.own.published)
+        assert len(signed) <= 3.0 / REFUTE_EVERY_S + 1
+        suspected = a.own.record.stamp
+        a.liveness.hear([Suspicion("a", *suspected)])
+        await asyncio.sleep(1.5)
+        known = b.view.get("a")
+        assert known is not None
+        assert known.stamp > suspected
+        assert a.own.record.version > first
+        a.liveness.stop()
 
     run(scenario())
 
