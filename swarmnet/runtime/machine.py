@@ -86,7 +86,8 @@ def build_machine(
         free_bytes=lambda: float(free_bytes_of(choose_devices(spec, options)[0])),
         measure=measure,
         weights=open_initial_weights(spec, options, files, begun or Run(spec)),
-        read_file=files.read,
+        file_sizes={about.sha256: about.size for about in files.files.values()},
+        read_file=files.read_part,
         stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
         shared=open_shared(spec, options, files, data),
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import AddressError, SwarmnetError, UserError
@@ -19,6 +20,8 @@ log = logging.getLogger("swarmnet.peer")
 
 FOLDER = "files"
 TOKENIZER, WEIGHTS = "tokenizer.json", "weights.sha256"
+Version = tuple[int, int, int, int]
+"""Of a file on the disk: device, inode, size in bytes, and the time of its last change in ns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,10 @@ class RunFiles:
 
     folder: Path
     files: Mapping[str, FileSpec]
+    _checked: dict[str, tuple[Version, bool]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By SHA-256: which version of the file was compared with it last, and whether it matched."""
 
     def path(self, name: str) -> Path | None:
         """Where a file of the run is; None where the run has none of that name, or it is not
@@ -37,13 +44,34 @@ class RunFiles:
 
     def read(self, sha256: str) -> bytes | None:
         """The contents of a file of the run; None where it is not here undamaged."""
-        if all(about.sha256 != sha256 for about in self.files.values()):
+        if not self._names(sha256):
             return None
         try:
             data = self._path(sha256).read_bytes()
         except OSError:
             return None
         return data if hashlib.sha256(data).hexdigest() == sha256 else None
+
+    def read_part(self, sha256: str, offset: int, num_bytes: int) -> bytes | None:
+        """At most so many bytes of a file of the run, from `offset` on; None where it is not here
+        undamaged. The whole file is read and compared with its hash once for each version of it:
+        who asks for parts again and again costs no more than these parts."""
+        if not self._names(sha256):
+            return None
+        try:
+            with self._path(sha256).open("rb") as file:
+                about = os.fstat(file.fileno())
+                version = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+                checked = self._checked.get(sha256)
+                if checked is None or checked[0] != version:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                    checked = self._checked[sha256] = (version, found == sha256)
+                if not checked[1]:
+                    return None
+                file.seek(min(offset, about.st_size))
+                return file.read(num_bytes)
+        except OSError:
+            return None
 
     def contents(self) -> dict[str, bytes]:
         """Of all that are here, by name."""
@@ -71,6 +99,10 @@ class RunFiles:
             except SwarmnetError as e:
                 raise AddressError(f"the run's {name} is not to be had: {e}") from None
             self.save({name: data})
+
+    def _names(self, sha256: str) -> bool:
+        """Has the run a file of this hash?"""
+        return any(about.sha256 == sha256 for about in self.files.values())
 
     def _path(self, sha256: str) -> Path:
         return self.folder / FOLDER / sha256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,11 @@ class Machine:
     served; 0 where that is unknown. Runs on the worker."""
     weights: InitialWeights | None = None
     """What the run began from; None where that is random and each machine makes it."""
-    read_file: Callable[[str], bytes | None] = lambda sha256: None
-    """A file of the run; blocks."""
+    file_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of the files of the run, here or not, in bytes, by SHA-256."""
+    read_file: Callable[[str, int, int], bytes | None] = lambda sha256, offset, num_bytes: None
+    """At most so many bytes of a file of the run, from an offset on; None where it is not here.
+    Blocks."""
     stage_costs: tuple[float, ...] | None = None
     """Of each stage, in any unit; None where all are alike."""
     shared: SharedData | None = None

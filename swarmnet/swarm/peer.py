@@ -119,7 +119,8 @@ class Peer:
         self._build_pipeline()
         self._build_lifecycle()
         SpecService(self.transport, self.identity.run_id, self.identity.spec)
-        FileService(self.transport, self.machine.read_file, self.machine.worker)
+        machine = self.machine
+        FileService(self.transport, machine.file_sizes, machine.read_file, machine.worker)
         Probes(self.transport, self.gossip)
 
     def _build_membership(self) -> None:

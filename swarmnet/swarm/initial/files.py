@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.methods.contact import SPEC, SpecReply
@@ -67,21 +67,35 @@ class FileService:
     def __init__(
         self,
         transport: Transport,
-        read: Callable[[str], bytes | None],
+        sizes: Mapping[str, int],
+        read: Callable[[str, int, int], bytes | None],
         worker: Worker,
     ) -> None:
-        """`read`: the contents of a file of the run, by SHA-256."""
+        """`sizes`: of the files of the run in bytes, by SHA-256. `read(sha256, offset, num_bytes)`:
+        a part of one, None where it is not here."""
+        self._sizes = sizes
         self._read = read
         self._worker = worker
         serve(transport, RUN_FILE, self._on_file)
 
     async def _on_file(self, request: Request[FileRequest]) -> Message[FileReply]:
         wanted = request.message.body
-        data = await self._worker.run(lambda: self._read(wanted.sha256))
-        if data is None:
+        size, part = self._sizes.get(wanted.sha256), b""
+        if size is not None and wanted.offset >= size:  # known without the disk, nor the worker
+            return _reply(size, part)
+        if size is not None:
+            num_bytes = min(PART_BYTES, size - wanted.offset)
+            read = await self._worker.run(
+                lambda: self._read(wanted.sha256, wanted.offset, num_bytes)
+            )
+            part = b"" if read is None else read
+        if size is None or not part:
             raise NotReady("this peer has no such file")
-        part = data[wanted.offset : wanted.offset + PART_BYTES]
-        return Message(FileReply(len(data)), (Array("uint8", (len(part),), part),))
+        return _reply(size, part)
+
+
+def _reply(size: int, part: bytes) -> Message[FileReply]:
+    return Message(FileReply(size), (Array("uint8", (len(part),), part),))
 
 
 async def fetch_file(
