@@ -25,6 +25,7 @@ import msgpack
 
 from swarmnet.errors import AddressError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet.identity import Identity, verify
+from swarmnet.protocol.relay_room import GreetingRoom, silent_circuit
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier
 from swarmnet.transport.direct import Certificate, client_context
 from swarmnet.transport.open_channels import OpenChannels
@@ -43,8 +44,6 @@ MAX_KNOWN = 65_536
 MAX_RELAYS_EACH = 4
 MAX_CIRCUITS, MAX_CIRCUITS_EACH = 128, 16
 """That a relay joins at a time; of one caller or callee."""
-MAX_GREETING = 64
-"""Relay streams that have not said what they are for."""
 HALF_BUFFER_BYTES = 256 << 10
 """Read from one side of a circuit and not yet taken by the other."""
 SIGNATURE_BYTES, NONCE_BYTES = 64, 32
@@ -87,7 +86,7 @@ class Relays:
         self._grants: dict[str, float] = {}
         self._circuits: dict[Circuit, None] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._num_greeting = 0
+        self._greeting: GreetingRoom[asyncio.Task[Any]] = GreetingRoom()
 
     async def close(self) -> None:
         """Idempotent."""
@@ -124,6 +123,11 @@ class Relays:
         now = asyncio.get_running_loop().time()
         self._grants = {p: end for p, end in self._grants.items() if end > now}
         self._grants[peer_id] = until_s
+
+    @property
+    def num_greeting(self) -> int:
+        """Streams of others that are not joined yet."""
+        return len(self._greeting)
 
     @property
     def num_granted(self) -> int:
@@ -209,22 +213,35 @@ class Relays:
 
     def accept(self, stream: ByteStream) -> None:
         """An incoming stream of the relay protocol."""
-        if self._num_greeting >= MAX_GREETING:
+        if not self._greeting.has_room_for(stream.remote):
             stream.transport.abort()
             return
-        self._num_greeting += 1
-        self._start(self._greet(stream))
+        ended = self._greeting.enter(self._start(self._greet(stream), stream), stream.remote)
+        if ended is not None:
+            ended.cancel()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None], stream: ByteStream) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = None
-        task.add_done_callback(lambda t: self._tasks.pop(t, None))
+
+        def is_over(task: asyncio.Task[Any]) -> None:
+            self._tasks.pop(task, None)
+            self._greeting.leave(task)
+            if task.cancelled():  # maybe before its first step
+                stream.transport.abort()
+
+        task.add_done_callback(is_over)
+        return task
 
     async def _greet(self, stream: ByteStream) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         try:
             async with asyncio.timeout(3 * HEAD_TIMEOUT_S):
                 talk = Talk(stream)
-                head = await talk.hear()
+                async with asyncio.timeout(HEAD_TIMEOUT_S):
+                    head = await talk.hear()
+                self._greeting.spoke(task)
                 if isinstance(head.get("to"), str):
                     await self._join(talk, stream, head["to"])
                 elif isinstance(head.get("from"), str):
@@ -237,8 +254,6 @@ class Relays:
         except BaseException:
             stream.transport.abort()
             raise
-        finally:
-            self._num_greeting -= 1
 
     async def _answer(self, talk: Talk, stream: ByteStream, caller: str) -> None:
         """Somebody calls this peer through the relay `stream.remote`."""
@@ -285,11 +300,19 @@ class Relays:
         if not self.has_grant(callee) or callee not in self._channels.connected():
             return "the relay keeps no place for it"
         ends = [end for circuit in self._circuits for end in circuit.ends]
-        if len(self._circuits) >= MAX_CIRCUITS:
+        if len(self._circuits) >= MAX_CIRCUITS and not self._end_silent():
             return "the relay is full"
         if max(ends.count(caller), ends.count(callee)) >= MAX_CIRCUITS_EACH:
             return "too many circuits of one peer"
         return ""
+
+    def _end_silent(self) -> bool:
+        """Makes room for one more circuit; False where all are in use."""
+        now = asyncio.get_running_loop().time()
+        silent = silent_circuit({c: c.heard_at for c in self._circuits}, now)
+        if silent is not None:
+            silent.abort()
+        return silent is not None
 
     def joined(self, circuit: Circuit) -> None:
         """A circuit began."""
@@ -408,6 +431,7 @@ class Half(asyncio.Protocol):
         """For the cap on the upload."""
 
     def data_received(self, data: bytes) -> None:
+        self._circuit.heard()
         may_go_on = self._circuit.relays.forwarded(len(data))
         self.other.transport.write(data)
         if not may_go_on and not self._waits:
@@ -457,7 +481,12 @@ class Circuit:
         self.ends = (near.remote, far.remote)
         self._halves = tuple(Half(self, s.transport, s.keep) for s in (near, far))
         self._halves[0].other, self._halves[1].other = self._halves[1], self._halves[0]
+        self.heard()
         relays.joined(self)
+
+    def heard(self) -> None:
+        """A byte has come, from either side."""
+        self.heard_at = asyncio.get_running_loop().time()
 
     def begin(self, *rests: bytes) -> None:
         """Lets the bytes flow; `rests`: what was read too much of each side."""

@@ -12,12 +12,13 @@ import pytest
 import uvloop
 
 from swarmnet.errors import SwarmnetError, Unreachable
+from swarmnet.protocol import relay_room
 from swarmnet.transport import relay as relay_module
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Request
 from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import client_context
-from swarmnet.transport.relay import RELAYED, split_circuit
+from swarmnet.transport.relay import RELAYED, Relays, split_circuit
 from swarmnet.wire import Array, Message
 from tests.transport.loopback import LoopbackHub
 from tests.transport.streams import identity
@@ -323,3 +324,71 @@ def test_addresses_of_circuits() -> None:
         "",
     )
     assert split_circuit("/ip4/5.5.5.2/tcp/1/p2p/R") is None
+
+
+def relays_of(w: World) -> Relays:
+    """The circuits of the first relay."""
+    relays = w.relays[0].relays
+    assert relays is not None
+    return relays
+
+
+async def silent_streams(w: World, num_names: int, each: int) -> list[Any]:
+    """Streams to the first relay on which nothing is said, under many names."""
+    (relay,) = w.relays
+    streams = []
+    for n in range(num_names):
+        carrier = w.hub.carrier(f"liar-{n}")
+        streams += [await carrier.open(relay.peer_id, RELAY_PROTOCOL) for _ in range(each)]
+    return streams
+
+
+@pytest.mark.parametrize(("num_names", "each"), [(1, 64), (64, 1), (200, 1)])
+def test_silent_streams_keep_nobody_out(num_names: int, each: int) -> None:
+    async def scenario(w: World) -> None:
+        assert (await w.call()).body
+        for channel in w.a.channels.all():
+            if channel.remote == w.b.peer_id:
+                channel.abort("once more")
+        streams = await silent_streams(w, num_names, each)
+        assert (await w.call()).body
+        assert relays_of(w).num_greeting <= relay_room.MAX_GREETING
+        for stream in streams:
+            stream.transport.abort()
+        assert (await w.call()).body
+
+    play(scenario)
+
+
+def test_a_silent_stream_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "HEAD_TIMEOUT_S", 0.1)
+
+    async def scenario(w: World) -> None:
+        (stream,) = await silent_streams(w, 1, 1)
+        with pytest.raises(EOFError):
+            await relay_module.Talk(stream).read(1)
+        assert not relays_of(w).num_greeting
+
+    play(scenario)
+
+
+def test_a_silent_circuit_gives_way_where_the_relay_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relay_module, "MAX_CIRCUITS", 1)
+
+    async def scenario(w: World) -> None:
+        (relay,) = w.relays
+        assert (await w.call()).body
+        relay.grant_relay(w.a.peer_id, GRANT_S)
+        w.b.learn(w.a.peer_id, [w.circuit(w.a, relay)])
+        assert w.b.relays is not None
+        way = w.b.relays.ways(w.a.peer_id)[0]
+        with pytest.raises(Unreachable, match="the relay is full"):
+            await way()
+        monkeypatch.setattr(relay_room, "SILENT_CIRCUIT_S", 0.0)
+        stream = await way()
+        assert relays_of(w).num_joined == 1
+        stream.transport.abort()
+
+    play(scenario)
