@@ -27,7 +27,7 @@ KEEP_S = LAPSES * SAY_KEEP_S
 MAX_KEPT = 4
 """Rounds that are kept for others at a time: each takes the disk space of a checkpoint."""
 MAX_KEPT_FOR_ONE = 2
-"""Of these, for one peer: who fetches a round, and finds that it has to take another one, says so of
+"""Of these, for one peer: who fetches a round, and finds that it has to take another one, names
 two. It protects the places of others from a peer that names round after round
 (tests/protocol/test_saved_rounds.py)."""
 OVERDUE_S = SAY_KEEP_S + ANSWER_S
