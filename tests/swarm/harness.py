@@ -168,6 +168,8 @@ class Swarm:
 
     paths: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)
     """By round and microbatch id: the replicas that it went through."""
+    signer: Callable[[str], Signer] = lambda name: OpenSigner()
+    """Of a peer by its name."""
     is_synthetic: bool = False
     """Without a neural network: for tests that compare no numbers. That each gradient has the
     microbatches which it names is checked at every step (`simulation.stage`)."""
@@ -222,7 +224,7 @@ class Swarm:
             machine = replace(machine, device=machine.device.seat())
         peer = Peer(
             transport=self.hub.transport(name),
-            signer=OpenSigner(),
+            signer=self.signer(name),
             identity=Identity(self.spec.run_id, self.spec.canonical(), next(self._incarnations)),
             settings=run_settings(self.spec),
             machine=machine,

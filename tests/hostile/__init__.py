@@ -1,0 +1,1 @@
+"""Peers that lie, against a swarm of honest ones."""

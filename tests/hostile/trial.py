@@ -1,0 +1,97 @@
+"""An honest swarm of eight before, during and after an attack, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmnet.spec import RunSpec
+from tests.hostile.attacker import Attacker, NamedSigner
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+NUM_STAGES, NUM_REPLICAS = 2, 4
+BEFORE_S, DURING_S, AFTER_S = 8.0, 15.0, 10.0
+"""Virtual seconds in which rounds are counted."""
+SETTLES_S = 3.0
+"""After a swarm has begun, and after the attacker has gone."""
+OPEN_PART, CLOSED_PART = 0.8, 0.95
+"""Of the pace before, that a swarm keeps during an attack by one machine: in an open run; in a
+closed one, by strangers."""
+
+Attack = Callable[[Attacker, Swarm], Awaitable[None]]
+"""Runs until it is cancelled, or ends by itself: what it has left behind stays."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Rounds a second of the slowest honest peer."""
+
+    before: float
+    during: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.before:.2f} rounds/s before, {self.during:.2f} during, {self.after:.2f} after"
+
+    def held(self, part: float = OPEN_PART) -> bool:
+        """Whether the swarm has kept its pace."""
+        return min(self.during, self.after) >= part * self.before
+
+
+def honest_spec(folder: Path, **pipeline: object) -> RunSpec:
+    """Of a swarm that has enough to do."""
+    return tiny_spec(
+        folder, num_stages=NUM_STAGES, rounds=100_000, global_batch=32, num_layers=2, **pipeline
+    )
+
+
+def trial(
+    attack: Attack,
+    *,
+    seed: int = 0,
+    during_s: float = DURING_S,
+    look: Callable[[Swarm, Attacker], None] = lambda swarm, attacker: None,
+) -> Pace:
+    """Lets a swarm of eight work, attacks it, and lets it work again. `look(swarm, attacker)`: what
+    else has to hold at the end."""
+    found: list[Pace] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(NUM_STAGES, NUM_REPLICAS)
+        await swarm.until_round(3)
+        await asyncio.sleep(SETTLES_S)
+        before = await _rounds_per_s(swarm, BEFORE_S)
+        victims = sorted(swarm.members)
+        attacker = Attacker(swarm.hub, swarm.spec.run_id, victims, random.Random(seed))
+        work = asyncio.get_running_loop().create_task(_run(attack, attacker, swarm))
+        during = await _rounds_per_s(swarm, during_s)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        attacker.leave()
+        await asyncio.sleep(SETTLES_S)
+        after = await _rounds_per_s(swarm, AFTER_S)
+        found.append(Pace(before, during, after))
+        look(swarm, attacker)
+
+    with tempfile.TemporaryDirectory() as folder:
+        in_virtual_time(
+            scenario, honest_spec(Path(folder)), is_synthetic=True, seed=seed, signer=NamedSigner
+        )
+    return found[0]
+
+
+async def _run(attack: Attack, attacker: Attacker, swarm: Swarm) -> None:
+    await attack(attacker, swarm)
+
+
+async def _rounds_per_s(swarm: Swarm, seconds: float) -> float:
+    first = swarm.rounds()
+    await asyncio.sleep(seconds)
+    for member in swarm.members.values():
+        if member.life.done():
+            member.life.result()
+    return min(b - a for a, b in zip(first, swarm.rounds())) / seconds
