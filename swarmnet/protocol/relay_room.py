@@ -12,11 +12,13 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from swarmnet.protocol.timing import UPKEEP_S
+
 MAX_GREETING, MAX_GREETING_EACH = 64, 16
 """Relay streams that are not joined yet; of one peer."""
-SILENT_CIRCUIT_S = 60.0
+SILENT_CIRCUIT_S = UPKEEP_S
 """A circuit through which nothing has gone for so long gives way to a new one. Peers that use one
-say more often that they are there."""
+say more often that they are there (tests/transport/test_relay.py)."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 

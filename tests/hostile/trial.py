@@ -35,7 +35,8 @@ class Pace:
     after: float
 
     def __str__(self) -> str:
-        return f"{self.before:.2f} rounds/s before, {self.during:.2f} during, {self.after:.2f} after"
+        rates = (self.before, self.during, self.after)
+        return "{:.2f} rounds/s before, {:.2f} during, {:.2f} after".format(*rates)
 
     def held(self, part: float = OPEN_PART) -> bool:
         """Whether the swarm has kept its pace."""

@@ -30,6 +30,7 @@ from swarmnet.simulation.stage import (
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.membership.reconnecting import Remembered
+from swarmnet.swarm.membership.records import Signer
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.pipeline.feeder import Journal
 from swarmnet.swarm.recovery.checkpointing import Disk

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership.assignment import feeders
-from swarmnet.protocol.membership.failure_detector import SILENCE_S
+from swarmnet.protocol.membership.failure_detector import SILENCE_S, TICK_S
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.moments import Since
@@ -19,7 +19,7 @@ PUSH_FANOUT = 16
 """Peers to which urgent news is pushed at most."""
 
 
-REFUTE_EVERY_S = 0.5
+REFUTE_EVERY_S = TICK_S
 """Suspicions of a peer that come within this time have one answer. It protects from signing, and
 sending to all, for each message of a stranger (tests/protocol/membership/test_pace.py)."""
 
