@@ -165,6 +165,11 @@ class Transport(Protocol):
         answers nothing, whose connections have not closed: of one whose address has changed they
         stay open for most of a minute, and lead nowhere. Never raises."""
 
+    def ban(self, peer_id: str, reason: str) -> None:
+        """The machine of a peer has broken the protocol by what it said: every connection to it
+        ends, and for a growing time there is no other, whichever side opens it. Without effect for
+        the own machine. Never raises."""
+
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         """One-way and best effort: never blocks, never raises."""
 

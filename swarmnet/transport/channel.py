@@ -190,6 +190,11 @@ class ChannelTransport:
             if channel.remote == machine:
                 channel.abort("let go, for nothing came of it")
 
+    def ban(self, peer_id: str, reason: str) -> None:
+        machine = machine_of(peer_id)
+        if machine != self.peer_id:
+            self.channels.ban(machine, reason)
+
     def notify(self, peer_id: str, method: str, message: Message, *, seat: int = 0) -> None:
         """`Transport.notify`, by one of this machine's seats."""
         machine, target = split_seat(peer_id)
@@ -310,6 +315,9 @@ class Seat:
 
     async def drop(self, peer_id: str) -> None:
         await self._machine.drop(peer_id)
+
+    def ban(self, peer_id: str, reason: str) -> None:
+        self._machine.ban(peer_id, reason)
 
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         self._machine.notify(peer_id, method, message, seat=self.seat)

@@ -26,6 +26,7 @@ from swarmnet.errors import (
 )
 from swarmnet.protocol.leftovers import Leftovers
 from swarmnet.protocol.timing import ANSWER_S, LEAST_WAIT_S
+from swarmnet.transport.bans import Bans
 from swarmnet.transport.base import Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import FIRST_SEATS, as_remote, describe, parse_error
 from swarmnet.transport.calls.pending import PendingCalls
@@ -300,6 +301,7 @@ class MemoryTransport:
         self._known: dict[str, tuple[str, ...]] = {}
         self._connected = Listeners()
         self._disconnected = Listeners()
+        self._bans = Bans()
 
     # ---- the port ---------------------------------------------------------------------------
 
@@ -384,9 +386,27 @@ class MemoryTransport:
             self._hub.when_awake(peer_id, functools.partial(remote.lose, self.peer_id))
         self.lose(peer_id)
 
+    def ban(self, peer_id: str, reason: str) -> None:
+        if peer_id == self.peer_id:
+            return
+        self._bans.add(peer_id, asyncio.get_running_loop().time())
+        log.warning("%s broke the protocol (%s): its stream was closed", peer_id[-8:], reason)
+        remote = self._hub.transports.get(peer_id)
+        if remote is not None:
+            self._hub.when_awake(peer_id, functools.partial(remote.lose, self.peer_id))
+        self.lose(peer_id)
+
+    def has_banned(self, peer_id: str) -> bool:
+        """Whether a peer has no connection to this one for a while."""
+        if not self._bans:  # as a rule
+            return False
+        return self._bans.is_banned(peer_id, asyncio.get_running_loop().time())
+
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         remote = self._hub.transports.get(peer_id)
         if remote is None or self.is_dead or peer_id == self.peer_id:
+            return
+        if self._is_barred(remote):
             return
         if peer_id not in self._links and not self._hub.finds(
             self.peer_id, peer_id, self._known.get(peer_id, ())
@@ -414,6 +434,8 @@ class MemoryTransport:
         remote = self._hub.transports.get(peer_id)
         if remote is None or remote is self:
             raise Unreachable(f"{peer_id[-8:]}: connection refused: nothing listens there")
+        if self._is_barred(remote):
+            raise Unreachable(f"{peer_id[-8:]}: the connection was closed at once")
         if peer_id not in self._links:
             if self._hub.is_parted(self.peer_id, peer_id):
                 await asyncio.sleep(UNREACHABLE_AFTER_S)
@@ -422,6 +444,9 @@ class MemoryTransport:
                 raise Unreachable(f"{peer_id[-8:]}: nobody answers at any address of it")
         self._connect(remote)
         return remote
+
+    def _is_barred(self, remote: MemoryTransport) -> bool:
+        return self.has_banned(remote.peer_id) or remote.has_banned(self.peer_id)
 
     def _connect(self, remote: MemoryTransport) -> None:
         if remote.peer_id not in self._links:
@@ -484,10 +509,14 @@ class MemoryTransport:
         self, caller: MemoryTransport, call_id: int, method: str, message: Message
     ) -> None:
         """A request has arrived."""
+        if self.has_banned(caller.peer_id):
+            return  # its connection was closed, and the call has failed
         self._handlers.start(caller.peer_id, self._serve(caller, call_id, method, message))
 
     def notified(self, caller: MemoryTransport, method: str, message: Message) -> None:
         """A notification has arrived."""
+        if self.has_banned(caller.peer_id):
+            return
         work = self._handlers.hear(FIRST_SEATS, caller.peer_id, caller.run_id, method, message)
         self._handlers.start(caller.peer_id, work)
 

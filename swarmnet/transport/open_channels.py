@@ -189,6 +189,14 @@ class OpenChannels:
         self.bans.add(peer_id, asyncio.get_running_loop().time())
         log.warning("%s broke the protocol (%s): its stream was closed", peer_id[-8:], reason)
 
+    def ban(self, peer_id: str, reason: str) -> None:
+        """The same for what a peer said in a message that was well formed: it loses all of its
+        streams."""
+        self.offended(peer_id, reason)
+        for channel in self.all():
+            if channel.remote == peer_id:
+                channel.abort(reason)
+
     # ---- the end ----------------------------------------------------------------------------
 
     def refuse_streams(self) -> None:

@@ -21,6 +21,7 @@ from swarmnet.errors import (
     Refused,
     RemoteError,
     Stale,
+    TransportError,
     Unreachable,
     Unsupported,
 )
@@ -437,5 +438,43 @@ def test_closing_ends_handlers_and_calls(play: Callable[[Scenario], None]) -> No
         await w.a.close()
         with pytest.raises((ChannelClosed, Unreachable)):
             await w.call("slow")
+
+    play(scenario)
+
+
+def test_who_is_banned_has_no_way_in_and_is_not_called(play: Callable[[Scenario], None]) -> None:
+    async def scenario(w: World) -> None:
+        heard: list[Request] = []
+
+        async def hear(request: Request) -> Message:
+            heard.append(request)
+            return Message()
+
+        w.b.handle("m", hear)
+        w.a.handle("m", hear)
+        await w.call("m")
+        w.b.ban(w.b.peer_id, "itself")
+        await w.call("m")
+        w.b.ban(w.a.peer_id, "a lie")
+        assert w.b.connected() == []
+        w.a.notify(w.b.peer_id, "m", Message())
+        with pytest.raises(TransportError):
+            await w.call("m")
+        with pytest.raises(TransportError):
+            await w.b.call(w.a.peer_id, "m", Message(), timeout_s=PATIENCE_S)
+        assert len(heard) == 2
+
+    play(scenario)
+
+
+def test_a_call_ends_with_the_ban_of_its_caller(play: Callable[[Scenario], None]) -> None:
+    async def scenario(w: World) -> None:
+        async def judge(request: Request) -> Message:
+            w.b.ban(request.remote, "a lie")
+            return Message()
+
+        w.b.handle("m", judge)
+        with pytest.raises(TransportError):
+            await w.call("m")
 
     play(scenario)
