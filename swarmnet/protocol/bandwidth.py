@@ -2,9 +2,11 @@
 
 Only *saturated* links tell the bandwidth: a link that had nothing left to send was as fast as its
 sender. The rate of all links together is measured over the time in which at least one was
-saturated, because they share an uplink. The published rate is rounded (`STEPS` to a doubling) and
-changes only when the measured rate has moved well away from it: placement weighs owners by it, and
-shards must not move because of noise.
+saturated, because they share an uplink. A link that takes far less than its share is held up by
+whoever reads at its other end: what waits for that one does not wait for the uplink, and its time
+is not that of the others. The published rate is rounded (`STEPS` to a doubling) and changes only
+when the measured rate has moved well away from it: placement weighs owners by it, and shards must
+not move because of noise.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ ENOUGH_BYTES = 16 << 20
 """Bytes measured before a rate is published."""
 STEPS = 4
 """Steps to a doubling of the published rate."""
+SHARES_OF_SLOW = 8
+"""A link that takes less than one in so many of its share of the uplink waits for its reader. Links
+that the uplink holds up differ by their round trips, and by less than that
+(tests/protocol/test_bandwidth.py)."""
+MOST_UNTOLD_BYTES = 512 << 10
+"""A saturated link tells of what it has taken at the latest after so many bytes."""
 MOVE_LOG2 = 0.5
 """By how many powers of two the rate must differ from the published one to be published anew."""
 
@@ -56,14 +64,26 @@ class Rate:
         self._seconds = 0.0
 
 
+@dataclass(slots=True)
+class Saturated:
+    """A link that has more to send than it takes."""
+
+    peer_id: str
+    since: float
+    """When it told last what it has taken."""
+    is_slow: bool = False
+    """By what it told last, its reader holds it up."""
+
+
 class UploadMeter:
     """The upload rates of one peer's links, and of all together."""
 
     def __init__(self) -> None:
         self.total = Rate()
         self._links: dict[str, Rate] = {}
-        self._saturated: dict[object, tuple[str, float]] = {}
-        self._since_s = 0.0
+        self._saturated: dict[object, Saturated] = {}
+        self._counted_until = -math.inf
+        """Saturated time before that is in the rate of all links."""
         self._published = 0.0
         self._published_at_s = -math.inf
         self._limit = math.inf
@@ -83,22 +103,43 @@ class UploadMeter:
 
     def began(self, link: object, peer_id: str, now: float) -> None:
         """A link is saturated now: it has more to send than it takes."""
-        if not self._saturated:
-            self._since_s = now
-        self._saturated[link] = (peer_id, now)
+        self._saturated[link] = Saturated(peer_id, now)
 
     def drained(self, link: object, num_bytes: int, now: float, *, ended: bool) -> None:
         """A saturated link has taken bytes; `ended`: it has nothing left to send."""
-        if link not in self._saturated:
+        told = self._saturated.get(link)
+        if told is None:
             return
-        peer_id, since_s = self._saturated[link]
-        self._links.setdefault(peer_id, Rate()).add(num_bytes, max(0.0, now - since_s))
-        self.total.add(num_bytes, max(0.0, now - self._since_s))
-        self._since_s = now
+        seconds = max(0.0, now - told.since)
+        self._links.setdefault(told.peer_id, Rate()).add(num_bytes, seconds)
+        told.is_slow = self._takes_little(num_bytes, seconds)
+        at_work = [x.since for x in self._saturated.values() if not self._is_slow(x, now)]
+        if not told.is_slow:
+            since = max(min(at_work, default=told.since), self._counted_until)
+            self.total.add(num_bytes, max(0.0, now - since))
+            self._counted_until = now
+        elif num_bytes and not at_work:  # it may be that the uplink is slower than it was
+            self.total.add(num_bytes, seconds)
+        told.since = now
         if ended:
             del self._saturated[link]
-        else:
-            self._saturated[link] = (peer_id, now)
+
+    def is_slow(self, link: object, now: float) -> bool:
+        """Whether a link waits for its reader, and not for the uplink: it takes far less than its
+        share."""
+        told = self._saturated.get(link)
+        return told is not None and self._is_slow(told, now)
+
+    def _is_slow(self, told: Saturated, now: float) -> bool:
+        return told.is_slow or self._takes_little(MOST_UNTOLD_BYTES, now - told.since)
+
+    def _takes_little(self, num_bytes: int, seconds: float) -> bool:
+        """Whether so many bytes in that time are far less than a share. Nothing is known of a short
+        time, nor where the uplink is not measured."""
+        if seconds < SAMPLE_S:
+            return False
+        num_shares = max(1, sum(not x.is_slow for x in self._saturated.values()))
+        return num_bytes * SHARES_OF_SLOW * num_shares < self.known_bytes_per_s * seconds
 
     def link_bytes_per_s(self, peer_id: str) -> float:
         """The recent rate of a link to a peer; 0 where unknown."""

@@ -94,8 +94,11 @@ class Traffic:
     """Calls that no peer answered, by method: cut off, or too late."""
 
     queued_bytes: Callable[[], int] = lambda: 0
-    """Long messages that are to be sent and that the network has not taken yet, without those of
-    the background."""
+    """Long messages that wait for the uplink: not the background, nor what is for strangers, nor
+    what waits for a peer that does not read."""
+    queued_to: Callable[[str], int] = lambda peer_id: 0
+    """Long messages that are to be sent to a peer and that the network has not taken yet, for
+    whatever reason; without the background."""
 
     def upload_s(self, num_bytes: int) -> float:
         """Seconds that so many bytes keep the uplink busy; 0 while its bandwidth is unknown."""

@@ -65,6 +65,7 @@ class ChannelTransport:
             self.handlers, self.traffic, agent=self.agent, offered=self.offered
         )
         self.traffic.queued_bytes = self.channels.queued_bytes
+        self.traffic.queued_to = lambda peer_id: self.channels.queued_to(machine_of(peer_id))
         identity = self.identity
         self.relays = None if identity is None else Relays(identity, self.carrier, self.channels)
         self.dialer = Dialer(self.carrier, self.channels, self.relays)

@@ -291,7 +291,10 @@ class MemoryTransport:
 
     def __init__(self, hub: MemoryHub, peer_id: str) -> None:
         self.peer_id = peer_id
-        self.traffic = Traffic(queued_bytes=lambda: hub.queued_bytes(peer_id))
+        self.traffic = Traffic(
+            queued_bytes=lambda: hub.queued_bytes(peer_id),
+            queued_to=lambda _: hub.queued_bytes(peer_id),  # an uplink sends in the order of calls
+        )
         self.run_id = ""
         self.is_dead = False
         self.calls = PendingCalls()

@@ -102,9 +102,14 @@ class OpenChannels:
         return sum(c.is_direct and c.remote == peer_id for c in self._all)
 
     def queued_bytes(self) -> int:
-        """Long messages that are to be sent and that the network has not taken yet; those of the
-        background do not count, for nothing else waits behind them."""
-        return sum(channel.queued_bytes for channel in self._all)
+        """Long messages that wait for the uplink. Neither what peers leave unread counts, nor what
+        is for strangers, nor the background: nothing else waits behind them."""
+        return sum(channel.uplink_bytes for channel in self._all)
+
+    def queued_to(self, peer_id: str) -> int:
+        """Long messages that are to be sent to a machine and that the network has not taken yet,
+        without those of the background."""
+        return sum(channel.queued_bytes for channel in self._all if channel.remote == peer_id)
 
     def connected(self) -> list[str]:
         """Peers with a ready channel over the carrier."""

@@ -76,6 +76,63 @@ def test_it_changes_once_in_a_while_at_most() -> None:
     assert meter.published(now + UPKEEP_S) > first
 
 
+def test_one_that_reads_little_does_not_keep_the_uplink_busy() -> None:
+    meter = UploadMeter()
+    now = send(meter, "p", 64 * MB, 32e6, 0.0)
+    meter.began("slow", "slow", now)
+    meter.began("q", "q", now)
+    assert not meter.is_slow("slow", now), "nothing is known yet"
+    for _ in range(4):
+        now += 0.05
+        meter.drained("q", MB, now, ended=False)
+    meter.drained("q", MB, now, ended=True)
+    now += 1.0
+    meter.drained("slow", MB // 16, now, ended=False)
+    assert meter.is_slow("slow", now)
+    now = 50 + send(meter, "p", 16 * MB, 32e6, now + 50)
+    meter.drained("slow", MB // 4, now, ended=False)
+    assert meter.total.bytes_per_s == pytest.approx(32e6, rel=0.2), "idle time is no slowness"
+    meter.drained("slow", 16 * MB, now + 1, ended=False)
+    assert not meter.is_slow("slow", now + 1), "it reads again"
+
+
+def test_one_that_reads_nothing_is_found_before_it_tells() -> None:
+    meter = UploadMeter()
+    now = send(meter, "p", 64 * MB, 32e6, 0.0)
+    meter.began("slow", "slow", now)
+    assert not meter.is_slow("slow", now + 0.1)
+    assert meter.is_slow("slow", now + 1)
+    now = send(meter, "p", 64 * MB, 32e6, now + 1000)
+    assert meter.total.bytes_per_s == pytest.approx(32e6, rel=0.1)
+    meter.drained("slow", 0, now, ended=True)
+    assert not meter.is_slow("slow", now)
+
+
+def test_links_that_share_a_slow_uplink_wait_for_it() -> None:
+    meter = UploadMeter()
+    now = send(meter, "p", 64 * MB, 0.5e6, 0.0)
+    links = [str(k) for k in range(16)]
+    for link in links:
+        meter.began(link, link, now)
+    for _ in range(20):
+        now += 8.0
+        for k, link in enumerate(links):  # shares that differ by four
+            assert not meter.is_slow(link, now)
+            meter.drained(link, MB // 8 if k % 4 else MB // 2, now, ended=False)
+            assert not meter.is_slow(link, now)
+
+
+def test_an_uplink_that_has_become_slow_is_believed_in_the_end() -> None:
+    meter = UploadMeter()
+    now = send(meter, "p", 64 * MB, 64e6, 0.0)
+    meter.began("p", "p", now)
+    for _ in range(200):
+        now += 1.0
+        meter.drained("p", MB, now, ended=False)
+    assert meter.total.bytes_per_s < 8 * MB
+    assert not meter.is_slow("p", now)
+
+
 def test_a_link_that_vanished_is_forgotten() -> None:
     meter = UploadMeter()
     send(meter, "p", 16 * MB, 1e6, 0.0)

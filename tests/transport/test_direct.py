@@ -227,7 +227,7 @@ def test_the_kernel_holds_little_of_what_waits() -> None:
         left = [0, 1]
         while left[-1] != left[-2] or not left[-1]:
             await asyncio.sleep(0.1)
-            left.append(w.a.traffic.queued_bytes())
+            left.append(w.a.traffic.queued_to(w.b.peer_id))
         wire = channel._transport  # noqa: SLF001  what the kernel has
         handle = wire.get_extra_info("socket").fileno()
         unsent = int.from_bytes(fcntl.ioctl(handle, SIOCOUTQNSD, bytes(4)), sys.byteorder)

@@ -293,7 +293,7 @@ class Dispatcher:
         )
         try:
             while not await hop.wait(answer):
-                if is_own or not traffic.queued_bytes():  # all of it is sent
+                if is_own or not traffic.queued_to(peer_id):  # all of it is sent
                     has_it = await self._is_at_work(peer_id, message.body, patience.look_s)
                     if patience.ends(has_it, _now()):
                         raise DeadlineExceeded(f"no answer for {patience.silence_s:.1f} s")

@@ -105,6 +105,13 @@ class Channel(asyncio.BufferedProtocol):
         of the background."""
         return self._writer.queued_bytes
 
+    @property
+    def uplink_bytes(self) -> int:
+        """Of these, what waits for the uplink: none where the peer holds the stream up, or has no
+        standing here."""
+        num_bytes = self._writer.uplink_bytes
+        return num_bytes if num_bytes and not self._owner.holdings.is_stranger(self.remote) else 0
+
     def attach(self, stream: ByteStream) -> None:
         """Takes the stream over."""
         self._stream = stream

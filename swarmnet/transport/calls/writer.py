@@ -45,9 +45,15 @@ class Writer:
     @property
     def queued_bytes(self) -> int:
         """Of large messages: to be sent, and not yet taken by the operating system; without those
-        of the background."""
+        of the background. All of it may wait for a peer that does not read."""
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()
         return self._outbox.bulk_bytes + written
+
+    @property
+    def uplink_bytes(self) -> int:
+        """Of these, what waits for the uplink: none where the peer holds the stream up."""
+        now = asyncio.get_running_loop().time()
+        return 0 if self._traffic.upload.is_slow(self, now) else self.queued_bytes
 
     def pause(self) -> None:
         """The stream's buffer is full."""
