@@ -15,6 +15,7 @@ from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.channel import PARTING_S, Channel
 from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.calls.holdings import Holdings
+from swarmnet.transport.calls.replies import ReplyRoom
 from swarmnet.transport.calls.served import Service
 from swarmnet.transport.listeners import Listeners
 from swarmnet.transport.pacing import Pacer
@@ -66,6 +67,7 @@ class OpenChannels:
         self.pacer = Pacer(traffic.upload, self.queued_bytes)
         self.handlers = handlers
         self.holdings = Holdings(handlers)
+        self.replies = ReplyRoom(handlers)
         self.bans = Bans()
         self._is_closed = False
         self._all: dict[Channel, DirectWatcher | None] = {}

@@ -14,8 +14,9 @@ import pytest
 from swarmnet.errors import Busy, DeadlineExceeded, Refused
 from swarmnet.transport import open_channels
 from swarmnet.transport.base import Envelope, Request
-from swarmnet.transport.calls import channel
+from swarmnet.transport.calls import channel, replies, writer
 from swarmnet.transport.calls.holdings import CALL_BYTES, STRANGER_BYTES, STRANGERS_BYTES
+from swarmnet.transport.calls.replies import SMALL_UNREAD_BYTES, STRANGERS_UNREAD_BYTES
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import (
     END,
@@ -74,6 +75,7 @@ class Attack:
         self.victim, self.innocent, self.gate = victim, innocent, gate
         self.streams: list[BadPeer] = []
         self.heard: list[int] = []
+        self.num_given = 0
 
     async def open(self, num_peers: int = NUM_PEERS, each: int = STREAMS_EACH) -> None:
         hub = carrier_of(self.victim).hub
@@ -95,6 +97,10 @@ class Attack:
     @property
     def strangers_bytes(self) -> int:
         return self.victim.channels.holdings.strangers_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        return self.victim.channels.replies.strangers_bytes
 
     @property
     def num_open(self) -> int:
@@ -119,7 +125,16 @@ async def attack(*refused: str) -> AsyncIterator[Attack]:
             await never.wait()
             return Message()
 
+        async def give(request: Request) -> Message:
+            made.num_given += 1
+            return Message(None, (Array("uint8", (MIB,), bytes(MIB)),))
+
+        async def give_much(request: Request) -> Message:
+            return Message(None, (Array("uint8", (4 * MIB,), bytes(4 * MIB)),))
+
         victim.handle("take", take)
+        victim.handle("give", give)
+        victim.handle("give_much", give_much)
         victim.handle("wait", wait)
         await call(innocent, victim)
         yield made
@@ -339,6 +354,101 @@ def test_a_reply_larger_than_a_stranger_may_send_fails_the_call() -> None:
             with pytest.raises(Busy):
                 await calling
             assert a.strangers_bytes == 0
+
+    play(scenario())
+
+
+def test_replies_that_are_not_read_take_a_few_mib_whoever_asks() -> None:
+    async def scenario() -> None:
+        async with attack() as a:
+            await a.open()
+            tracemalloc.start()
+            asked = b"".join(head_frame(REQUEST, n, {"m": "give"}) for n in range(1, 40))
+            await a.send(asked)
+            for _ in range(100):
+                await asyncio.sleep(0.002)
+            held, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            streams = NUM_PEERS * STREAMS_EACH
+            most = STRANGERS_UNREAD_BYTES + streams * SMALL_UNREAD_BYTES
+            assert 16 * MIB < a.unread_bytes <= most
+            assert held < STRANGERS_UNREAD_BYTES + 16 * MIB, "the readers' buffers are counted too"
+            assert a.num_given < 39 * streams // 4, "most was refused before it was made"
+            assert a.victim.channels.queued_bytes() == 0, "and the uplink is free"
+
+    play(scenario())
+
+
+def test_one_that_reads_gets_its_reply_while_others_fill_the_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replies, "GIVES_WAY_AFTER_S", 0.05)
+
+    async def scenario() -> None:
+        async with attack() as a:
+            await a.open()
+            await a.send(b"".join(head_frame(REQUEST, n, {"m": "give"}) for n in range(1, 40)))
+            assert a.unread_bytes > STRANGERS_UNREAD_BYTES - 4 * MIB
+            await asyncio.sleep(0.1)
+            hub = carrier_of(a.victim).hub
+            reader = ChannelTransport(hub.carrier(identity(99).peer_id))
+            await reader.start()
+            for _ in range(5):
+                got = await reader.call(a.victim.peer_id, "give_much", Message(), timeout_s=5.0)
+                assert got.arrays[0].num_bytes == 4 * MIB
+            await reader.close()
+
+    play(scenario())
+
+
+def test_a_stranger_that_reads_nothing_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "UNREAD_BY_STRANGER_S", 0.05)
+
+    async def scenario() -> None:
+        async with attack() as a:
+            await a.open(3, 1)
+            await a.send(b"".join(head_frame(REQUEST, n, {"m": "give"}) for n in range(1, 9)))
+            await asyncio.sleep(0.2)
+            assert a.num_open == 0
+            assert a.unread_bytes == 0
+
+    play(scenario())
+
+
+def test_a_member_that_reads_nothing_loses_its_stream_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer, "UNREAD_BY_STRANGER_S", 0.05)
+    monkeypatch.setattr(writer, "UNREAD_S", 0.5)
+
+    async def scenario() -> None:
+        async with attack() as a:
+            await a.open(1, 1)
+            (bad,) = a.streams
+            a.gate.members.add(bad.peer_id)
+            await a.send(b"".join(head_frame(REQUEST, n, {"m": "give"}) for n in range(1, 9)))
+            await asyncio.sleep(0.2)
+            assert (a.num_open, a.num_given) == (1, 8)
+            await bad.reader.read(MIB)  # it reads a little
+            await asyncio.sleep(0.6)
+            assert a.num_open == 0
+
+    play(scenario())
+
+
+def test_errors_that_are_not_read_cost_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "STRANGER_BYTES", 64 << 10)
+
+    async def scenario() -> None:
+        async with attack("take") as a:
+            await a.open(1, 1)
+            for n in range(40):
+                first = 1 + 500 * n
+                asked = [head_frame(REQUEST, first + k, {"m": "take"}) for k in range(500)]
+                await a.send(b"".join(asked))
+                if not a.num_open:
+                    break
+            assert (a.num_open, a.unread_bytes) == (0, 0)
 
     play(scenario())
 

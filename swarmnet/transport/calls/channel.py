@@ -22,9 +22,10 @@ from swarmnet.transport.calls.holdings import Holdings, Overfull
 from swarmnet.transport.calls.inbox import Inbox
 from swarmnet.transport.calls.outbox import Outbox, Outgoing, Stalled, outgoing
 from swarmnet.transport.calls.pending import PendingCalls
+from swarmnet.transport.calls.replies import ReplyRoom
 from swarmnet.transport.calls.served import ServedCalls, Service
 from swarmnet.transport.calls.writer import Writer
-from swarmnet.transport.frames import CANCEL, HELLO, NOTIFY, REQUEST, Reader
+from swarmnet.transport.frames import ANSWERS, CANCEL, HELLO, NOTIFY, REQUEST, Reader
 from swarmnet.transport.pacing import Pacer
 from swarmnet.wire import Message
 
@@ -50,6 +51,7 @@ class Owner(Protocol):
     pacer: Pacer
     handlers: Service
     holdings: Holdings
+    replies: ReplyRoom
 
     def channel_ready(self, channel: Channel) -> None:
         """The peer has said hello."""
@@ -79,13 +81,15 @@ class Channel(asyncio.BufferedProtocol):
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
         self._calls = PendingCalls()
-        served = ServedCalls(owner.handlers, self, owner.holdings)
+        served = ServedCalls(owner.handlers, self, owner.holdings, owner.replies)
         self._inbox = Inbox(
             self.greeting, self._calls, served, owner.pool.take, owner.traffic, owner.holdings
         )
         self._reader = Reader(self._inbox, is_sealed=is_direct)
         self._outbox = Outbox(owner.pool.take, is_sealed=is_direct)
-        self._writer = Writer(self._outbox, owner.pacer, owner.traffic, remote, is_direct=is_direct)
+        self._writer = Writer(
+            self._outbox, owner.pacer, owner.traffic, owner.replies, remote, is_direct=is_direct
+        )
         self._timer = loop.call_later(HELLO_TIMEOUT_S, self.abort, "no hello in time")
         self._lease = loop.call_later(LEASE_S, self._renew_lease)
 
@@ -98,6 +102,11 @@ class Channel(asyncio.BufferedProtocol):
     def is_parting(self) -> bool:
         """The peer is of another version, and is left the time to read why."""
         return bool(self.greeting.mismatch)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """`served.Caller`"""
+        return self._writer.waiting_bytes
 
     @property
     def queued_bytes(self) -> int:
@@ -187,16 +196,20 @@ class Channel(asyncio.BufferedProtocol):
 
     def send(self, message: Outgoing) -> None:
         """`served.Caller`"""
-        if self.is_open:
-            try:
-                self._outbox.put(message)
-                self._writer.pump()
-            except Stalled as e:
-                self.abort(str(e))
+        if not self.is_open:
+            return
+        if message.kind in ANSWERS:
+            self._writer.narrow(self._owner.replies.is_stranger(self.remote))
+        try:
+            self._outbox.put(message)
+            self._writer.pump()
+        except Stalled as e:
+            self.abort(str(e))
 
     def withdraw_reply(self, call_id: int) -> None:
         """`served.Caller`"""
         self._outbox.withdraw_reply(call_id)
+        self._writer.pump()
 
     # ---- the greeting -----------------------------------------------------------------------
 

@@ -66,6 +66,11 @@ class Outgoing:
     is_begun: bool = False
     parts: Iterator[Frame] = field(default_factory=lambda: iter(()))
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Of all of it, not yet taken."""
+        return self.left_bytes + (0 if self.is_begun else len(self.first))
+
 
 def outgoing(
     kind: int,
@@ -98,7 +103,7 @@ class Outbox:
         self._is_sealed = is_sealed
         self._small: deque[Outgoing] = deque()
         self._small_bytes = 0
-        self._notes: deque[Outgoing] = deque(maxlen=MAX_NOTES)
+        self._notes: deque[Outgoing] = deque()
         self._waiting: OrderedDict[tuple[int, int], Outgoing] = OrderedDict()
         """Large messages that are not begun, by kind and call id."""
         self._turns: deque[Outgoing] = deque()
@@ -109,25 +114,32 @@ class Outbox:
         """The one of the background that is begun."""
         self._num_turns = 0
         self.dropped_notes = 0
+        self.waiting_bytes = 0
+        """Of all messages, not yet taken."""
 
     def put(self, message: Outgoing) -> None:
         """Raises `Stalled`."""
         if message.arrays:
             waiting = self._background if message.is_background else self._waiting
             waiting[message.kind, message.call_id] = message
-            return
-        if self._small_bytes + len(message.first) > MAX_SMALL_BYTES and self._small:
+        elif self._small_bytes + len(message.first) > MAX_SMALL_BYTES and self._small:
             raise Stalled("it does not read what is sent to it")
-        self._small.append(message)
-        self._small_bytes += len(message.first)
+        else:
+            self._small.append(message)
+            self._small_bytes += len(message.first)
+        self.waiting_bytes += message.unsent_bytes
 
     def put_note(self, message: Outgoing) -> None:
         """As `put`, for a message that may be dropped."""
-        self.dropped_notes += len(self._notes) == MAX_NOTES
+        if len(self._notes) == MAX_NOTES:
+            self.dropped_notes += 1
+            self.waiting_bytes -= self._notes.popleft().unsent_bytes
         self._notes.append(message)
+        self.waiting_bytes += message.unsent_bytes
 
     def withdraw(self, message: Outgoing) -> bool:
         """Sends no more of a message; False where not a byte of it was taken."""
+        unsent_bytes = message.unsent_bytes
         if message in self._turns:
             self._turns.remove(message)
             self._turns_bytes -= message.left_bytes
@@ -140,13 +152,18 @@ class Outbox:
         elif message in self._small:
             self._small.remove(message)
             self._small_bytes -= len(message.first)
+        else:
+            unsent_bytes = 0
+        self.waiting_bytes -= unsent_bytes
         return message.is_begun
 
     def withdraw_reply(self, call_id: int) -> None:
         """Does not send a large reply that is not begun. One that is has to be sent to its end: no
         word says that no more parts of a reply follow."""
-        self._waiting.pop((REPLY, call_id), None)
-        self._background.pop((REPLY, call_id), None)
+        for waiting in (self._waiting, self._background):
+            reply = waiting.pop((REPLY, call_id), None)
+            if reply is not None:
+                self.waiting_bytes -= reply.unsent_bytes
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -156,7 +173,7 @@ class Outbox:
         self._turns.clear()
         self._background.clear()
         self._behind = None
-        self._small_bytes = self._turns_bytes = 0
+        self._small_bytes = self._turns_bytes = self.waiting_bytes = 0
 
     @property
     def bulk_bytes(self) -> int:
@@ -189,22 +206,28 @@ class Outbox:
             return self.take_background()
         else:
             return None
-        message.is_begun = True
-        return message.method, (message.first,)
+        return self._first(message)
 
     def take_background(self) -> tuple[str, Frame] | None:
         """The same of the background."""
         message = self._behind
         if message is not None:
             frame = next(message.parts)
-            message.left_bytes -= sum(map(len, frame)) - HEADER.size
+            num_bytes = sum(map(len, frame)) - HEADER.size
+            message.left_bytes -= num_bytes
+            self.waiting_bytes -= num_bytes
             if not message.left_bytes:
                 self._behind = None
             return message.method, frame
         if not self._background or not self._fits(next(iter(self._background.values()))):
             return None
         message = self._behind = self._cut(self._background.popitem(last=False)[1])
+        return self._first(message)
+
+    def _first(self, message: Outgoing) -> tuple[str, Frame]:
+        """Of a message that begins."""
         message.is_begun = True
+        self.waiting_bytes -= len(message.first)
         return message.method, (message.first,)
 
     def _fits(self, message: Outgoing) -> bool:
@@ -241,6 +264,7 @@ class Outbox:
         num_bytes = sum(map(len, frame)) - HEADER.size
         message.left_bytes -= num_bytes
         self._turns_bytes -= num_bytes
+        self.waiting_bytes -= num_bytes
         if message.left_bytes:
             self._turns.append(message)
         return message.method, frame

@@ -21,11 +21,13 @@ from swarmnet.transport.calls.heads import (
 )
 from swarmnet.transport.calls.holdings import Hold, Holdings, Standing, bytes_of_call
 from swarmnet.transport.calls.outbox import Outgoing, outgoing
+from swarmnet.transport.calls.replies import SMALL_UNREAD_BYTES, ReplyRoom
 from swarmnet.transport.frames import ERROR, PROGRESS, REPLY, REQUEST, Head
 from swarmnet.wire import Message, Packed
 
 log = logging.getLogger("swarmnet.transport")
 
+UNREAD = "no room for more replies that are not read"
 MAX_OPEN_CALLS = 8192
 """Requests (and notifications) of one peer that are being served; more are answered `Busy`."""
 
@@ -67,6 +69,10 @@ class Caller(Protocol):
     is_open: bool
 
     @property
+    def waiting_bytes(self) -> int:
+        """That are to be sent, and that the network has not taken yet."""
+
+    @property
     def run_id(self) -> str:
         """The run that the peer says it belongs to."""
 
@@ -75,6 +81,9 @@ class Caller(Protocol):
 
     def withdraw_reply(self, call_id: int) -> None:
         """Does not send a reply that still waits for those before it."""
+
+    def abort(self, reason: str) -> None:
+        """Closes the channel at once."""
 
 
 @dataclass(slots=True)
@@ -94,13 +103,16 @@ class Serving:
 class ServedCalls:
     """Runs the handlers of a channel's requests and sends what they answer."""
 
-    def __init__(self, service: Service, caller: Caller, holdings: Holdings) -> None:
-        """`holdings`: the room for what is being served."""
+    def __init__(
+        self, service: Service, caller: Caller, holdings: Holdings, replies: ReplyRoom
+    ) -> None:
+        """`holdings`: the room for what is being served; `replies`: that for what is answered."""
         self.serves = service.serves
         """Is there a handler of a method?"""
         self._service = service
         self._caller = caller
         self._holdings = holdings
+        self._replies = replies
         self._serving: dict[int, Serving] = {}
 
     def __contains__(self, call_id: int) -> bool:
@@ -183,18 +195,20 @@ class ServedCalls:
             if caller.is_open and not serving.is_cancelled and call_id in self._serving:
                 try:
                     head = {"b": note.body}
-                    caller.send(outgoing(PROGRESS, call_id, head, note.arrays, method))
+                    self._send_small(outgoing(PROGRESS, call_id, head, note.arrays, method))
                 except SwarmnetError as e:
                     log.warning("progress of %s was not sent: %s", method, e)
 
         try:
+            if not self._replies.may_ask(caller.remote, asyncio.get_running_loop().time()):
+                raise Busy(UNREAD, backlog_s=FIRST_PAUSE_S)
             reply = await self._service.answer(
                 route, caller.remote, caller.run_id, method, message, progress
             )
             if not serving.is_cancelled:
                 head = {"b": reply.body}
                 behind = reply.is_background
-                caller.send(
+                self._send_reply(
                     outgoing(REPLY, call_id, head, reply.arrays, method, is_background=behind)
                 )
         except asyncio.CancelledError:
@@ -229,4 +243,26 @@ class ServedCalls:
         except ProtocolViolation as wrong:
             log.warning("the details of an error of %s cannot travel: %s", books, wrong)
             message = outgoing(ERROR, call_id, {"e": [e.code, str(e)[:MAX_TEXT], {}]}, (), books)
-        self._caller.send(message)
+        self._send_small(message)
+
+    def _send_reply(self, message: Outgoing) -> None:
+        """Sends a reply, for which others that do not read may have to give way. Raises `Busy`
+        where there is no room for it."""
+        caller, room = self._caller, self._replies
+        now = asyncio.get_running_loop().time()
+        if not room.fits(caller.remote, message.unsent_bytes, now):
+            raise Busy(UNREAD, backlog_s=FIRST_PAUSE_S)
+        for reader in room.give_way(caller.remote, message.unsent_bytes, now):
+            reader.give_up()
+        caller.send(message)
+
+    def _send_small(self, message: Outgoing) -> None:
+        """Sends an error or a word of progress. A peer that leaves too many of them unread loses
+        its channel."""
+        caller, room = self._caller, self._replies
+        now, num_bytes = asyncio.get_running_loop().time(), message.unsent_bytes
+        is_short = caller.waiting_bytes + num_bytes <= SMALL_UNREAD_BYTES
+        if is_short or room.fits(caller.remote, num_bytes, now):
+            caller.send(message)
+        else:
+            caller.abort("it does not read what is sent to it")

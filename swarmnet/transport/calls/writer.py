@@ -4,10 +4,15 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import logging
 
+from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 from swarmnet.transport.base import Traffic
 from swarmnet.transport.calls.outbox import Outbox
+from swarmnet.transport.calls.replies import ReplyRoom
 from swarmnet.transport.pacing import Pacer
+
+log = logging.getLogger("swarmnet.transport")
 
 WRITE_BUFFER_BYTES = 256 << 10
 """Written and not yet taken by the operating system: what a small message waits behind at most."""
@@ -15,24 +20,40 @@ BATCH_BYTES = 128 << 10
 """Written at a time, about."""
 JOINED_BYTES = 8 << 10
 """Smaller pieces are written as one."""
+UNREAD_S, UNREAD_BY_STRANGER_S = UPKEEP_S, ANSWER_S
+"""A stream that is full, and takes nothing more for so long, is closed: nobody reads at its other
+end."""
 
 
 class Writer:
-    """A `pacing.Sender`: takes frames from an outbox whenever the stream has room."""
+    """A `pacing.Sender`: takes frames from an outbox whenever the stream has room. A
+    `replies.Reader` too: the peer at the other end."""
 
     def __init__(
-        self, outbox: Outbox, pacer: Pacer, traffic: Traffic, remote: str, *, is_direct: bool
+        self,
+        outbox: Outbox,
+        pacer: Pacer,
+        traffic: Traffic,
+        replies: ReplyRoom,
+        remote: str,
+        *,
+        is_direct: bool,
     ) -> None:
-        """`remote`: peer id of the other end; `is_direct`: its bytes count as direct ones."""
+        """`replies`: is told what waits; `remote`: peer id of the other end; `is_direct`: its bytes
+        count as direct ones."""
         self._outbox = outbox
         self._pacer = pacer
         self._traffic = traffic
+        self._replies = replies
         self._remote = remote
         self._is_direct = is_direct
         self._transport: asyncio.Transport | None = None
         self._is_open = True
         self._is_paused = False
         self._is_pumping = False
+        self._is_narrow = False
+        self._unread: asyncio.TimerHandle | None = None
+        """Runs while the stream takes nothing."""
         self._written_bytes = 0
         self._metered_bytes: int | None = None
         """Taken by the stream when it was last metered; None while it is not saturated."""
@@ -41,6 +62,24 @@ class Writer:
         """Writes to this stream from now on."""
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport = transport
+
+    def narrow(self, is_narrow: bool) -> None:
+        """`is_narrow`: the stream gets no more while anything that was written waits; what it takes
+        says nothing of the uplink then. So a stream to a machine without standing keeps little, and
+        it is known how much."""
+        if is_narrow == self._is_narrow or self._transport is None:
+            return
+        self._is_narrow = is_narrow
+        if self._metered_bytes is not None:
+            self._meter(ended=True)
+        high = 0 if is_narrow else WRITE_BUFFER_BYTES
+        self._transport.set_write_buffer_limits(high=high)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of all messages: to be sent, and not yet taken by the operating system."""
+        written = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._outbox.waiting_bytes + written
 
     @property
     def queued_bytes(self) -> int:
@@ -59,10 +98,15 @@ class Writer:
         """The stream's buffer is full."""
         self._is_paused = True
         self._meter()
+        is_stranger = self._replies.is_stranger(self._remote)
+        longest_s = UNREAD_BY_STRANGER_S if is_stranger else UNREAD_S
+        self._read_on()
+        self._unread = asyncio.get_running_loop().call_later(longest_s, self.give_up)
 
     def resume(self) -> None:
         """The stream's buffer has room again."""
         self._is_paused = False
+        self._read_on()
         self._meter()
         self.pump()
         if not self._is_paused:
@@ -90,15 +134,36 @@ class Writer:
                 self._transport.writelines(buffers)
         finally:
             self._is_pumping = False
+            self._tell_waiting()
+
+    def give_up(self) -> None:
+        """`replies.Reader`"""
+        if self._transport is not None:
+            log.debug("%s does not read what it is sent", self._remote[-8:])
+            self._transport.abort()
+            self.end()
 
     def end(self) -> None:
         """The stream is gone: forgets what was to be sent. Idempotent."""
         self._is_open = False
+        self._read_on()
         if self._metered_bytes is not None:
             now = asyncio.get_running_loop().time()
             self._traffic.upload.drained(self, 0, now, ended=True)
         self._outbox.clear()
         self._pacer.forget(self)
+        self._replies.waits(self, self._remote, 0, asyncio.get_running_loop().time())
+
+    def _tell_waiting(self) -> None:
+        if self._is_open:
+            now = asyncio.get_running_loop().time()
+            self._replies.waits(self, self._remote, self.waiting_bytes, now)
+
+    def _read_on(self) -> None:
+        """The peer reads, or its stream is gone."""
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _take(self, bulk: bool) -> list[bytes | memoryview]:
         """Frames for one write; small ones, and the head and first part of a large message, go to
@@ -143,7 +208,7 @@ class Writer:
 
     def _meter(self, ended: bool = False) -> None:
         """Tells how much a stream that had more to send has taken."""
-        if self._transport is None:
+        if self._transport is None or (self._is_narrow and self._metered_bytes is None):
             return
         now = asyncio.get_running_loop().time()
         taken = self._written_bytes - self._transport.get_write_buffer_size()

@@ -14,6 +14,7 @@ from swarmnet.transport.calls.holdings import Holdings
 from swarmnet.transport.calls.inbox import OTHER, Inbox
 from swarmnet.transport.calls.outbox import Outgoing
 from swarmnet.transport.calls.pending import PendingCalls
+from swarmnet.transport.calls.replies import ReplyRoom
 from swarmnet.transport.calls.served import ServedCalls
 from swarmnet.transport.frames import (
     CANCEL,
@@ -39,7 +40,7 @@ PARTS = b"".join(part_frames(REQUEST_PART, 1, ARRAYS))
 class World:
     """An inbox behind a reader; it is its own greeting, which admits all but hellos."""
 
-    remote, run_id, is_open = "peer", "run", True
+    remote, run_id, is_open, waiting_bytes = "peer", "run", True, 0
 
     def __init__(self) -> None:
         self.heard: list[Message] = []
@@ -48,7 +49,7 @@ class World:
         handlers = Handlers()
         self.standing = True
         self.holdings = Holdings(self)
-        served = ServedCalls(handlers, self, self.holdings)
+        served = ServedCalls(handlers, self, self.holdings, ReplyRoom(self))
 
         async def hear(request: Request) -> Message:
             self.heard.append(request.message)
@@ -76,6 +77,9 @@ class World:
 
     def send(self, message: Outgoing) -> None:
         pass
+
+    def abort(self, reason: str) -> None:
+        self.is_open = False
 
     def withdraw_reply(self, call_id: int) -> None:
         pass

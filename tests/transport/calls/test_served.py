@@ -15,6 +15,7 @@ from swarmnet.transport.calls import holdings
 from swarmnet.transport.calls import served as module
 from swarmnet.transport.calls.holdings import Holdings
 from swarmnet.transport.calls.outbox import Outgoing
+from swarmnet.transport.calls.replies import ReplyRoom
 from swarmnet.transport.calls.served import ServedCalls
 from swarmnet.transport.frames import ERROR, NOTIFY, PROGRESS, REPLY, REQUEST, Head
 from swarmnet.transport.handlers import Handlers
@@ -24,7 +25,7 @@ from swarmnet.wire import Message, Packed, pack
 class Caller:
     """A channel that keeps what it is to send."""
 
-    remote, run_id, is_open = "peer", "run", True
+    remote, run_id, is_open, waiting_bytes = "peer", "run", True, 0
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int]] = []
@@ -36,13 +37,17 @@ class Caller:
     def withdraw_reply(self, call_id: int) -> None:
         self.withdrawn.append(call_id)
 
+    def abort(self, reason: str) -> None:
+        self.is_open = False
+
 
 class World:
     def __init__(self, handlers: Handlers) -> None:
         self.handlers = handlers
         self.caller = Caller()
         self.holdings = Holdings(handlers)
-        self.served = ServedCalls(handlers, self.caller, self.holdings)
+        self.replies = ReplyRoom(handlers)
+        self.served = ServedCalls(handlers, self.caller, self.holdings, self.replies)
         self.go = asyncio.Event()
 
         async def wait(request: Request) -> Message:

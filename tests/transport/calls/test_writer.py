@@ -11,6 +11,7 @@ import pytest
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.transport.base import Traffic
 from swarmnet.transport.calls.outbox import MAX_NOTES, Outbox, Outgoing, Stalled, outgoing
+from swarmnet.transport.calls.replies import ReplyRoom
 from swarmnet.transport.calls.writer import BATCH_BYTES, Writer
 from swarmnet.transport.frames import (
     BACKGROUND_PART_BYTES,
@@ -19,6 +20,7 @@ from swarmnet.transport.frames import (
     REPLY,
     REQUEST,
 )
+from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.pacing import Pacer
 from swarmnet.wire import Array
 
@@ -45,7 +47,10 @@ class Stream:
 class World:
     def __init__(self) -> None:
         self.traffic, self.pacer, self.outbox, self.stream = Traffic(), Pacer(), Outbox(), Stream()
-        self.writer = Writer(self.outbox, self.pacer, self.traffic, "peer", is_direct=True)
+        self.replies = ReplyRoom(Handlers())
+        self.writer = Writer(
+            self.outbox, self.pacer, self.traffic, self.replies, "peer", is_direct=True
+        )
         self.writer.begin(cast(Any, self.stream))
 
     def send(self, message: Outgoing) -> None:
