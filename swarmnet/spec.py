@@ -101,6 +101,7 @@ LLAMA_SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+MAX_VOCABULARY = 1 << 22
 BUILDER_PATTERN = re.compile(r"[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -220,7 +221,7 @@ class ModelSpec(_Table):
     intermediate_size: int = Field(default=0, ge=0, le=1 << 19)
     """Width of the SwiGLU feed-forward layer."""
 
-    vocab_size: int = Field(default=0, ge=0, le=1 << 22)
+    vocab_size: int = Field(default=0, ge=0, le=MAX_VOCABULARY)
     """Tokens that the model knows; 256 is enough for the tokenizer `bytes`."""
 
     max_position_embeddings: int = Field(default=0, ge=0, le=1 << 22)

@@ -40,6 +40,7 @@ from dataclasses import dataclass
 
 from swarmnet.protocol.membership.failure_detector import SILENCE_S, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record, Restorable
+from swarmnet.protocol.membership.run_bounds import MAX_CLOCK_ERROR_MS
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 
@@ -58,7 +59,6 @@ older round: as long as a dead peer may count as live."""
 LOAD_PATIENCE_S = 600.0
 """How long a peer may take to load what it offers, before the others go on without it. It protects
 a run from a peer whose disk hangs (tests/protocol/test_recovery.py)."""
-MAX_CLOCK_ERROR_MS = 100 * 365 * 86_400_000
 MAX_LISTED = 8
 """Missing parts named in one line for users at most."""
 
@@ -367,7 +367,6 @@ def new_history(records: Sequence[Record], incarnation: int) -> int:
     peer."""
     known = [r.history for r in records]
     known += [o.history for r in records for o in r.restorable]
-    # A clock may be wrong by years; what is beyond that would leave no number above it.
     known = [h for h in known if h < incarnation + MAX_CLOCK_ERROR_MS]
     return max(incarnation, 1 + max(known, default=0))
 

@@ -15,7 +15,7 @@ from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches
 from swarmnet.runtime.net import AGENT, KeySigner
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.state_dir import next_incarnation
-from swarmnet.spec import RunSpec
+from swarmnet.spec import MAX_VOCABULARY, RunSpec
 from swarmnet.swarm.membership.reconnecting import Remembered
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.resource_limits import ResourceLimits
@@ -42,7 +42,13 @@ def run_settings(spec: RunSpec) -> RunSettings:
         fragments=spec.sync.fragments,
         sync_warmup_rounds=spec.sync_warmup_rounds,
         begins_with_moments=spec.model.moments,
+        num_values=_num_values(spec),
     )
+
+
+def _num_values(spec: RunSpec) -> int:
+    """Of a token, at most."""
+    return 0 if spec.model.kind == "custom" else spec.model.vocab_size or MAX_VOCABULARY
 
 
 def compose(
@@ -74,7 +80,7 @@ def compose(
             credential=admitted.credential,
         ),
         admission=admitted.admission,
-        settings=replace(run_settings(spec), max_shards=_max_shards(spec, options)),
+        settings=replace(run_settings(spec), num_shards=_num_shards(spec, options)),
         machine=machine,
         rng=random.Random(f"{transport.peer_id}|{now_unix_s}"),
         limits=WaitLimits(),
@@ -87,12 +93,12 @@ def compose(
     )
 
 
-def _max_shards(spec: RunSpec, options: PeerOptions) -> int:
-    """Of any stage, as this machine builds it."""
+def _num_shards(spec: RunSpec, options: PeerOptions) -> tuple[int, ...]:
+    """Of each stage, as this machine builds it."""
     from swarmnet.training.models.registry import model_plan, shard_parameters, stage_shards
 
     built = spec.with_builder(options.model_builder(spec))
     plan = model_plan(built)
     size = shard_parameters(built, plan)
     num_stages = spec.pipeline.num_stages
-    return max(len(stage_shards(plan, num_stages, k, size)) for k in range(num_stages))
+    return tuple(len(stage_shards(plan, num_stages, k, size)) for k in range(num_stages))

@@ -17,6 +17,7 @@ from swarmnet.parsing.frames import given
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.admission import admission_of, admit
+from swarmnet.runtime.compose import run_settings
 from swarmnet.runtime.joining.find import WaysIn, find_run, read_addresses
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.net import KeySigner, open_net
@@ -106,6 +107,7 @@ class Observer:
                     random.Random(key.peer_id),
                     quiet=not shown,
                     admission=admission_of(spec),
+                    bounds=run_settings(spec).bounds,
                 )
                 await gossip.reconcile(neighbour)
                 return cls(spec, gossip, net.transport, ways)

@@ -147,7 +147,7 @@ class Peer:
             self.rng,
             self.gossip_settings,
             admission=self.admission,
-            last_round=self.settings.rounds,
+            bounds=self.settings.bounds,
             max_record_bytes=self.settings.max_record_bytes,
         )
         self.reconnecting = Reconnecting(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership.records import MAX_SHARDS, record_bytes
+from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.protocol.slots import num_slots_of, sample_indices
 from swarmnet.protocol.sync_modes import ZERO, SyncPlan
 from swarmnet.protocol.timing import BULK_S, CONNECT_S, PATIENCE_S, UPKEEP_S
@@ -24,8 +25,10 @@ class RunSettings:
     """Length of the run."""
     seed: int = 0
     """Of the order of the samples."""
-    max_shards: int = MAX_SHARDS
-    """Shards of the largest stage, where that is known."""
+    num_shards: tuple[int, ...] = ()
+    """Of each stage, where that is known."""
+    num_values: int = 0
+    """Of a token, at most; 0 where the model is not of tokens, or that is not known."""
     grad_clip_norm: float = 0.0
     """0 for none."""
     replication: int = 2
@@ -49,7 +52,19 @@ class RunSettings:
     @property
     def max_record_bytes(self) -> int:
         """Of what a peer says of itself."""
-        return record_bytes(self.max_shards, self.num_slots)
+        return record_bytes(max(self.num_shards, default=MAX_SHARDS), self.num_slots)
+
+    @property
+    def bounds(self) -> RunBounds:
+        """Of what a peer can say of itself."""
+        return RunBounds(
+            self.num_stages,
+            self.rounds,
+            self.num_slots,
+            self.samples_per_microbatch,
+            self.num_values,
+            self.num_shards,
+        )
 
     @property
     def num_slots(self) -> int:

@@ -8,9 +8,9 @@ import pytest
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
+from swarmnet.protocol.membership.run_bounds import MAX_CLOCK_ERROR_MS
 from swarmnet.protocol.recovery import (
     LOAD_PATIENCE_S,
-    MAX_CLOCK_ERROR_MS,
     OLDER_AFTER_S,
     OLDER_S,
     RESTORE_PATIENCE_S,

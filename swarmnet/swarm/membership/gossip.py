@@ -18,6 +18,7 @@ from swarmnet.methods.records import MAX_RECORD_BYTES
 from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
 from swarmnet.protocol.membership.pace import PUSH_FANOUT, GossipPace, GossipSettings, first_targets
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, Record, RoundCount
+from swarmnet.protocol.membership.run_bounds import ANY_RUN, RunBounds
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import RECONCILE_S, AntiEntropy
 from swarmnet.swarm.membership.callers import CallerChecks, Served
@@ -45,8 +46,8 @@ class Gossip:
     quiet: bool = False
     """An observer: listens, but makes no record of its own known."""
     admission: Admission = OPEN
-    last_round: int | None = None
-    """Of the run, where it is known: no peer is in a later one."""
+    bounds: RunBounds = ANY_RUN
+    """Of what a record can say in this run."""
     max_record_bytes: int = MAX_RECORD_BYTES
     """In this run; a longer record is refused."""
 
@@ -68,7 +69,7 @@ class Gossip:
             view,
             self.signer,
             self.admission,
-            self.last_round,
+            self.bounds,
             self.max_record_bytes,
         )
         self.pushes = Pushes(

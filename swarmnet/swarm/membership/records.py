@@ -25,6 +25,7 @@ from swarmnet.protocol.membership.records import (
     RoundCount,
     Stamp,
 )
+from swarmnet.protocol.membership.run_bounds import ANY_RUN, RunBounds
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.timing import LOOK_LESS_S
@@ -262,17 +263,16 @@ class KnownRecords:
         view: View,
         signer: Signer,
         admission: Admission,
-        last_round: int | None,
+        bounds: RunBounds = ANY_RUN,
         max_bytes: int = MAX_RECORD_BYTES,
     ) -> None:
-        """`last_round`: of the run, where it is known. No peer is in a later one. `max_bytes`: of a
-        record in this run."""
+        """`bounds`: of what a record can say in this run. `max_bytes`: of a record in it."""
         self._own = own
         self._transport = transport
         self._view = view
         self._signer = signer
         self._admission = admission
-        self._last_round = last_round
+        self._bounds = bounds
         self._max_bytes = max_bytes
         self._envelopes: dict[str, SignedRecord] = {}
         self._listeners: list[Callable[[Record], None]] = []
@@ -290,7 +290,8 @@ class KnownRecords:
     def take(self, envelope: SignedRecord) -> bool:
         """Checks one record and merges it into the view; True when it was news. Raises
         `ProtocolViolation` where it is too long, of another run, of a peer not admitted, or
-        false: in this order, and it is decoded, and then kept, only after that."""
+        false: in this order, and it is decoded only after that; and where it says what cannot be
+        in this run."""
         payload = envelope.payload
         if len(payload) > self._max_bytes:
             raise ProtocolViolation(
@@ -310,10 +311,8 @@ class KnownRecords:
         if not self._signer.verify(claim.peer_id, payload, envelope.signature):
             raise ProtocolViolation(f"the signature on the record of {claim.peer_id} is wrong")
         record = _decode(payload)
-        if self._last_round is not None and record.round > self._last_round:
-            raise ProtocolViolation(
-                f"{record.peer_id} says that it is in round {record.round} of {self._last_round}"
-            )
+        if reason := self._bounds.impossible(record, own.incarnation):
+            raise ProtocolViolation(f"{record.peer_id} says that it {reason}")
         if is_own:
             self._own.follow(record.version)
             return False

@@ -75,8 +75,7 @@ class HeldOutLoss:
             num_tokens = sum(reply.num_tokens for reply in replies)
             if num_tokens:
                 loss = sum(reply.loss_sum for reply in replies) / num_tokens
-                bits = bits_per_byte(loss, self._data.bytes_per_token)
-                self._gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
+                self._publish(r, loss)
             mine.measured()
         except Refused as e:
             log.warning("round %d: the held-out loss was not measured: %s", r, e)
@@ -89,6 +88,14 @@ class HeldOutLoss:
         except Exception:  # of a builder's data, say: it holds no round
             log.exception("round %d: the held-out loss was not measured", r)
             mine.measured()
+
+    def _publish(self, r: int, loss: float) -> None:
+        """Where others can believe it, who would drop the whole record else."""
+        found = HeldOut(r, loss, bits_per_byte(loss, self._data.bytes_per_token))
+        if self._settings.bounds.allows_loss(found):
+            self._gossip.update(held_out=found, urgent=True)
+        else:
+            log.warning("round %d: the held-out loss is not told: it cannot be %.3g", r, loss)
 
     async def _ask_for_all(self, r: int) -> list[InferReply]:
         """The replies for all held-out microbatches, in order. At a time so many are under way that

@@ -10,6 +10,7 @@ from swarmnet.admission import OPEN, Admission
 from swarmnet.methods.records import MAX_RECORD_BYTES
 from swarmnet.protocol.membership.pace import GossipPace, GossipSettings
 from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.run_bounds import ANY_RUN, RunBounds
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import AntiEntropy
 from swarmnet.swarm.membership.callers import CallerChecks
@@ -41,7 +42,7 @@ class Site:
         *,
         is_quiet: bool = False,
         admission: Admission = OPEN,
-        last_round: int | None = None,
+        bounds: RunBounds = ANY_RUN,
         max_bytes: int = MAX_RECORD_BYTES,
         signer: OpenSigner | None = None,
         **fields: Any,
@@ -64,7 +65,7 @@ class Site:
         self.gate = CallerChecks(RUN, self.view, admission)
         self.transport.guard(self.gate)
         self.records = KnownRecords(
-            self.own, self.transport, self.view, signer, admission, last_round, max_bytes
+            self.own, self.transport, self.view, signer, admission, bounds, max_bytes
         )
         self.pushes = Pushes(
             self.own,

@@ -16,6 +16,7 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.methods.records import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.protocol.membership.failure_detector import SILENCE_S
 from swarmnet.protocol.membership.records import LEFT, Record, record_bytes
+from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.records import FORGET_AFTER_S
 from swarmnet.transport.memory import MemoryHub
@@ -48,11 +49,13 @@ def test_a_newer_record_is_news_and_an_older_one_is_not() -> None:
     [
         (replace(record("b"), run_id="f" * 32), "of run"),
         (record("b", round=11), "round 11 of 10"),
+        (record("b", samples=1 << 61), "samples of a round"),
+        (record("b", history=1 << 61), "a run that began in"),
     ],
 )
 def test_what_cannot_be_is_refused(false: Record, why: str) -> None:
     async def scenario() -> None:
-        site = Site(MemoryHub(), "a", last_round=10)
+        site = Site(MemoryHub(), "a", bounds=RunBounds(rounds=10, samples_per_slot=4))
         with pytest.raises(ProtocolViolation, match=why):
             site.records.take(signed(false))
         assert site.records.take_all([signed(false), signed(record("c"))]), "the other is taken"

@@ -38,6 +38,7 @@ from swarmnet.methods.records import GossipRequest, Records, SignedRecord, Suspi
 from swarmnet.methods.update import ReduceRequest
 from swarmnet.ports import LossResult, Passage
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RATE, OBSERVING, Record
+from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.net import KeySigner
@@ -773,7 +774,7 @@ class Bus:
         own = Record(key.peer_id, "run", incarnation=5, version=1, state=ACTIVE, stage=0)
         view = View(key.peer_id)
         rng = random.Random(key.peer_id)
-        return Gossip(transport, view, KeySigner(key), own, rng, last_round=1000)
+        return Gossip(transport, view, KeySigner(key), own, rng, bounds=RunBounds(rounds=1000))
 
     async def send(self, body: Records) -> None:
         """To the first peer, as a notification: nobody answers."""
