@@ -2,15 +2,18 @@
 
 Whoever fetches a round says so every `SAY_KEEP_S` to those that have it, and they keep its
 checkpoint meanwhile. Digests come with what peers say that they have; what most peers of a stage
-say holds. A peer that is silent says nothing about what it has, so that a round is taken, or given
-up, only when all have answered, or after some patience."""
+say holds. A round that far fewer have than another is taken only where no other will do: it may be
+one peer's word. A peer that is silent says nothing about what it has, so that a round is taken, or
+given up, only when all have answered, or after some patience."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Protocol
 
 from swarmnet.errors import UserError
@@ -163,6 +166,11 @@ class Offer:
         """All holders."""
         return sorted({peer_id for holders in self.holders for peer_id in holders})
 
+    @property
+    def support(self) -> int:
+        """How many peers say that they have the stage that fewest have."""
+        return min(map(len, self.holders))
+
     def digest(self, stage: int, shard: int) -> bytes:
         return self.digests[stage][DIGEST_BYTES * shard : DIGEST_BYTES * (shard + 1)]
 
@@ -258,9 +266,9 @@ class SavedRounds:
         if not self._was_gone or self._keeps(chosen.offer):
             return chosen
         offers = chosen.offers
-        kept = [key for key in sorted(offers, reverse=True) if self._keeps(offers[key])]
+        kept = {key: offer for key, offer in offers.items() if self._keeps(offer)}
         with suppress(UserError):
-            if key := choose(kept, chosen.losses):
+            if key := _choose_shared(choose, kept, chosen.losses):
                 return Fetch(key, offers, chosen.losses)
         return chosen
 
@@ -285,10 +293,16 @@ class SavedRounds:
         return offers
 
     def _losses(self) -> dict[int, float]:
-        losses: dict[int, float] = {}
-        for _, answer in sorted(self._answers.items()):
-            losses |= answer.held_out
-        return losses
+        """By round, the median of what peers have heard; nothing of a round of which fewer have
+        heard than half of those that could."""
+        heard: dict[int, list[float]] = {}
+        tellers = [answer.held_out for answer in self._answers.values() if answer.held_out]
+        for losses in tellers:
+            for r, loss in losses.items():
+                heard.setdefault(r, []).append(loss)
+        since = sorted(min(losses) for losses in tellers)
+        could = {r: bisect_right(since, r) for r in heard}
+        return {r: median_low(told) for r, told in heard.items() if 2 * len(told) >= could[r]}
 
     def _is_everywhere(self) -> bool:
         """Something is saved of each stage."""
@@ -310,20 +324,31 @@ class SavedRounds:
 
 def _choose(
     choose: Choose,
-    offers: Collection[Key],
+    offers: Mapping[Key, Offer],
     begun: Collection[Key],
     losses: Mapping[int, float],
     *,
     may_wait: bool,
 ) -> Key | None:
     """One of which parts have come, where that will do."""
-    whole = sorted(offers, reverse=True)
     try:
         with suppress(UserError):
-            if key := choose([key for key in whole if key in begun], losses):
+            if key := choose([key for key in sorted(offers, reverse=True) if key in begun], losses):
                 return key
-        return choose(whole, losses)
+        return _choose_shared(choose, offers, losses)
     except UserError:
         if may_wait:
             return None
         raise
+
+
+def _choose_shared(
+    choose: Choose, offers: Mapping[Key, Offer], losses: Mapping[int, float]
+) -> Key | None:
+    """One that as many peers have as any other, or half as many, where such a one will do."""
+    whole = sorted(offers, reverse=True)
+    most = max((offer.support for offer in offers.values()), default=0)
+    with suppress(UserError):
+        if key := choose([key for key in whole if 2 * offers[key].support >= most], losses):
+            return key
+    return choose(whole, losses)

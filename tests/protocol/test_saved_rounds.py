@@ -16,6 +16,7 @@ from swarmnet.protocol.saved_rounds import (
     STRIDES,
     AskAgain,
     CheckpointPace,
+    Choose,
     Fetch,
     KeptRounds,
     Key,
@@ -122,10 +123,11 @@ def decide(
     saved: SavedRounds,
     begun: Sequence[Key] = (),
     *,
+    choose: Choose = newest,
     is_silent: bool = False,
     is_patient: bool = True,
 ) -> object:
-    decision = saved.decide(newest, begun, is_silent=is_silent, is_patient=is_patient)
+    decision = saved.decide(choose, begun, is_silent=is_silent, is_patient=is_patient)
     return decision.key if isinstance(decision, Fetch) else decision
 
 
@@ -207,3 +209,33 @@ def test_after_a_round_has_gone_one_that_is_kept_goes_first() -> None:
     assert saved.keepable(chosen, newest).key == (1, 2)
     saved.answered("a", said(0, 2, 4, kept=[2, 4]))
     assert saved.keepable(chosen, newest).key == (1, 4)
+
+
+def saved_by(*answers: Said) -> SavedRounds:
+    return two_stages(**dict(zip("abcdefgh", answers, strict=False)))
+
+
+def test_a_round_that_one_peer_says_alone_is_taken_only_where_no_other_will_do() -> None:
+    honest = [said(stage, 2, 4) for stage in (0, 0, 0, 1, 1, 1)]
+    own = [Part(1 << 40, 6, 0), Part(1 << 40, 6, 1), Part(1, 8, 0), Part(1, 8, 1)]
+    saved = saved_by(*honest, Said(own))
+    assert decide(saved) == (1, 4)
+    wanted = decide(saved, choose=lambda keys, _: next((k for k in keys if k[1] == 8), None))
+    assert wanted == (1, 8), "a person has asked for it"
+
+
+def test_most_of_those_that_heard_a_loss_say_what_it_was() -> None:
+    heard = {0: 5.0, 10: 4.0, 20: 3.0}
+    honest = [Said([Part(1, 20, k % 2)], held_out=heard) for k in range(4)]
+    liar = Said([Part(1, 20, 0)], held_out={0: 5.0, 10: 0.01, 15: 0.01, 20: 0.01, 90: 0.01})
+    seen: list[Mapping[int, float]] = []
+
+    def look(keys: Sequence[Key], losses: Mapping[int, float]) -> Key | None:
+        seen.append(dict(losses))
+        return newest(keys, losses)
+
+    decide(saved_by(*honest, liar), choose=look)
+    assert seen[0] == heard
+    alone = saved_by(said(0, 4), Said([Part(1, 4, 1)], held_out={0: 5.0, 4: 4.5}))
+    decide(alone, choose=look)
+    assert seen[-1] == {0: 5.0, 4: 4.5}

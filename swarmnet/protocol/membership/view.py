@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from swarmnet.protocol.membership.agreement import Agreement
 from swarmnet.protocol.membership.failure_detector import SILENCE_S, FailureDetector
 from swarmnet.protocol.membership.indices import (
     ALL,
@@ -38,14 +39,15 @@ class View:
     each stage apart, until a record of that stage changes or the first of its live peers may have
     been silent for too long.
 
-    `detector`, `digest` and `counters` are to be read by others; only the view changes them. What
-    happens to a peer is told to `reach`."""
+    `detector`, `digest`, `counters` and `agreement` are to be read by others; only the view changes
+    them. What happens to a peer is told to `reach`."""
 
     def __init__(self, own_peer_id: str, *, silence_s: float = SILENCE_S) -> None:
         self.own_peer_id = own_peer_id
         self.detector = FailureDetector(own_peer_id, silence_s)
         self.digest = Digest()
         self.counters = RoundCounters()
+        self.agreement = Agreement(own_peer_id)
         self._records: dict[str, Record] = {}
         self._index = StageIndex()
         self._answers = AnswerCache(
@@ -103,6 +105,8 @@ class View:
         self.digest.put(peer_id, record.stamp)
         self._answers.drop(stage)
         self.reach.merged(before, record, now)
+        if before is None or _told(before) != _told(record):
+            self.agreement.heard(record)
         if record.round > self._newest_round and peer_id != self.own_peer_id:
             self._newest_round = record.round
         return True
@@ -244,4 +248,10 @@ class View:
         self._index.remove(peer_id, record.stage)
         self.reach.forget(record)
         self.digest.forget(peer_id, now)
+        self.agreement.forget(peer_id)
         self._answers.drop(record.stage)
+
+
+def _told(record: Record) -> tuple[int, int, bytes]:
+    """With which parameters a peer has begun its round, as it says."""
+    return record.stage, record.round, record.digests

@@ -1,9 +1,9 @@
 """Downloading the whole model from a live swarm, all stages of one and the same round.
 
-It is for peers that serve no stage. The digests of a stage's shards are those of one replica: in a
-round in which replicas differ, shards of several would be the model of none. Each shard comes from
-any of the replicas that say the same in their signed records, and is checked, as a joiner does it
-(`swarm.update.state_sync`). Replicas serve the parameters of their present round only: where the
+It is for peers that serve no stage. Which round it is, and the digests of its shards, most replicas
+of each stage say: what one of them says of itself is not the model of the run. Each shard comes
+from any of the replicas that say the same in their signed records, and is checked, as a joiner does
+it (`swarm.update.state_sync`). Replicas serve the parameters of their present round only: where the
 run moves on before all is here, the download is begun again."""
 
 from __future__ import annotations
@@ -86,21 +86,16 @@ def _donors(gossip: Gossip, stage: int, num_shards: int) -> list[Record]:
 
 
 async def _common_model(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) -> _Model:
-    """That of the newest round in which every stage has a replica; where they differ in it, of
-    those whose parameters hold."""
+    """As `divergence.common`."""
     loop = asyncio.get_running_loop()
     deadline = Deadline.after(loop.time(), PATIENCE_S)
     while True:
-        rounds = [
-            {r.round: r.digests for r in divergence.holding(_donors(gossip, k, len(sizes)))}
-            for k, sizes in enumerate(shard_sizes)
-        ]
-        common = set.intersection(*map(set, rounds))
-        if common:
-            newest = max(common)
-            return _Model(newest, tuple(have[newest] for have in rounds))
+        stages = [_donors(gossip, k, len(sizes)) for k, sizes in enumerate(shard_sizes)]
+        found = divergence.common(stages)
+        if found is not None:
+            return _Model(*found)
         if deadline.is_over(loop.time()):
-            missing = [k for k, have in enumerate(rounds) if not have]
+            missing = [k for k, replicas in enumerate(stages) if not replicas]
             what = f"stage {missing[0]} has no replica" if missing else "the stages are not in step"
             raise UserError(f"the model is not whole: {what}; try again, or use --state-dir")
         await gossip.changed.wait(LOOK_AGAIN_S)

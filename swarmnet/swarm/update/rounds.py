@@ -188,8 +188,9 @@ class Rounds:
         own = self.gossip.own
         if own.round != r:
             return
-        others = self.gossip.view.replicas(self.replica.index, now)
-        winner = divergence.winner_over(own, [o for o in others if o.peer_id != own.peer_id])
+        view = self.gossip.view
+        others = [o for o in view.replicas(self.replica.index, now) if o.peer_id != own.peer_id]
+        winner = divergence.winner_over(own, others, view.agreement)
         if winner is not None:
             raise Diverged(
                 f"{winner.peer_id[-8:]} began round {r} with other parameters, and those hold"
