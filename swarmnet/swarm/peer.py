@@ -184,6 +184,7 @@ class Peer:
             self.limits,
             self._here,
             self.resource_limits,
+            self.settings.num_slots,
         )
         self.inference = InferService(self.dispatcher, self.limits, self._here)
         self.generation = GenerateService(

@@ -66,13 +66,11 @@ class Caller:
             self.gossip, pair.limits, 1, SIZES.tokens_per_microbatch, pair.rng
         )
 
-    async def step(
-        self, microbatch_id: int, feeder: str | None = None, hint: tuple[str, ...] = ()
-    ) -> Passed:
-        """Its own microbatch, or one that it passes on for a feeder; `hint`: who may have it."""
+    async def step(self, microbatch_id: int, hint: tuple[str, ...] = ()) -> Passed:
+        """Its own microbatch; `hint`: who may have it."""
         inputs = activation((0, microbatch_id), SIZES)
         targets = SyntheticData(4).microbatch([microbatch_id]).targets
-        request = StepRequest(0, microbatch_id, 0, feeder or self.transport.peer_id, 4)
+        request = StepRequest(0, microbatch_id, 0, self.transport.peer_id, 4)
         request = replace(request, hint=hint)
         return await self.dispatcher.step(
             request, (inputs, targets), accept=accept_all, track=Track()
@@ -99,16 +97,21 @@ class OneReplica:
         self.network = SimulatedNetwork(random.Random(0))
         self.hub = MemoryHub(network=self.network, copy=False)
         self.work_s = WORK_S
+        self._feeders: list[Record] = []
+        """The callers, as replicas know them: they feed."""
+        self.others: list[StepService] = []
         self.gossip, self.steps = self._serving(CALLEE)
         self.replica = self.steps.serving.of(0)
-        self.others: list[StepService] = []
 
     async def close(self) -> None:
         for steps in (self.steps, *self.others):
             await steps.close()
 
     def _serving(self, name: str, slower: float = 1.0) -> tuple[Gossip, StepService]:
-        gossip = self.join(name, FAST_LINK, state=ACTIVE, stage=0)
+        gossip = self.join(name, FAST_LINK, state=ACTIVE, stage=0, has_data=True)
+        now = asyncio.get_running_loop().time()
+        for record in self._feeders:
+            gossip.view.merge(record, now)
         dispatcher = Dispatcher(gossip, self.limits, 1, 4, self.rng)
         replica = Replica(
             SyntheticStage(0, 1, SIZES, ignore),
@@ -138,6 +141,7 @@ class OneReplica:
     def second(self, name: str, slower: float = 1.0) -> Record:
         """Another replica, so many times as slow; its record."""
         gossip, steps = self._serving(name, slower)
+        gossip.view.merge(self.announced, asyncio.get_running_loop().time())
         self.others.append(steps)
         learn(steps.serving.of(0), slower * self.work_s)
         return replace(gossip.own, stage=0, state=ACTIVE)
@@ -156,7 +160,9 @@ class OneReplica:
         caller = Caller(self, name, upload_bytes_per_s)
         now = asyncio.get_running_loop().time()
         caller.gossip.view.merge(self.announced, now)
-        self.gossip.view.merge(caller.gossip.own, now)
+        self._feeders.append(replace(caller.gossip.own, stage=0, has_data=True))
+        for steps in (self.steps, *self.others):
+            steps.gossip.view.merge(self._feeders[-1], now)
         return caller
 
     def fill(self) -> list[asyncio.Task[Passed]]:

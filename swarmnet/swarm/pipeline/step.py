@@ -25,7 +25,9 @@ from swarmnet.ports import BACKWARD, FORWARD, LossResult, StepKey
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
+from swarmnet.protocol.pipeline.origins import Origins
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
+from swarmnet.protocol.slots import MAX_SLOTS, slot_of
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.admission import AdmissionControl
@@ -35,7 +37,7 @@ from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import WaitLimits
-from swarmnet.swarm.timing import MAX_TRIES
+from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
@@ -73,6 +75,8 @@ class StepService:
     limits: WaitLimits
     serving: Serving
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
+    num_slots: int = MAX_SLOTS
+    """Of a round."""
 
     def __post_init__(self) -> None:
         self.transport = self.gossip.transport
@@ -92,6 +96,7 @@ class StepService:
         self.gossip.liveness.on_change(self._feeder_changed)
         self.gossip.records.on_news(self._maybe_left)
         self._announced_s = 0.0
+        self._origins = Origins(self.gossip.view)
 
     async def close(self) -> None:
         await self.flights.close()
@@ -107,7 +112,9 @@ class StepService:
         """One microbatch: returns its `StepReply` when its gradient is back."""
         step = request.message.body
         replica = self.serving.of(step.stage)
+        self._check_numbers(step)
         replica.stage.check(*_parts(request.message.arrays), step.documents)
+        await self._check_origin(replica, step, request.remote)
         self._learn(replica, step.round, request.remote)
         await replica.enter(step.round, self.limits.enter_wait_s)
         key = (step.round, step.microbatch_id)
@@ -127,6 +134,34 @@ class StepService:
             raise
         finally:
             flight.part(request)
+
+    def _check_numbers(self, step: StepRequest) -> None:
+        """Every slot of a round is full, and a round has no others."""
+        if step.num_samples != self.dispatcher.samples_per_call:
+            raise ProtocolViolation(
+                f"a microbatch of {step.num_samples} samples; in this run it has "
+                f"{self.dispatcher.samples_per_call}"
+            )
+        if slot_of(step.microbatch_id) >= self.num_slots:
+            raise ProtocolViolation(f"a round of this run has {self.num_slots} slots")
+
+    async def _check_origin(self, replica: Replica, step: StepRequest, caller: str) -> None:
+        """Waits until the view has the titles of a microbatch, but no longer than news take. Raises
+        `NotReady` where its caller has none, `Taken` where its feeder has none."""
+        origins = self._origins
+
+        def may_come() -> bool:
+            now = asyncio.get_running_loop().time()
+            return origins.may_bring(caller, step.feeder, step.stage) and origins.may_feed(
+                step.feeder, replica.round, now
+            )
+
+        wait_s = max(LOOK_AGAIN_S, self.gossip.spread_s)
+        if await self.gossip.changed.until(may_come, wait_s):
+            return
+        if not origins.may_bring(caller, step.feeder, step.stage):
+            raise NotReady(f"{caller[-8:]} may not bring microbatches into stage {step.stage}")
+        raise Taken(f"{step.feeder[-8:]} is not known here as a feeder")
 
     def _let_in(self, replica: Replica, step: StepRequest, request: Request) -> Flight:
         """Begins the flight of a new microbatch. Raises `Stale`, `NotReady` or `Busy`."""
@@ -285,8 +320,7 @@ class StepService:
             if len(arrays) != 1:
                 raise ProtocolViolation("a step's reply without the gradient")
             replica.stage.check_gradient(arrays[0])
-            if step.num_samples:
-                check_tokens(reply, targets)
+            check_tokens(reply, targets)
             return arrays[0]
 
         onward = StepRequest(

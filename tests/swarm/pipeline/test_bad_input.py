@@ -40,6 +40,8 @@ from swarmnet.ports import LossResult, Passage
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RATE, OBSERVING, Record
 from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline.origins import Origins
+from swarmnet.protocol.slots import MAX_SLOTS
 from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
@@ -119,6 +121,8 @@ BAD_STEPS: list[tuple[str, int, tuple[Array, ...], dict[str, Any], str]] = [
     ("one array", 0, (tokens(),), {}, "two arrays"),
     ("no arrays", 0, (), {}, "two arrays"),
     ("four arrays", 0, (tokens(),) * 4, {}, "two arrays"),
+    ("no samples", 0, (tokens(), tokens()), {"num_samples": 0}, "of 0 samples"),
+    ("more samples", 0, (tokens(), tokens()), {"num_samples": 5}, "of 5 samples"),
     ("negative round", 0, (tokens(), tokens()), {"round": -1}, "StepRequest"),
     ("text for a number", 0, (tokens(), tokens()), {"round": "now"}, "StepRequest"),
     ("documents of a run without", 0, (tokens(), tokens()), {"documents": [[SEQ]] * 4}, "apart"),
@@ -147,7 +151,13 @@ async def patient_step(
             await asyncio.sleep(0.01)
 
 
-def test_a_bad_step_is_refused_and_costs_nothing(tmp_path: Path) -> None:
+def test_a_bad_step_is_refused_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has a title to send one, and which slots there are, is the subject of `tests/hostile` and
+    `test_slots_meet`. This one is of a slot that nobody feeds."""
+    monkeypatch.setattr(Origins, "may_feed", lambda *of: True)
+    monkeypatch.setattr(Origins, "may_bring", lambda *of: True)
     rounds = 16
     spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds)
 
@@ -157,6 +167,8 @@ def test_a_bad_step_is_refused_and_costs_nothing(tmp_path: Path) -> None:
         stranger.set_run(spec.run_id)
         await swarm.until_round(1)
         serving = {m.peer.gossip.own.stage: name for name, m in swarm.members.items()}
+        for member in swarm.members.values():
+            member.peer.steps.num_slots = MAX_SLOTS
         for what, stage, arrays, changes, text in BAD_STEPS:
             with pytest.raises(Refused, match=text):
                 await patient_step(swarm, stranger, serving[stage], stage, arrays, changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnet.errors import Taken
+from swarmnet.errors import Refused, Taken
 from swarmnet.methods.microbatch import Commit
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.pipeline.step import Contested
@@ -30,6 +30,19 @@ def test_a_second_flight_is_refused_until_its_slot_is_free() -> None:
         with pytest.raises(Taken) as raised:
             await b.step(SECOND)
         assert raised.value.details["counted"] is True
+        await pair.close()
+
+    run(scenario())
+
+
+def test_a_slot_that_no_round_has_is_refused() -> None:
+    async def scenario() -> None:
+        pair = OneReplica()
+        pair.steps.num_slots = SLOT + 1
+        a = pair.caller("a", 1e9)
+        await a.step(FIRST)
+        with pytest.raises(Refused, match="has 6 slots"):
+            await a.step(FIRST + 1)
         await pair.close()
 
     run(scenario())

@@ -1,0 +1,45 @@
+"""Whose microbatches a replica takes, and who may bring them.
+
+A slot belongs to the feeders of the run: nobody else's data are in an update. A feeder brings its
+microbatches into the first stage itself. Into each other stage a replica of the stage before brings
+them, which has computed what it brings. Both by the view: what a call says of its caller is no
+title."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarmnet.protocol.membership.assignment import feeders
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING
+from swarmnet.protocol.membership.view import View
+
+
+class Origins:
+    """What one replica knows of feeders. A peer that feeds no more, because it rests, leaves or
+    moves, ends what it has begun: so whoever was a feeder in this round or in the one before may
+    bring more of it."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._found: tuple[int, Sequence[str]] = (-1, ())
+        self._last: dict[str, int] = {}
+        """By peer, the newest round in which it was seen to be a feeder, of this one and the one
+        before."""
+
+    def may_feed(self, feeder: str, present: int, now: float) -> bool:
+        """Whether microbatches may be of a peer. `present`: the round here."""
+        found = feeders(self._view, now)
+        if found is not self._found[1] or present != self._found[0]:
+            self._found = (present, found)
+            kept = {p: r for p, r in self._last.items() if present - 1 <= r <= present}
+            self._last = kept | dict.fromkeys(found, present)
+        return feeder in self._last
+
+    def may_bring(self, caller: str, feeder: str, stage: int) -> bool:
+        """Whether a peer may bring microbatches of a feeder into a stage."""
+        if stage == 0:
+            return caller == feeder
+        record = self._view.get(caller)
+        return (
+            record is not None and record.stage == stage - 1 and record.state in (ACTIVE, LEAVING)
+        )

@@ -1,0 +1,49 @@
+"""Whose microbatches a replica takes, and who may bring them."""
+
+from __future__ import annotations
+
+from swarmnet.protocol.membership.records import JOINING, LEAVING
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline.origins import Origins
+from tests.protocol.making import record
+
+
+def viewed(*records: object) -> View:
+    view = View("me", silence_s=1e9)
+    for one in records:
+        view.merge(one, 0.0)  # type: ignore[arg-type]
+    return view
+
+
+def test_only_feeders_feed_and_those_that_were_a_round_ago() -> None:
+    view = viewed(record("a", has_data=True), record("b", has_data=True), record("c"))
+    origins = Origins(view)
+    assert [origins.may_feed(p, 3, 0.0) for p in "abcd"] == [True, True, False, False]
+    view.merge(record("a", 1, has_data=True, state=LEAVING), 1.0)
+    assert origins.may_feed("a", 3, 1.0), "what it has begun ends"
+    assert origins.may_feed("a", 4, 1.0)
+    assert not origins.may_feed("a", 5, 1.0)
+    assert origins.may_feed("b", 5, 1.0)
+
+
+def test_a_round_that_is_jumped_to_knows_its_feeders_at_once() -> None:
+    origins = Origins(viewed(record("a", has_data=True)))
+    assert origins.may_feed("a", 3, 0.0)
+    assert origins.may_feed("a", 900, 0.0)
+    assert origins.may_feed("a", 2, 0.0), "after a partition another history may hold"
+
+
+def test_a_feeder_brings_to_the_first_stage_and_replicas_to_the_next() -> None:
+    view = viewed(
+        record("a", stage=0, has_data=True),
+        record("b", stage=1, state=LEAVING),
+        record("c", stage=1, state=JOINING),
+    )
+    origins = Origins(view)
+    assert origins.may_bring("a", "a", 0)
+    assert not origins.may_bring("b", "a", 0), "a feeder brings its own"
+    assert origins.may_bring("a", "x", 1)
+    assert not origins.may_bring("b", "b", 1)
+    assert origins.may_bring("b", "a", 2)
+    assert not origins.may_bring("c", "a", 2), "it has computed nothing"
+    assert not origins.may_bring("x", "x", 1)
