@@ -68,6 +68,19 @@ class LossResult:
     grad_inputs: Array | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """All that a stage gives away of a microbatch."""
+
+    outputs: Array | None
+    """The activation for the next stage; None at the last one."""
+    grad_inputs: Array | None
+    """None at stage 0."""
+    loss_sum: float = 0.0
+    """At the last stage, as `LossResult`; 0 elsewhere, like the next."""
+    num_tokens: int = 0
+
+
 class Generation(Protocol):
     """What a stage does for texts that its model writes: passes over a few tokens, whose keys and
     values stay, by session, for those that follow. All *device*."""
@@ -222,6 +235,25 @@ class Stage(Protocol):
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> Passage[LossResult]:
         """The last stage's whole work: forward, loss, backward. Raises as `backward_pass`."""
+
+    def recompute_pass(
+        self,
+        key: StepKey,
+        inputs: Array,
+        targets: Array,
+        grad_outputs: Array | None,
+        documents: Documents | None = None,
+    ) -> Passage[StageResult]:
+        """What this replica would give of a microbatch of another one, with the parameters of the
+        round that is open ahead where that is its round, else of the present one. Leaves nothing
+        behind. `grad_outputs`: None at the last stage. Raises as `backward_pass` and `loss_pass`,
+        and `NotReady` where this replica can do no such pass."""
+
+    def difference(self, ours: StageResult, theirs: StageResult) -> float:
+        """The largest difference between two results of a microbatch, relative to ours: of the
+        norms, decoded, for each array; of the losses; infinity where only one has something, or
+        their tokens differ. Any thread. Raises `ProtocolViolation` where an array of theirs is none
+        that a stage gives."""
 
     def retract(self, key: StepKey) -> None:
         """*device* Takes the contribution of a microbatch out of the buffer again: the same

@@ -31,6 +31,7 @@ from swarmnet.ports import (
     LossResult,
     Passage,
     ShardCodec,
+    StageResult,
     StepKey,
     undivided,
 )
@@ -269,6 +270,26 @@ class SyntheticStage:
         if self.stage_index == 0:
             return None
         return gradient(key, self._sizes)
+
+    def recompute_pass(
+        self,
+        key: StepKey,
+        inputs: Array,
+        targets: Array,
+        grad_outputs: Array | None,
+        documents: Documents | None = None,
+    ) -> Passage[StageResult]:
+        def again() -> StageResult:
+            self._check_key(key, inputs)
+            below = gradient(key, self._sizes) if self.stage_index else None
+            if self.stage_index == self.num_stages - 1:
+                return StageResult(None, below, 1.0, self._sizes.tokens_per_microbatch)
+            return StageResult(activation(key, self._sizes), below)
+
+        return undivided(again)
+
+    def difference(self, ours: StageResult, theirs: StageResult) -> float:
+        return 0.0 if ours == theirs else math.inf
 
     def retract(self, key: StepKey) -> None:
         kept = self._kept.pop(key, None)

@@ -7,6 +7,7 @@ The parts of a stage, each with a state of its own:
 - `passes.kept`: what is kept of each microbatch between its passes and after them;
 - `passes.backward`: how gradients come into the round's sum, in every precision;
 - `passes.boundary`: checks of what arrives, its coding, and the way to the device and back;
+- `passes.recomputation`: passes that leave nothing behind, of microbatches of other replicas;
 - `passes.generation`: passes over a few tokens, for texts that the model writes.
 
 Where exchanges run beside a round there are two pairs of vectors: parameters and gradient of the
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, NotSent, SpecError
-from swarmnet.ports import LossResult, Passage, StepKey
+from swarmnet.ports import LossResult, Passage, StageResult, StepKey
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec, boundary_codec
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
@@ -53,6 +54,7 @@ from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.generation import StageGeneration
 from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.recomputation import Recomputation
 from swarmnet.training.passes.round_vectors import RoundVectors
 from swarmnet.wire import Array
 
@@ -150,6 +152,9 @@ class TorchStage:
             refusals=refusals,
             codec=codec,
             document_mask=document_mask,
+        )
+        self._recomputation = Recomputation(
+            self.layers, self._boundary, self.vectors, self.loss_scale
         )
         self.generation = (
             StageGeneration(self.layers, self._boundary, self.vectors, plan.cache, microbatch)
@@ -270,6 +275,19 @@ class TorchStage:
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> LossResult:
         return self.loss_pass(key, inputs, targets, documents)()
+
+    def recompute_pass(
+        self,
+        key: StepKey,
+        inputs: Array,
+        targets: Array,
+        grad_outputs: Array | None,
+        documents: Documents | None = None,
+    ) -> Passage[StageResult]:
+        return self._recomputation.passage(key, inputs, targets, grad_outputs, documents)
+
+    def difference(self, ours: StageResult, theirs: StageResult) -> float:
+        return self._recomputation.difference(ours, theirs)
 
     def retract(self, key: StepKey) -> None:
         kept = self.kept.take_added(key)

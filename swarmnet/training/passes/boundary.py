@@ -219,6 +219,17 @@ class Boundary:
 
         return finish
 
+    def decoded_outputs(self, array: Array) -> Tensor:
+        """An activation that a replica of this stage gave, on the host. Raises
+        `ProtocolViolation`."""
+        self._outputs_out.check_form("activation", array, self._microbatch)
+        return self._outputs_out.read("activation", array)
+
+    def decoded_input_gradient(self, array: Array) -> Tensor:
+        """As `decoded_outputs`, of the gradient for the stage before."""
+        self._input_gradients_out.check_form("gradient", array, self._microbatch)
+        return self._input_gradients_out.read("gradient", array)
+
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
         return (self._microbatch, *spec.shape)
 

@@ -94,6 +94,12 @@ class Crossing:
             decoded = self._codec.read(what, rows, self._row_values)
         return decoded.view(*free, *self._row_shape).to(dtype)
 
+    def read(self, what: str, array: Array) -> Tensor:
+        """An array whose form was checked, decoded as rows, on the host. Raises as `receive`."""
+        coded = to_tensor(array)
+        rows = coded.reshape(math.prod(coded.shape[: self._num_free]), -1)
+        return self._codec.read(what, rows, self._row_values)
+
     def _send_fused(self, what: str, on_way: OnHost, shape: tuple[int, ...]) -> Callable[[], Array]:
         fused = self._fused
         assert fused is not None

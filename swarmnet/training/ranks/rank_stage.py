@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from swarmnet.batch import Documents
-from swarmnet.errors import SwarmnetError, one_line
-from swarmnet.ports import LossResult, Passage, StepKey, undivided
+from swarmnet.errors import NotReady, SwarmnetError, one_line
+from swarmnet.ports import LossResult, Passage, StageResult, StepKey, undivided
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
 from swarmnet.training.passes.layers import StageLayers
@@ -141,6 +141,9 @@ class LeadStage(RankStage):
         return undivided(
             lambda: self._together("forward_backward", work, values, arrays, adds=True)
         )
+
+    def recompute_pass(self, *_: Any, **__: Any) -> Passage[StageResult]:
+        raise NotReady("a stage on several ranks computes no microbatch of others again")
 
     def retract(self, key: StepKey) -> None:
         work = partial(super().retract, key)
