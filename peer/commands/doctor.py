@@ -311,8 +311,9 @@ async def _ask(
 async def check_way_in(
     transport: Transport, peer_id: str, own: Sequence[str], *, is_here: bool = False
 ) -> list[Finding]:
-    """Asks the peer to dial the addresses of the listening identity, which it has never met.
-    `is_here`: it runs on this machine, so that it cannot tell what others reach."""
+    """Asks the peer to dial the listening identity, which it has never met, at the ports of its
+    addresses and the host from which it sees this machine come. `is_here`: it runs on this machine,
+    so that it cannot tell what others reach."""
     asked = tuple(sorted(own, key=is_private))[:MAX_DIAL_BACK]
     reply = await call(
         transport, peer_id, DIAL_BACK, Message(DialBackRequest(asked)), timeout_s=PROBE_TIMEOUT_S
@@ -320,17 +321,16 @@ async def check_way_in(
     answer = reply.body
     found = [check_clock(answer.unix_s - time.time())]
     pairs = list(zip(asked, answer.reasons, strict=False))
-    reached = [_host(a) for a, reason in pairs if not reason]
+    reached = [answer.host or _host(a) for a, reason in pairs if not reason]
     if reached:
-        text = f"that peer reached this machine at {', '.join(reached)}"
+        text = f"that peer reached this machine at {', '.join(dict.fromkeys(reached))}"
         if is_here:
             text += " (it runs on this machine: whether others do, only others can tell)"
-        elif all(is_private(a) for a, reason in pairs if not reason):
+        elif all(map(is_private_host, reached)):
             text += " (a private address: peers elsewhere may not)"
         return [*found, Finding("the way in", GOOD, text)]
-    why = pairs[0][1] if pairs else "no address"
     if is_here:
-        text = f"not reached ({why}), though that peer runs on this machine"
+        text = "not reached, though that peer runs on this machine"
         mend = "see which addresses this machine has, and what its firewall lets through"
         return [*found, Finding("the way in", WARNING, text, mend)]
     nat = "this machine is behind NAT (it has private addresses only)"
@@ -340,7 +340,7 @@ async def check_way_in(
         "/ip4/YOUR.PUBLIC.IP/tcp/PORT; without it others reach this peer through relays, which "
         "is slower"
     )
-    return [*found, Finding("the way in", WARNING, f"not reached ({why}): {text}", mend)]
+    return [*found, Finding("the way in", WARNING, f"not reached: {text}", mend)]
 
 
 def check_clock(error_s: float) -> Finding:
@@ -385,8 +385,12 @@ def _host(address: str) -> str:
 
 
 def is_private(address: str) -> bool:
+    return is_private_host(_host(address))
+
+
+def is_private_host(host: str) -> bool:
     try:
-        ip = ipaddress.ip_address(_host(address))
+        ip = ipaddress.ip_address(host)
     except ValueError:
         return False
     return ip.is_private or ip.is_loopback or ip.is_link_local

@@ -35,7 +35,7 @@ class SpecReply:
 
 @dataclass(frozen=True, slots=True)
 class DialBackRequest:
-    """Addresses of the caller, which wants to know whether it can be reached there."""
+    """Addresses of the caller, which wants to know whether it can be reached at their ports."""
 
     addresses: tuple[str, ...]
 
@@ -51,11 +51,15 @@ class DialBackReply:
     """What came of it."""
 
     reasons: tuple[str, ...]
-    """For each address: empty where it was reached, else why not."""
+    """For each address: empty where the caller was reached at its port, else always the same."""
     unix_s: float
     """The answering peer's clock."""
+    host: str = ""
+    """Where that was: the IP address from which the caller is seen to come."""
 
     def __post_init__(self) -> None:
+        if len(self.host) > MAX_HOST_CHARS:
+            raise ValueError("an impossible address")
         if len(self.reasons) > MAX_DIAL_BACK or not math.isfinite(self.unix_s):
             raise ValueError("reasons are too many, or a time is no time")
 

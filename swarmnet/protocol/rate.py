@@ -30,6 +30,10 @@ class TokenBucket:
         self.tokens -= amount
         return True
 
+    def give(self, amount: float = 1.0) -> None:
+        """What was taken was not needed."""
+        self.tokens = min(self.burst, self.tokens + amount)
+
 
 @dataclass(slots=True)
 class RateLimiter:
@@ -53,3 +57,8 @@ class RateLimiter:
         else:
             self._buckets.move_to_end(key)
         return bucket.take(now, amount)
+
+    def give(self, key: str, amount: float = 1.0) -> None:
+        """A request that was counted was no load."""
+        if (bucket := self._buckets.get(key)) is not None:
+            bucket.give(amount)

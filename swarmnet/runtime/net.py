@@ -11,6 +11,7 @@ from swarmnet.identity import verify
 from swarmnet.runtime.options import TransportName
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener
+from swarmnet.transport.libp2p.interfaces import outward_hosts
 from swarmnet.version import __version__
 
 AGENT = f"swarmnet/{__version__}"
@@ -64,6 +65,8 @@ async def open_net(
 
         carrier = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
         p2p = on_restart = None
-    transport = ChannelTransport(carrier, agent=AGENT, direct=direct, identity=key)
+    transport = ChannelTransport(
+        carrier, agent=AGENT, direct=direct, identity=key, interfaces=outward_hosts
+    )
     await transport.start()
     return Net(transport, p2p, on_restart)

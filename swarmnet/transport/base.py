@@ -163,6 +163,11 @@ class Transport(Protocol):
         at the callee only as far as its channel is concerned: the handler runs on, its reply is
         dropped."""
 
+    async def dial_back(self, asker: str, address: str, timeout_s: float) -> str:
+        """Opens a channel to the peer of an address, at the port of that address and the host from
+        which the connected peer `asker` is seen to come, and nowhere else. Returns that host, or
+        raises as `dial`."""
+
     async def drop(self, peer_id: str) -> None:
         """Lets go of every connection to a peer: the next call makes a new one. For a peer that
         answers nothing, whose connections have not closed: of one whose address has changed they
@@ -201,6 +206,8 @@ class ByteStream:
     keep: object = None
     """Whatever must live as long as the stream does."""
     protocol: str = PROTOCOL_NAME
+    seen_at: str = ""
+    """The multiaddr to which its connection leads; empty where unknown."""
 
 
 class Carrier(Protocol):
@@ -214,7 +221,9 @@ class Carrier(Protocol):
 
     def addresses(self) -> list[str]: ...
 
-    def learn(self, peer_id: str, addresses: Sequence[str]) -> None: ...
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Where a peer is dialled from now on; nowhere, where there are none. Without effect where
+        none is well formed."""
 
     async def connect(self, address: str) -> str:
         """Connects to an address; returns the peer id. Raises `AddressError` or `Unreachable`."""

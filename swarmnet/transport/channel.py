@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarmnet.errors import AddressError, DeadlineExceeded, TransportError
+from swarmnet.errors import AddressError, DeadlineExceeded, TransportError, Unreachable
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import TICKET
-from swarmnet.protocol.membership.addresses import to_dial
+from swarmnet.protocol.membership.addresses import full_address, peer_of
+from swarmnet.protocol.membership.dial_book import at_seen_host
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import seat_id, split_seat
 from swarmnet.protocol.rate import RateLimiter
@@ -27,13 +28,14 @@ from swarmnet.transport.base import (
     Traffic,
 )
 from swarmnet.transport.calls.hello import Offer, offer
+from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.links import DirectLinks
 from swarmnet.transport.local_calls import LocalCalls
 from swarmnet.transport.open_channels import OpenChannels
-from swarmnet.transport.relay import CIRCUIT, Relays, peer_behind
+from swarmnet.transport.relay import CIRCUIT, Relays, peer_behind, split_circuit
 from swarmnet.wire import Message
 
 CALLS_PER_S, CALLS_BURST = 5_000.0, 20_000.0
@@ -56,6 +58,8 @@ class ChannelTransport:
     """The key of this peer; without it no streams through relays."""
     offered: Offer = field(default_factory=offer)
     """The versions of the protocol that this peer speaks, and its features."""
+    interfaces: Callable[[], Sequence[str]] = tuple
+    """The IP addresses of this machine, by which it knows which private ones it may dial."""
 
     def __post_init__(self) -> None:
         self.peer_id = self.carrier.peer_id
@@ -66,12 +70,16 @@ class ChannelTransport:
         )
         self.traffic.queued_bytes = self.channels.queued_bytes
         self.traffic.queued_to = lambda peer_id: self.channels.queued_to(machine_of(peer_id))
-        identity = self.identity
-        self.relays = None if identity is None else Relays(identity, self.carrier, self.channels)
-        self.dialer = Dialer(self.carrier, self.channels, self.relays)
+        self._filter = DialFilter(self.carrier, self.interfaces)
+        self.relays: Relays | None = None
+        if self.identity is not None:
+            self.relays = Relays(self.identity, self.carrier, self.channels, self._filter)
+        self.dialer = Dialer(self.carrier, self.channels, self.relays, self._filter)
         self.links: DirectLinks | None = None
         if self.direct is not None:
-            self.links = DirectLinks(self.direct, self.channels, self.dialer, self.addresses)
+            self.links = DirectLinks(
+                self.direct, self.channels, self.dialer, self._filter, self.addresses
+            )
         self._local = LocalCalls(self.peer_id, self.handlers)
         self._announced: list[str] = []
 
@@ -87,6 +95,7 @@ class ChannelTransport:
                 raise
 
     def _accept(self, stream: ByteStream) -> None:
+        self._filter.opened(stream)
         if stream.protocol != RELAY_PROTOCOL:
             self.channels.accept(stream)
         elif self.relays is None or not self.channels.may_attach(stream.remote):
@@ -113,8 +122,7 @@ class ChannelTransport:
         machine = machine_of(peer_id)
         if machine == self.peer_id:
             return
-        straight = [a for a in addresses if CIRCUIT not in a]
-        self.carrier.learn(machine, to_dial(straight, self.carrier.addresses()))
+        self._filter.learn(machine, [a for a in addresses if CIRCUIT not in a])
         if self.relays is not None:
             self.relays.learn(machine, addresses)
 
@@ -133,12 +141,31 @@ class ChannelTransport:
                 circuit = peer_behind(address)
                 if circuit:
                     self.learn(circuit, [address])
+                    way = split_circuit(address)
+                    assert way is not None
+                    self._filter.given(way[1], way[0])
                 peer_id = circuit or await self.carrier.connect(address)
+                if not circuit:
+                    self._filter.given(peer_id, address)
                 if peer_id == self.peer_id:
                     raise AddressError("that is this peer's own address")
                 channel = await self.dialer.channel(peer_id)
                 await asyncio.shield(channel.ready)
                 return peer_id
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s") from None
+
+    async def dial_back(self, asker: str, address: str, timeout_s: float) -> str:
+        try:
+            async with asyncio.timeout(timeout_s):
+                at = at_seen_host(address, await self.carrier.observed(machine_of(asker)))
+                if not at or not self._filter.may_dial_back(asker, at):
+                    raise Unreachable("that is not where the peer is seen to be")
+                peer_id = peer_of(address)
+                await self.carrier.connect(full_address(at, peer_id))
+                channel = await self.dialer.channel(peer_id)
+                await asyncio.shield(channel.ready)
+                return at.split("/")[2]
         except TimeoutError:
             raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s") from None
 
@@ -300,6 +327,9 @@ class Seat:
 
     async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         return await self._machine.dial(address, timeout_s)
+
+    async def dial_back(self, asker: str, address: str, timeout_s: float) -> str:
+        return await self._machine.dial_back(asker, address, timeout_s)
 
     async def call(
         self,

@@ -12,6 +12,7 @@ from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.transport.base import ByteStream, Carrier
 from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route
+from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.transport.racing import race
 from swarmnet.transport.relay import Relays
@@ -33,9 +34,16 @@ class Dialer:
     """Opens one channel at a time to each peer. Callers share the attempt, and its failure for a
     moment; notifications wait for its end. A channel that the peer opens meanwhile ends it too."""
 
-    def __init__(self, carrier: Carrier, channels: OpenChannels, relays: Relays | None) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        channels: OpenChannels,
+        relays: Relays | None,
+        dial_filter: DialFilter,
+    ) -> None:
         """`relays`: further ways to peers; None: there are none."""
         self._carrier = carrier
+        self._filter = dial_filter
         self._channels = channels
         self._relays = relays
         self._opening: dict[str, asyncio.Task[Channel]] = {}
@@ -141,12 +149,18 @@ class Dialer:
         """Straight, or through a relay of the peer's."""
         relays = self._relays
         if relays is None or not relays.knows(peer_id):
-            return await self._carrier.open(peer_id)
-        ways = [lambda: self._carrier.open(peer_id), *relays.ways(peer_id)]
+            return await self._open_straight(peer_id)
+        ways = [lambda: self._open_straight(peer_id), *relays.ways(peer_id)]
         first_s = 0.0 if relays.is_needed(peer_id) else RELAY_AFTER_S
         starts = [first_s, *[RELAY_AFTER_S] * len(ways)][: len(ways) - 1]
         index, stream = await race(ways, starts)
         relays.opened(peer_id, through_relay=index > 0)
+        return stream
+
+    async def _open_straight(self, peer_id: str) -> ByteStream:
+        self._filter.prepare(peer_id)
+        stream = await self._carrier.open(peer_id)
+        self._filter.opened(stream)
         return stream
 
     def _opened(self, peer_id: str, task: asyncio.Task[Channel]) -> None:

@@ -8,10 +8,9 @@ is bound to the peer that asked, good once and for seconds. The client accepts t
 only, and says the token first; so each side knows the other as well as libp2p does, and the
 stream is handed to the same `transport.calls.Channel`.
 
-Peers choose the addresses in their tickets. So only IP addresses are dialled, no port below 1024,
-loopback only where the peer knows this machine's boot id (which it shows by a hash over the
-token), and only a few per ticket (`MAX_DIALLED`), with a pause after each failure
-(`protocol.upgrade.Attempts`).
+Peers choose the addresses in their tickets. So they pass by `transport.dial_filter`, loopback only
+where the peer knows this machine's boot id (which it shows by a hash over the token and who asked),
+and there is a pause after each failure (`protocol.upgrade.Attempts`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import contextlib
 import datetime
 import hashlib
 import hmac
-import ipaddress
 import logging
 import os
 import secrets
@@ -54,15 +52,11 @@ GREETING_TIMEOUT_S = 5.0
 """TLS handshake and greeting together."""
 DIAL_TIMEOUT_S = 5.0
 """Of one address."""
-MAX_DIALLED = 4
-"""Addresses of a ticket that are dialled."""
 MAX_GREETING = 64
 """Visitors that have not said their token yet; more wait in the kernel's queue."""
 MAX_GREETING_EACH = 8
 """Of one IP address; more are turned away."""
 BACKLOG = 128
-FIRST_PORT = 1024
-"""No port below is dialled: what listens there is no peer of a user's."""
 DEAD_AFTER_S = 10
 """Sent bytes that the other side's kernel has not taken for so long end the connection."""
 UNSENT_BYTES = 256 << 10
@@ -76,36 +70,21 @@ VALID_DAYS = 3650
 """Of the certificate; nobody looks at it, the fingerprint counts."""
 
 
-def machine_proof(token: bytes) -> bytes:
-    """Shows to who is on the same machine, and to nobody else, that this process is there."""
+def machine_proof(token: bytes, asker: str) -> bytes:
+    """Shows to the peer that asked for a ticket, where that is on the same machine, that this
+    process is there; to nobody else, so that nobody can show it as his own."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
         return b""
-    return hashlib.blake2b(boot_id, key=token, digest_size=32, person=b"sw-machine").digest()
+    said = boot_id + asker.encode()
+    return hashlib.blake2b(said, key=token, digest_size=32, person=b"sw-machine").digest()
 
 
-def dialled(ticket: Ticket) -> list[tuple[str, int]]:
-    """The addresses of a ticket that may be dialled, in order."""
-    proof = machine_proof(ticket.token)
-    is_here = bool(proof) and hmac.compare_digest(proof, ticket.machine)
-    chosen: list[tuple[str, int]] = []
-    for host, port in ticket.addresses:
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            continue
-        mapped = getattr(address, "ipv4_mapped", None)
-        address = mapped or address
-        if address.is_unspecified or address.is_multicast or address.is_link_local:
-            continue
-        if port < FIRST_PORT or (address.is_loopback and not is_here):
-            continue
-        if (str(address), port) not in chosen:
-            chosen.append((str(address), port))
-    if is_here:  # the shortest way first
-        chosen.sort(key=lambda pair: not ipaddress.ip_address(pair[0]).is_loopback)
-    return chosen[:MAX_DIALLED]
+def is_here(ticket: Ticket, own_peer_id: str) -> bool:
+    """Whether the peer that gave this one a ticket is on this machine."""
+    proof = machine_proof(ticket.token, own_peer_id)
+    return bool(proof) and hmac.compare_digest(proof, ticket.machine)
 
 
 class _Straight(ssl.SSLObject):
@@ -295,7 +274,7 @@ class DirectListener:
         token = self.tickets.issue(peer_id, asyncio.get_running_loop().time())
         hosts = dict.fromkeys(h for h in map(host_of, addresses) if h)
         pairs = tuple((host, self.port) for host in hosts)[:64]
-        return Ticket(pairs, self._certificate.fingerprint, token, machine_proof(token))
+        return Ticket(pairs, self._certificate.fingerprint, token, machine_proof(token, peer_id))
 
     async def _accept_all(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -350,7 +329,7 @@ class DirectListener:
 
 
 async def dial_direct(peer_id: str, ticket: Ticket, context: ssl.SSLContext) -> ByteStream:
-    """A stream to the peer that gave the ticket. The addresses are tried side by side, for the
+    """A stream to the peer that gave the ticket. Its addresses are tried side by side, for the
     ticket is void before many have swallowed what is sent to them; the token is shown where the
     ticket's certificate was seen first, and nowhere else. Raises `Unreachable`."""
     reasons: list[str] = []
@@ -365,7 +344,7 @@ async def dial_direct(peer_id: str, ticket: Ticket, context: ssl.SSLContext) -> 
             reasons.append(f"{host} port {port}: {e}")
         raise Unreachable(reasons[-1])
 
-    ways = [partial(dial, host, port) for host, port in dialled(ticket)]
+    ways = [partial(dial, host, port) for host, port in ticket.addresses]
     if not ways:
         raise Unreachable("the ticket names no address that may be dialled")
     try:
@@ -402,7 +381,8 @@ async def _dial_one(
             raise ConnectionError("another certificate than the ticket's")
         if waiting.is_lost:
             raise ConnectionError("closed at once")
-        return ByteStream(peer_id, transport)
+        kind = "ip6" if ":" in host else "ip4"
+        return ByteStream(peer_id, transport, seen_at=f"/{kind}/{host}/tcp/{port}")
     except BaseException:
         _drop(transport, sock)
         raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
 from swarmnet.methods.contact import TICKET, Ticket
@@ -20,11 +21,13 @@ from swarmnet.protocol.upgrade import Attempts
 from swarmnet.transport.base import ByteStream, Request
 from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route
+from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import (
     DirectListener,
     client_context,
     dial_direct,
+    is_here,
 )
 from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.wire import Message, convert
@@ -49,6 +52,7 @@ class DirectLinks:
         listener: DirectListener,
         channels: OpenChannels,
         dialer: Dialer,
+        dial_filter: DialFilter,
         addresses: Callable[[], list[str]],
     ) -> None:
         """`dialer`: calls over libp2p; `addresses`: multiaddrs of this peer, for its tickets."""
@@ -57,6 +61,7 @@ class DirectLinks:
         self._listener = listener
         self._open_channels = channels
         self._dialer = dialer
+        self._filter = dial_filter
         self._addresses = addresses
         self._context = client_context()
         self._attempts = Attempts()
@@ -141,7 +146,10 @@ class DirectLinks:
             async with asyncio.timeout(TICKET_TIMEOUT_S):
                 reply = await self._dialer.call(peer_id, TICKET.name, Message(), None)
             ticket = convert(reply.body, Ticket)
-            stream = await dial_direct(peer_id, ticket, self._context)
+            here = is_here(ticket, self._filter.own_peer_id)
+            named = self._filter.targets(peer_id, ticket.addresses, is_here=here)
+            stream = await dial_direct(peer_id, replace(ticket, addresses=named), self._context)
+            self._filter.reached(stream)
             channel = self._open_channels.attach(stream, direct=self)
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await asyncio.shield(channel.ready)

@@ -353,6 +353,10 @@ class MemoryTransport:
             raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s") from None
         return peer_id
 
+    async def dial_back(self, asker: str, address: str, timeout_s: float) -> str:
+        await self.dial(address, timeout_s)
+        return ""
+
     async def call(
         self,
         peer_id: str,

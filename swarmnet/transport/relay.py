@@ -27,6 +27,7 @@ from swarmnet.errors import AddressError, ProtocolViolation, SwarmnetError, Unre
 from swarmnet.identity import Identity, verify
 from swarmnet.protocol.relay_room import GreetingRoom, silent_circuit
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier
+from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.direct import Certificate, client_context
 from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.transport.racing import Way
@@ -70,7 +71,13 @@ def peer_behind(address: str) -> str:
 class Relays:
     """Circuits of one peer: those that it uses, and those that it joins for others."""
 
-    def __init__(self, identity: Identity, carrier: Carrier, channels: OpenChannels) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        carrier: Carrier,
+        channels: OpenChannels,
+        dial_filter: DialFilter,
+    ) -> None:
         """`channels`: those that run through these circuits, too."""
         self.num_used = 0
         """Circuits that this peer is an end of, since its start."""
@@ -79,6 +86,7 @@ class Relays:
         self._identity = identity
         self._carrier = carrier
         self._channels = channels
+        self._filter = dial_filter
         self._certificate = Certificate()
         self._context = client_context()
         self._known: dict[str, dict[str, str]] = {}
@@ -161,11 +169,13 @@ class Relays:
             self._needed[peer_id] = None
 
     async def _through(self, relay_id: str, address: str, peer_id: str) -> ByteStream:
+        name = f"relay {relay_id[-8:]}"
         if relay_id not in self._channels.connected():
+            if not self._filter.may_connect(peer_id, relay_id, address):
+                raise Unreachable(f"{name}: it is not to be dialled where the peer says")
             await self._carrier.connect(address)
         stream = await self._carrier.open(relay_id, RELAY_PROTOCOL)
         transport: asyncio.Transport = stream.transport
-        name = f"relay {relay_id[-8:]}"
         try:
             async with asyncio.timeout(HEAD_TIMEOUT_S):
                 talk = Talk(stream)

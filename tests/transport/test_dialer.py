@@ -13,6 +13,7 @@ from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.simulation.clock import run
 from swarmnet.transport.base import ByteStream, Request, Traffic
 from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.dialer import REDIAL_AFTER_S, Dialer
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.open_channels import OpenChannels
@@ -43,7 +44,8 @@ def play(
 
     async def main() -> None:
         carrier = Stubborn(takes_s, error or Unreachable("nobody there"))
-        dialer = Dialer(carrier, OpenChannels(Handlers(), Traffic()), None)
+        channels = OpenChannels(Handlers(), Traffic())
+        dialer = Dialer(carrier, channels, None, DialFilter(carrier))
         await scenario(dialer, carrier)
         await dialer.close()
 
@@ -131,7 +133,7 @@ def test_a_banned_peer_is_not_dialled() -> None:
     async def main() -> None:
         carrier = Stubborn(0.0, Unreachable("nobody there"))
         channels = OpenChannels(Handlers(), Traffic())
-        dialer = Dialer(carrier, channels, None)
+        dialer = Dialer(carrier, channels, None, DialFilter(carrier))
         channels.offended("x", "test")
         with pytest.raises(Unreachable, match="broke the protocol"):
             await dialer.channel("x")

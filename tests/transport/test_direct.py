@@ -522,32 +522,40 @@ def test_what_breaks_the_protocol_on_a_direct_channel_bans_its_sender() -> None:
 # ---- where a ticket leads -----------------------------------------------------------------------
 
 
-def ticket_for(*addresses: tuple[str, int], is_here: bool) -> Ticket:
-    token = bytes(32)
-    machine = direct.machine_proof(token) if is_here else bytes(32)
-    return Ticket(addresses, bytes(32), token, machine)
+def test_a_peer_of_another_machine_cannot_show_that_it_is_here() -> None:
+    """It has tickets of peers that are: they say so to who asked, and to nobody else."""
+
+    async def scenario(w: World) -> None:
+        assert w.b.direct is not None
+        asked = w.b.direct.ticket("liar", [f"/ip4/{HOST}/tcp/1"])
+        assert direct.is_here(asked, "liar")
+        assert not direct.is_here(asked, w.a.peer_id)
+        assert not direct.is_here(replace(asked, machine=b""), "liar")
+
+    play(scenario)
 
 
-def test_only_addresses_where_a_peer_may_be_are_dialled() -> None:
-    wrong = [
-        ("localhost", 5000),
-        ("internal.example", 5000),
-        ("0.0.0.0", 5000),
-        ("224.0.0.1", 5000),
-        ("169.254.169.254", 5000),
-        ("192.0.2.7", 22),
-        ("::", 5000),
-    ]
-    here = [("127.0.0.1", 5000), ("::1", 5000), ("::ffff:127.0.0.1", 5000)]
-    outside = ("192.0.2.7", 5000)
-    assert direct.dialled(ticket_for(*wrong, *here, outside, is_here=False)) == [outside]
-    assert direct.dialled(ticket_for(*wrong, outside, *here, is_here=True)) == [
-        ("127.0.0.1", 5000),
-        ("::1", 5000),
-        outside,
-    ]
-    many = [(f"192.0.2.{n}", 5000) for n in range(60)]
-    assert direct.dialled(ticket_for(*many, is_here=False)) == many[: direct.MAX_DIALLED]
+def test_a_ticket_leads_to_no_service_of_this_machine() -> None:
+    """A peer that names this machine's loopback, and does not show that it is here, has nothing
+    dialled there."""
+    knocked: list[object] = []
+
+    async def scenario(w: World) -> None:
+        service = await asyncio.start_server(lambda _, writer: knocked.append(writer), HOST, 0)
+        port = service.sockets[0].getsockname()[1]
+
+        async def liar(request: Request) -> Message:
+            ticket = await w.ticket()
+            return Message(replace(ticket, addresses=((HOST, port),), machine=bytes(32)))
+
+        w.a.carrier.where = "200.5.5.11"  # type: ignore[attr-defined]
+        w.b.handle(TICKET.name, liar)
+        links_of(w.a).want(w.b.peer_id)
+        await until(lambda: not links_of(w.a).num_opening)
+        service.close()
+
+    play(scenario)
+    assert not knocked
 
 
 @pytest.mark.parametrize(
@@ -563,7 +571,7 @@ def test_only_addresses_where_a_peer_may_be_are_dialled() -> None:
 )
 def test_a_wrong_ticket_is_a_violation(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolViolation):
-        replace(ticket_for(is_here=True), **change)
+        replace(Ticket((), bytes(32), bytes(32)), **change)
 
 
 @pytest.mark.parametrize("body", [None, 3, {"addresses": 1}, {"token": b"x" * 32}])

@@ -17,7 +17,14 @@ from swarmnet import errors, identity
 from swarmnet.methods import method, microbatch, ranges
 from swarmnet.methods.table import METHODS
 from swarmnet.protocol import backoff, codecs, slots, timing, upgrade
-from swarmnet.protocol.membership import failure_detector, pace, records, view
+from swarmnet.protocol.membership import (
+    dial_book,
+    failure_detector,
+    pace,
+    records,
+    view,
+    zones,
+)
 from swarmnet.protocol.pipeline import feeding, progress
 from swarmnet.protocol.update import members, placement
 from swarmnet.spec import TABLES, FileSpec, RunSpec, SourceSpec
@@ -199,8 +206,12 @@ def test_every_field_is_named(cls: type) -> None:
         f"at most {upgrade.MAX_TICKETS_EACH} that are open",
         f"said it {direct.GREETING_TIMEOUT_S:.0f} s after",
         f"At most {direct.MAX_GREETING} visitors, and {direct.MAX_GREETING_EACH} of one IP address",
-        f"addresses at most {direct.MAX_DIALLED} are dialled",
-        f"no port below {direct.FIRST_PORT}",
+        f"addresses at most {dial_book.MAX_TARGETS} are dialled",
+        f"TCP or UDP from {zones.FIRST_PORT} on",
+        f"peer {dial_book.NAMER_BURST:.0f} dials at once and one every "
+        f"{1 / dial_book.NAMER_PER_S:.0f} s",
+        f"of a host {dial_book.PORT_BURST:.0f} and one every {1 / dial_book.PORT_PER_S:.0f} s",
+        f"of one host {dial_book.HOST_BURST:.0f} and {dial_book.HOST_PER_S:.0f} a second",
         f"Up to {links.MAX_DIRECT} direct channels",
         f"arrays have {links.BULK_BYTES:,} bytes or more",
         f"less than {backoff.FIRST_PAUSE_S:.0f} s or",

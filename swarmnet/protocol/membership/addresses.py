@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from swarmnet.protocol.membership.zones import CIRCUIT, Here, Host, may_dial_address
 from swarmnet.protocol.timing import ANSWER_S
 
 STAGGER_S = 0.25
@@ -25,8 +26,6 @@ BRIDGE = re.compile(
     r"|br-[0-9a-f]{12}$"
 )
 """Names of interfaces between a machine and its own containers or virtual machines."""
-CIRCUIT = "/p2p-circuit"
-Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +135,16 @@ def in_turns(lists: Iterable[Sequence[str]]) -> list[str]:
 
 
 def of_all(peers: Mapping[str, Sequence[str]], own: Iterable[str]) -> list[str]:
-    """The addresses of several peers in dialling order, each with its peer id at its end."""
-    here = list(own)
+    """The addresses of several peers in dialling order, each with its peer id at its end: those
+    that may be dialled (`zones`) from a machine that publishes the addresses `own`."""
+    told = list(own)
+    here = Here.at(told)
     return in_turns(
-        [full_address(a, peer_id) for a in to_dial(addresses, here)]
+        [
+            full_address(a, peer_id)
+            for a in to_dial(addresses, told)
+            if may_dial_address(a, None, here)
+        ]
         for peer_id, addresses in peers.items()
     )
 

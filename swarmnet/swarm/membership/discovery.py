@@ -15,7 +15,7 @@ from typing import Any
 
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.methods.records import SignedRecord
-from swarmnet.protocol.membership.addresses import peer_of
+from swarmnet.protocol.membership.addresses import of_all, peer_of
 from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S
@@ -115,12 +115,12 @@ class Directory:
     async def _renew_node(self) -> None:
         if self._stale:
             self._stale = False
-            known = [
-                a
+            told = {
+                record.peer_id: record.addresses
                 for record in self._gossip.view.records()[:MAX_FOUND]
-                for a in record.addresses
                 if record.peer_id != self._gossip.own.peer_id
-            ]
+            }
+            known = of_all(told, self._gossip.transport.addresses())
             try:
                 await self.close()
                 await self.start(known or self._initial)

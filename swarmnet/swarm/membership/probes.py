@@ -2,11 +2,14 @@
 
 A peer dials back, which shows whether the asker can be reached from outside, and it takes and gives
 a few bytes, which shows how fast. Both are cheap, bounded and rare for each asker; a peer that
-trains does not notice them. Dialling back is libp2p's handshake and nothing else, so no peer can be
-made to speak to a stranger's service (cf. libp2p AutoNAT)."""
+trains does not notice them. Only the host from which the asker is seen to come is dialled, with
+libp2p's handshake and nothing else, and whatever fails is answered in the same words: so nobody
+can have a peer speak to another one's service, or find out where it listens (cf. libp2p
+AutoNAT)."""
 
 from __future__ import annotations
 
+import logging
 import time
 
 from swarmnet.errors import Busy, SwarmnetError
@@ -25,9 +28,11 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
 
+log = logging.getLogger("swarmnet.peer")
+
 MAX_PROBES = 2
 """Served at a time."""
-MAX_REASON_CHARS = 200
+NOT_REACHED = "not reached"
 
 
 class Probes:
@@ -49,14 +54,15 @@ class Probes:
         self._admit(request)
         self._running += 1
         try:
-            reasons = []
+            reasons, host = [], ""
             for address in asked.addresses:
                 try:
-                    await self._transport.dial(address, timeout_s=CONNECT_S)
+                    host = await self._transport.dial_back(request.remote, address, CONNECT_S)
                     reasons.append("")
                 except SwarmnetError as e:
-                    reasons.append(str(e)[:MAX_REASON_CHARS] or type(e).__name__)
-            return Message(DialBackReply(tuple(reasons), time.time()))
+                    log.debug("%s is not reached: %s", request.remote[-8:], e)
+                    reasons.append(NOT_REACHED)
+            return Message(DialBackReply(tuple(reasons), time.time(), host))
         finally:
             self._running -= 1
 

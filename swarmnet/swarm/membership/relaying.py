@@ -31,6 +31,7 @@ from swarmnet.protocol.membership.reachability import (
     possible_relays,
 )
 from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.membership.zones import FIRST_PORT, may_dial_somewhere
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, LAPSES, UPKEEP_S
 from swarmnet.swarm.calls import call, serve
@@ -53,8 +54,6 @@ MAX_GRANTS = 64
 """Places that a peer offers."""
 MAX_LOOKS = 4
 """Served at a time."""
-FIRST_PORT = 1024
-"""No port below is knocked at: what listens there is no peer of a user's."""
 MAX_ADDRESSES = 16
 
 
@@ -194,7 +193,7 @@ class Relaying:
             self.places.lost(relay_id)
             self.places.refused(relay_id, loop.time())
             return
-        usable = tuple(a for a in grant.addresses if host_and_port(a) is not None)
+        usable = tuple(filter(may_dial_somewhere, grant.addresses))
         if not usable:
             self.places.refused(relay_id, loop.time())
             return

@@ -16,6 +16,25 @@ def own_hosts() -> OwnHosts:
     return OwnHosts(_default_hosts(), _bridge_hosts())
 
 
+def outward_hosts() -> list[str]:
+    """Every IP address of this machine by which others may reach it: none of loopback, and none of
+    an interface that leads only to its own containers."""
+    import psutil
+
+    own = own_hosts()
+    inside = set(own.bridges) - set(own.default)
+    try:
+        interfaces = psutil.net_if_addrs()
+    except OSError:
+        return list(own.default)
+    return [
+        entry.address
+        for _, entries in sorted(interfaces.items())
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.address not in inside
+    ]
+
+
 def _default_hosts() -> tuple[str, ...]:
     found = []
     for family, elsewhere in ELSEWHERE:

@@ -23,7 +23,10 @@ class KnownPeers:
         return self._addresses.get(peer_id, [])
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Addresses of a peer in place of those known; without effect where none is well formed."""
+        """Addresses of a peer in place of those known; without effect where none is well formed,
+        unless there are none."""
+        if not addresses:
+            self._addresses.pop(peer_id, None)
         bare = [without_peer(address, peer_id) for address in addresses[:MAX_ADDRESSES]]
         known = [address for address in bare if address]
         if not known:

@@ -145,8 +145,9 @@ class P2pdCarrier:
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer_id), proto=[protocol]),
         )
-        reader, writer = await self._ask(peer_id, request)
-        return byte_stream(peer_id, reader, writer, protocol)
+        reader, writer, response = await self._ask(peer_id, request)
+        seen_at = _multiaddr(response.streamInfo.addr)
+        return byte_stream(peer_id, reader, writer, protocol, seen_at)
 
     async def drop(self, peer_id: str) -> None:
         from hivemind.p2p import PeerID
@@ -201,7 +202,7 @@ class P2pdCarrier:
             ),
         )
         try:
-            _, writer = await self._ask(peer_id, request)
+            _, writer, _ = await self._ask(peer_id, request)
         except Unreachable:
             self._peers.missed(peer_id)
             raise
@@ -210,9 +211,9 @@ class P2pdCarrier:
 
     async def _ask(
         self, peer_id: str, request: Any
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
         """Asks the daemon for something about a peer, on a control connection of its own, which is
-        closed when it fails. Raises `Unreachable`."""
+        closed when it fails; its response is the last of the three. Raises `Unreachable`."""
         from google.protobuf.message import DecodeError
         from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
         from hivemind.proto import p2pd_pb2
@@ -239,7 +240,7 @@ class P2pdCarrier:
             if isinstance(e, (OSError, EOFError, ValueError, DecodeError)):
                 raise Unreachable("this peer's network daemon does not answer") from None
             raise
-        return reader, writer
+        return reader, writer, response
 
     def _client(self) -> Any:
         """The connection to the daemon's control socket."""
@@ -252,7 +253,8 @@ class P2pdCarrier:
         self, info: Any, reader: Any, writer: Any, protocol: str = PROTOCOL_NAME
     ) -> None:
         try:
-            stream = byte_stream(info.peer_id.to_base58(), reader, writer, protocol)
+            remote = info.peer_id.to_base58()
+            stream = byte_stream(remote, reader, writer, protocol, str(info.addr))
         except Unreachable:
             return
         self._accept(stream)
@@ -404,7 +406,19 @@ def _peer_bytes(peer_id: str) -> bytes:
     return data
 
 
-def byte_stream(remote: str, reader: Any, writer: Any, protocol: str = PROTOCOL_NAME) -> ByteStream:
+def _multiaddr(data: bytes) -> str:
+    """Its text; empty where it is none."""
+    from multiaddr import Multiaddr
+
+    try:
+        return str(Multiaddr(data))
+    except Exception:
+        return ""
+
+
+def byte_stream(
+    remote: str, reader: Any, writer: Any, protocol: str = PROTOCOL_NAME, seen_at: str = ""
+) -> ByteStream:
     """Takes a stream from asyncio's reader and writer, with what was read already. Raises
     `Unreachable` where its other end is gone: a protocol set later would never hear of it."""
     transport = writer.transport
@@ -414,4 +428,4 @@ def byte_stream(remote: str, reader: Any, writer: Any, protocol: str = PROTOCOL_
         raise Unreachable("the stream ended at once")
     transport.pause_reading()
     leftover = bytes(reader._buffer)  # noqa: SLF001  asyncio has no public way to what was read
-    return ByteStream(remote, transport, leftover, keep=(reader, writer), protocol=protocol)
+    return ByteStream(remote, transport, leftover, (reader, writer), protocol, seen_at)

@@ -115,7 +115,10 @@ class PyLibp2pCarrier:
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Remembers where a peer can be dialled. What this carrier cannot dial (QUIC, relays) or
-        cannot read is skipped; the newest `MAX_KNOWN_PEERS` peers are kept."""
+        cannot read is skipped; the newest `MAX_KNOWN_PEERS` peers are kept. Where there are none,
+        those known are forgotten."""
+        if not addresses:
+            self._known.pop(peer_id, None)
         found = [a for a in addresses if _match(a, peer_id)][:MAX_ADDRESSES_PER_PEER]
         if not found or peer_id == self.peer_id:
             return
@@ -142,8 +145,10 @@ class PyLibp2pCarrier:
         `Unreachable`."""
         matches = [_match(a, peer_id) for a in self._known.get(peer_id, ())]
         endpoints = [_endpoint(m) for m in matches if m]
-        far = await self._in_trio(lambda host: host.open(peer_id, endpoints, protocol), _close)
-        return await self._wrap(peer_id, far, protocol)
+        far, seen_at = await self._in_trio(
+            lambda host: _open(host, peer_id, endpoints, protocol), lambda made: made[0].close()
+        )
+        return await self._wrap(peer_id, far, protocol, seen_at)
 
     async def drop(self, peer_id: str) -> None:
         with contextlib.suppress(SwarmnetError):
@@ -192,15 +197,16 @@ class PyLibp2pCarrier:
 
     def _on_stream_in_trio(self, remote: str, far: socket.socket, protocol: str) -> None:
         assert self._thread is not None
-        if not self._thread.soon_in_loop(self._on_stream, remote, far, protocol):
+        seen_at = "" if self._host is None else self._host.observed(remote)
+        if not self._thread.soon_in_loop(self._on_stream, remote, far, protocol, seen_at):
             far.close()
 
-    def _on_stream(self, remote: str, far: socket.socket, protocol: str) -> None:
+    def _on_stream(self, remote: str, far: socket.socket, protocol: str, seen_at: str) -> None:
         """An incoming stream, on the loop's thread."""
         if self._accept is None:
             far.close()
             return
-        task = asyncio.ensure_future(self._hand_over(remote, far, protocol))
+        task = asyncio.ensure_future(self._hand_over(remote, far, protocol, seen_at))
         self._accepting[task] = None
         task.add_done_callback(lambda t: self._on_handed_over(t, far))
 
@@ -209,9 +215,11 @@ class PyLibp2pCarrier:
         if task.cancelled():  # perhaps before it ever ran
             far.close()
 
-    async def _hand_over(self, remote: str, far: socket.socket, protocol: str) -> None:
+    async def _hand_over(
+        self, remote: str, far: socket.socket, protocol: str, seen_at: str
+    ) -> None:
         try:
-            stream = await self._wrap(remote, far, protocol)
+            stream = await self._wrap(remote, far, protocol, seen_at)
         except (Unreachable, OSError) as e:
             logger.debug("an incoming stream ended early: %s", e)
             return
@@ -220,7 +228,9 @@ class PyLibp2pCarrier:
         else:
             self._accept(stream)
 
-    async def _wrap(self, remote: str, far: socket.socket, protocol: str) -> ByteStream:
+    async def _wrap(
+        self, remote: str, far: socket.socket, protocol: str, seen_at: str
+    ) -> ByteStream:
         """The asyncio side of a bridge. Raises `Unreachable` where the stream is already over."""
         loop = asyncio.get_running_loop()
         early = _Early()
@@ -238,7 +248,7 @@ class PyLibp2pCarrier:
         transport.pause_reading()
         self._forget_closed()
         self._streams[transport] = None
-        return ByteStream(remote, transport, bytes(early.data), protocol=protocol)
+        return ByteStream(remote, transport, bytes(early.data), protocol=protocol, seen_at=seen_at)
 
     def _forget_closed(self) -> None:
         for transport in [t for t in self._streams if t.is_closing()]:
@@ -299,5 +309,8 @@ def _endpoint(match: re.Match[str]) -> tuple[str, int]:
     return match["host"], int(match["port"])
 
 
-def _close(sock: socket.socket) -> None:
-    sock.close()
+async def _open(
+    host: Host, peer_id: str, endpoints: Sequence[tuple[str, int]], protocol: str
+) -> tuple[socket.socket, str]:
+    """A stream's far end, and the multiaddr of its connection."""
+    return await host.open(peer_id, endpoints, protocol), host.observed(peer_id)

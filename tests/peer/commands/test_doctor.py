@@ -26,7 +26,7 @@ from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.population import OpenSigner
 from swarmnet.spec import load_spec
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.membership.probes import Probes
+from swarmnet.swarm.membership.probes import NOT_REACHED, Probes
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, convert
 
@@ -176,6 +176,17 @@ def test_a_peer_dials_back_and_says_why_it_could_not() -> None:
         answer = await helper.ask(reached, "/memory/p2p/nobody")
         assert answer.reasons[0] == ""
         assert answer.reasons[1]
+
+    run_virtual(main())
+
+
+def test_no_answer_tells_why_a_peer_is_not_reached() -> None:
+    """Else whoever asks could tell an open port from a closed one."""
+
+    async def main() -> None:
+        helper = Helper()
+        answer = await helper.ask("/memory/p2p/nobody", "garbage", "/memory/p2p/helper")
+        assert answer.reasons == (NOT_REACHED,) * 3
 
     run_virtual(main())
 

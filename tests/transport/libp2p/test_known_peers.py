@@ -27,6 +27,13 @@ def test_what_says_nothing_makes_nothing_be_forgotten() -> None:
     assert known.addresses(OTHER) == []
 
 
+def test_a_peer_is_dialled_nowhere_where_there_are_no_addresses() -> None:
+    known = KnownPeers()
+    known.learn(PEER, [BARE])
+    known.learn(PEER, [])
+    assert known.addresses(PEER) == []
+
+
 def test_peers_and_their_addresses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_peers, "MAX_KNOWN_PEERS", 2)
     known = KnownPeers()
