@@ -155,7 +155,9 @@ class Observer:
         peers = [r.peer_id for r in self.view.live(now) if r.is_replica]
         return given(
             {
-                name: await fetch_file(self.transport, peers, about.sha256, about.size)
+                name: await fetch_file(
+                    self.transport, peers, about.sha256, about.size, self.gossip.rng
+                )
                 for name, about in self.spec.files.items()
             }
         )

@@ -3,23 +3,32 @@ its initial weights. They lie in the state folder, under their hashes."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.files import write_whole
+from swarmnet.methods.records import GOSSIP, GossipRequest
+from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.spec import FileSpec
+from swarmnet.swarm.calls import call
 from swarmnet.swarm.initial.files import fetch_file
 from swarmnet.transport.base import Transport
+from swarmnet.wire import Message, unpack
 
 log = logging.getLogger("swarmnet.peer")
 
 FOLDER = "files"
 TOKENIZER, WEIGHTS = "tokenizer.json", "weights.sha256"
+MAX_OTHERS = 8
+"""Peers that one neighbour names, of those that are asked for the run's files."""
 Version = tuple[int, int, int, int]
 """Of a file on the disk: device, inode, size in bytes, and the time of its last change in ns."""
 
@@ -89,16 +98,23 @@ class RunFiles:
                 raise UserError(f"cannot write {path}: {e.strerror or e}") from None
 
     async def fetch(self, transport: Transport, peer_ids: Sequence[str]) -> None:
-        """Gets what is missing from others. Raises `AddressError`."""
-        for name, about in sorted(self.files.items()):
-            if self.read(about.sha256) is not None:
-                continue
-            log.info("fetching the run's %s, %d bytes", name, about.size)
-            try:
-                data = await fetch_file(transport, peer_ids, about.sha256, about.size)
-            except SwarmnetError as e:
-                raise AddressError(f"the run's {name} is not to be had: {e}") from None
-            self.save({name: data})
+        """Gets what is missing from others: those named, and where that takes long those that they
+        know. Raises `AddressError`."""
+        givers, rng = list(peer_ids), random.Random()
+        looking = asyncio.ensure_future(_add_others(transport, peer_ids, givers))
+        try:
+            for name, about in sorted(self.files.items()):
+                if self.read(about.sha256) is not None:
+                    continue
+                log.info("fetching the run's %s, %d bytes", name, about.size)
+                try:
+                    data = await fetch_file(transport, givers, about.sha256, about.size, rng)
+                except SwarmnetError as e:
+                    raise AddressError(f"the run's {name} is not to be had: {e}") from None
+                self.save({name: data})
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
 
     def _names(self, sha256: str) -> bool:
         """Has the run a file of this hash?"""
@@ -106,3 +122,22 @@ class RunFiles:
 
     def _path(self, sha256: str) -> Path:
         return self.folder / FOLDER / sha256
+
+
+async def _add_others(transport: Transport, peer_ids: Sequence[str], givers: list[str]) -> None:
+    """Adds to `givers`, after a while, peers that some of them know; in a closed run they tell only
+    members. Who they are the connection says, and what they give is checked."""
+    await asyncio.sleep(ANSWER_S)
+    for peer_id in peer_ids:
+        try:
+            known = await call(
+                transport, peer_id, GOSSIP, Message(GossipRequest({})), timeout_s=ANSWER_S
+            )
+            records = [unpack(signed.payload, Record) for signed in known.body.records]
+        except SwarmnetError as e:
+            log.debug("%s names no others: %s", peer_id[-8:], e)
+            continue
+        serving = [r for r in records if r.is_replica and r.peer_id not in givers]
+        for record in serving[:MAX_OTHERS]:
+            transport.learn(record.peer_id, record.addresses)
+            givers.append(record.peer_id)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.errors import Busy, NotReady, ProtocolViolation
 from swarmnet.methods.contact import SPEC, SpecReply
 from swarmnet.methods.state import RUN_FILE, FileReply, FileRequest
 from swarmnet.ports import Worker
 from swarmnet.protocol.timing import ANSWER_S, BULK_S
 from swarmnet.swarm.calls import call, serve
+from swarmnet.swarm.downloads import Downloads
 from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message
@@ -99,45 +101,69 @@ def _reply(size: int, part: bytes) -> Message[FileReply]:
 
 
 async def fetch_file(
-    transport: Transport, peer_ids: Sequence[str], sha256: str, size: int
+    transport: Transport, givers: Sequence[str], sha256: str, size: int, rng: random.Random
 ) -> bytes:
-    """A file of the run, from any of some peers, checked. Raises `SwarmnetError` where none of them
-    gives it."""
-    error: SwarmnetError = NotReady("nobody to ask")
-    for peer_id in peer_ids:
-        try:
-            data = await _fetch_from(transport, peer_id, sha256, size)
-        except SwarmnetError as e:
-            error = e
-            continue
-        if hashlib.sha256(data).hexdigest() == sha256:
-            return data
-        error = ProtocolViolation("a file does not match its hash")
-    raise error
+    """A file of the run, from some peers, checked; others may be added to `givers` meanwhile. Its
+    parts come from any of them; where they do not make the file, all of it from one. Raises
+    `SwarmnetError` where they do not give it."""
+    downloads = Downloads(rng)
 
+    async def part_from(giver: str) -> bytes:
+        return await _ask(transport, giver, FileRequest(sha256, len(data)), size)
 
-async def _fetch_from(transport: Transport, peer_id: str, sha256: str, size: int) -> bytes:
+    async def all_from(giver: str) -> bytes:
+        return await _whole(transport, giver, sha256, size)
+
     data = bytearray()
-    tries = 0
+    while len(data) < size:
+        data += await _when_free(downloads, givers, part_from, min(PART_BYTES, size - len(data)))
+    if _is_right(data, sha256):
+        return bytes(data)
+    return await _when_free(downloads, givers, all_from, size)
+
+
+async def _when_free(
+    downloads: Downloads,
+    givers: Sequence[str],
+    ask: Callable[[str], Awaitable[bytes]],
+    num_bytes: int,
+) -> bytes:
+    """A piece. Waits where all that have it are busy."""
+    for _ in range(MAX_TRIES):
+        try:
+            return (await downloads.piece(givers, ask, num_bytes))[1]
+        except Busy as e:
+            await asyncio.sleep(max(RETRY_S, min(e.backlog_s, BULK_S)))
+    raise NotReady("all that have the file are busy")
+
+
+async def _whole(transport: Transport, giver: str, sha256: str, size: int) -> bytes:
+    """All of a file from one peer, which may be busy between two parts. Raises `SwarmnetError`."""
+    data, num_busy = bytearray(), 0
     while len(data) < size:
         try:
-            reply = await call(
-                transport,
-                peer_id,
-                RUN_FILE,
-                Message(FileRequest(sha256, len(data))),
-                timeout_s=BULK_S,
-            )
+            data += await _ask(transport, giver, FileRequest(sha256, len(data)), size)
+            num_busy = 0
         except Busy as e:
-            tries += 1
-            if tries > MAX_TRIES:
+            num_busy += 1
+            if num_busy > MAX_TRIES:
                 raise
             await asyncio.sleep(max(RETRY_S, min(e.backlog_s, BULK_S)))
-            continue
-        if reply.body.size != size or len(reply.arrays) != 1:
-            raise ProtocolViolation("a file of another size than the run says")
-        part = bytes(reply.arrays[0].data)
-        if not 0 < len(part) <= min(PART_BYTES, size - len(data)):
-            raise ProtocolViolation("a part of a file that is too long or empty")
-        data += part
+    if not _is_right(data, sha256):
+        raise ProtocolViolation("a file does not match its hash")
     return bytes(data)
+
+
+async def _ask(transport: Transport, giver: str, request: FileRequest, size: int) -> bytes:
+    """The part of a file that begins where the request says. Raises `SwarmnetError`."""
+    reply = await call(transport, giver, RUN_FILE, Message(request), timeout_s=BULK_S)
+    if reply.body.size != size or len(reply.arrays) != 1:
+        raise ProtocolViolation("a file of another size than the run says")
+    part = bytes(reply.arrays[0].data)
+    if len(part) != min(PART_BYTES, size - request.offset):
+        raise ProtocolViolation("a part of a file that is too long or too short")
+    return part
+
+
+def _is_right(data: bytes | bytearray, sha256: str) -> bool:
+    return hashlib.sha256(data).hexdigest() == sha256

@@ -25,6 +25,7 @@ from swarmnet.methods.state import INITIAL_SHARD, FetchReply, FetchRequest
 from swarmnet.ports import InitialWeights, Worker
 from swarmnet.protocol.moments import Since
 from swarmnet.swarm.calls import ServingQueue, call, serve
+from swarmnet.swarm.downloads import Downloads
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.waiting_notice import SAY_EVERY_S
 from swarmnet.swarm.replica.replica import Replica
@@ -53,8 +54,7 @@ class WeightService:
 
     def __post_init__(self) -> None:
         self._queue = ServingQueue(self.limits.max_serving, 2 * self.limits.max_serving)
-        self._givers: list[str] = []
-        """Peers that have given a shard."""
+        self._downloads = Downloads(self.rng)
         self._moments: dict[tuple[int, int], Array] = {}
         """By stage and shard, of the stage that is being filled."""
         self._said = Since()
@@ -163,32 +163,29 @@ class WeightService:
         now = asyncio.get_running_loop().time()
         own = self.gossip.own.peer_id
         others = [r.peer_id for r in self.gossip.view.live(now) if r.peer_id != own]
-        self.rng.shuffle(others)
-        self._givers = [p for p in self._givers if p in others]
-        for peer_id in (*self._givers, *(p for p in others if p not in self._givers)):
-            try:
-                return await self._ask(peer_id, replica, number)
-            except SwarmnetError as e:
-                log.debug("initial shard %d from %s: %s", number, peer_id[-8:], e)
-        return None
+
+        async def ask(peer_id: str) -> Array:
+            return await self._ask(peer_id, replica, number)
+
+        num_bytes = FP32_BYTES * _sizes(replica)[number]
+        try:
+            return (await self._downloads.piece(others, ask, num_bytes))[1]
+        except SwarmnetError as e:
+            log.debug("initial shard %d: %s", number, e)
+            return None
 
     async def _ask(self, peer_id: str, replica: Replica, number: int) -> Array:
         """Raises `SwarmnetError`."""
-        trained = replica.stage.shard_sizes
-        sizes = (*replica.stage.base.shard_sizes, *trained, *(2 * size + 1 for size in trained))
-        values = await fetch_initial(
+        return await fetch_initial(
             self.transport,
             peer_id,
             self.weights,
             self.worker,
             replica.index,
             number,
-            sizes[number],
+            _sizes(replica)[number],
             self.limits.fetch_timeout_s,
         )
-        if peer_id not in self._givers:
-            self._givers.append(peer_id)
-        return values
 
     def _say(self, reason: str) -> None:
         if self._said.is_due(asyncio.get_running_loop().time(), SAY_EVERY_S):
@@ -202,6 +199,12 @@ class WeightService:
         if not self._has_said_disk:
             self._has_said_disk = True
             log.warning("%s; the base is fetched again when this peer starts again", error)
+
+
+def _sizes(replica: Replica) -> tuple[int, ...]:
+    """Elements of the initial shards of a stage: those of the base, the trained, the moments."""
+    trained = replica.stage.shard_sizes
+    return (*replica.stage.base.shard_sizes, *trained, *(2 * size + 1 for size in trained))
 
 
 def as_state(values: Array) -> State:

@@ -23,11 +23,14 @@ from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call
+from swarmnet.swarm.downloads import Downloads
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message
+
+FP32_BYTES = 4
 
 
 class RoundsPassed(UserError):
@@ -52,12 +55,13 @@ async def fetch_model(
 ) -> tuple[int, list[list[Array]]]:
     """The round, and for every stage its shards (flat fp32). `shard_sizes`: elements of each shard
     of each stage. Raises `UserError` where a stage is not served, and `RoundsPassed`."""
+    downloads = Downloads(rng)
     for _ in range(MAX_TRIES):  # rounds that pass under a download
         model = await _common_model(gossip, shard_sizes)
         at_once = asyncio.Semaphore(limits.max_fetching)
         fetching = [
             asyncio.ensure_future(
-                _fetch(transport, gossip, model, (k, j), sizes, limits, rng, at_once)
+                _fetch(transport, gossip, model, (k, j), sizes, limits, downloads, at_once)
             )
             for k, sizes in enumerate(shard_sizes)
             for j in range(len(sizes))
@@ -108,32 +112,37 @@ async def _fetch(
     wanted: tuple[int, int],
     sizes: Sequence[int],
     limits: WaitLimits,
-    rng: random.Random,
+    downloads: Downloads,
     at_once: asyncio.Semaphore,
 ) -> Array:
     """One shard (stage, shard). Raises `Stale` where no peer has that model any more."""
     k, j = wanted
     same = (model.round, model.digests[k])
     error: SwarmnetError = Stale("no donor")
+    digest = model.digests[k][j * DIGEST_BYTES : (j + 1) * DIGEST_BYTES]
+
+    async def ask(peer_id: str) -> Array:
+        reply = await call(
+            transport,
+            peer_id,
+            FETCH_PARAMETERS,
+            Message(FetchRequest(model.round, k, j)),
+            timeout_s=limits.fetch_timeout_s,
+        )
+        return _checked(reply.arrays, sizes[j], digest)
+
     async with at_once:
         for _ in range(MAX_TRIES):
             donors = _donors(gossip, k, len(sizes))
             having = [r for r in donors if (r.round, r.digests) == same]
             if not having:
                 raise Stale(f"round {model.round} is over")
-            donor = rng.choice(having)
+            givers = [r.peer_id for r in having]
             try:
-                reply = await call(
-                    transport,
-                    donor.peer_id,
-                    FETCH_PARAMETERS,
-                    Message(FetchRequest(model.round, k, j)),
-                    timeout_s=limits.fetch_timeout_s,
-                )
-                return _checked(reply.arrays, sizes[j], donor.digest(j))
+                return (await downloads.piece(givers, ask, FP32_BYTES * sizes[j]))[1]
             except Stale as e:  # its record with the next round is on its way: at once, then
                 error = e
-                await gossip.changed.until(partial(_is_past, gossip, donor), LOOK_AGAIN_S)
+                await gossip.changed.until(partial(_are_past, gossip, having), LOOK_AGAIN_S)
             except SwarmnetError as e:
                 error = e
                 await asyncio.sleep(LOOK_AGAIN_S)
@@ -142,10 +151,13 @@ async def _fetch(
     raise UserError(f"shard {j} of stage {k} is not to be had: {error}")
 
 
-def _is_past(gossip: Gossip, donor: Record) -> bool:
-    """The donor's record, as it was, is out of date."""
-    now = gossip.view.get(donor.peer_id)
-    return now is None or (now.round, now.digests) != (donor.round, donor.digests)
+def _are_past(gossip: Gossip, donors: Sequence[Record]) -> bool:
+    """The record of one of them, as it was, is out of date."""
+    now = [gossip.view.get(donor.peer_id) for donor in donors]
+    return any(
+        new is None or (new.round, new.digests) != (old.round, old.digests)
+        for new, old in zip(now, donors, strict=True)
+    )
 
 
 def _checked(arrays: tuple[Array, ...], size: int, digest: bytes) -> Array:

@@ -1,9 +1,10 @@
 """Downloading a stage's parameters by digest, to join, to repair, and to recover.
 
-Shards come from several donors at once. Each donor serves a few at a time
-and never on its device thread. Each shard is checked against the digest in the donor's signed
-record. What has arrived stays when a donor vanishes, when the download is begun again, or when the
-round moves on under the same digest."""
+Shards come from several donors at once, and from another one where a donor takes far longer than
+others (`swarm.downloads`). Each donor serves a few at a time and never on its device thread. Each
+shard is checked against the digest in the donor's signed record. What has arrived stays when a
+donor vanishes, when the download is begun again, or when the round moves on under the same
+digest."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from swarmnet.methods.state import FETCH_PARAMETERS, FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call, serve
+from swarmnet.swarm.downloads import Downloads
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import WaitLimits
@@ -27,6 +29,8 @@ from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.state_sync")
+
+FP32_BYTES = 4
 
 
 @dataclass
@@ -41,6 +45,7 @@ class StateSync:
     def __post_init__(self) -> None:
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self._waiting = 0
+        self._downloads = Downloads(self.rng)
         serve(self.gossip.transport, FETCH_PARAMETERS, self._on_fetch)
 
     # ---- donor ------------------------------------------------------------------------------
@@ -110,14 +115,19 @@ class StateSync:
         return b"" if coming is None else xxhash.xxh3_64_digest(coming.data)
 
     async def _fetch(self, round_index: int, j: int, at_once: asyncio.Semaphore) -> bool:
+        donors: dict[str, Record] = {}
+
+        async def ask(peer_id: str) -> Array:
+            return await self.ask(donors[peer_id], round_index, j)
+
+        num_bytes = FP32_BYTES * self.replica.stage.shard_sizes[j]
         async with at_once:
             for _ in range(MAX_TRIES):
-                donors = self.donors(round_index)
+                donors = {r.peer_id: r for r in self.donors(round_index)}
                 if not donors:
                     return False
-                donor = self.rng.choice(donors)
                 try:
-                    values = await self.ask(donor, round_index, j)
+                    _, values = await self._downloads.piece(list(donors), ask, num_bytes)
                     await self.replica.worker.run(
                         lambda v=values: self.replica.stage.stage_parameters(j, v)  # type: ignore[misc]
                     )
@@ -125,7 +135,7 @@ class StateSync:
                 except Stale:
                     await self.gossip.changed.wait(LOOK_AGAIN_S)
                 except SwarmnetError as e:
-                    log.debug("shard %d from %s: %s", j, donor.peer_id[-8:], e)
+                    log.debug("shard %d: %s", j, e)
                     await self.gossip.changed.wait(LOOK_AGAIN_S)
             return False
 

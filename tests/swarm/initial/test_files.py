@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,7 @@ def pair() -> tuple[MemoryTransport, CountingWorker]:
 def test_a_file_comes_part_by_part_and_no_byte_is_read_twice() -> None:
     async def scenario() -> None:
         asker, worker = pair()
-        assert await fetch_file(asker, ["giver"], SHA256, len(DATA)) == DATA
+        assert await fetch_file(asker, ["giver"], SHA256, len(DATA), random.Random(0)) == DATA
         assert worker.read_bytes == [PART_BYTES, PART_BYTES, 1000]
 
     run(scenario())
