@@ -3,8 +3,8 @@
 Nobody can be made to give, and what is slow for one link is fast for another. So a giver is
 measured by the others: a piece has as long as several of its size took from the fastest. When that
 is over, another giver is asked for it too, and the first to be done counts (Dean and Barroso, "The
-Tail at Scale", 2013). What has come stays. Those that have given are asked first, and a giver that
-was left, or that gave nothing, last, until it gives again.
+Tail at Scale", 2013). What has come stays. A few givers are tried, then those that give fast enough
+are asked first, and a giver that was left, or that gave nothing, last, until it gives again.
 
 The first giver of a piece goes on in any case, and those beside it have longer each time: where the
 link is slow and all givers are honest, some bytes come twice, and the piece comes.
@@ -24,6 +24,11 @@ one is asked as well. Honest ones that give several pieces at a time, to several
 (tests/protocol/test_least_rate.py)."""
 SMOOTHING_RATE = 0.5
 """Weight of a giver's newest piece in its rate."""
+ENOUGH_KNOWN = 3
+"""Givers of which each gives a piece before those that are fast are asked for all others. A first
+one alone would be the measure of itself."""
+MAX_TRIED = 16
+"""Givers that are asked in vain before it is left at those that gave."""
 MAX_KNOWN = 256
 """Givers that are remembered; of more, those of which was heard longest ago are forgotten."""
 
@@ -46,21 +51,35 @@ class LeastRate:
         if len(self._rates) > MAX_KNOWN:
             del self._rates[next(iter(self._rates))]
 
-    def in_vain(self, giver: str) -> None:
-        """A giver was left for another one that was done before it, or gave nothing of use."""
+    def in_vain(self, giver: str, *, is_busy: bool = False) -> None:
+        """A giver was left for another one that was done before it, or gave nothing of use.
+        `is_busy`: it says that others ask for more than it can give, which one that has given may
+        say."""
+        if is_busy and giver in self._rates:
+            return
         self._vain[giver] = self._vain.pop(giver, 0) + 1
         if len(self._vain) > MAX_KNOWN:
             del self._vain[next(iter(self._vain))]
 
-    def next_of(self, givers: Sequence[str], rng: random.Random, prefer: str = "") -> str:
-        """Whom of some givers to ask for a piece now: any of those that have given, then of those
-        that were not asked, or in vain since they gave, and so on. `prefer`: this one, unless it
-        was asked in vain."""
-        if prefer in givers and not self._vain.get(prefer):
-            return prefer
-        ranks = [self._vain.get(g, 0) - (g in self._rates) for g in givers]
-        least = min(ranks)
-        return rng.choice([g for g, rank in zip(givers, ranks, strict=True) if rank == least])
+    def next_of(
+        self, givers: Sequence[str], rng: random.Random, *, is_first: bool, prefer: str = ""
+    ) -> str:
+        """Whom of some givers to ask for a piece now. At first any that were not asked yet, until
+        several have shown how fast it comes; then any that give fast enough, or `prefer` of these;
+        else those that were asked in vain least often. `is_first`: nobody is asked for that piece
+        yet."""
+        fast = [g for g in givers if not self._vain.get(g) and self._is_fast(g)]
+        new = [g for g in givers if not self._vain.get(g) and g not in self._rates]
+        is_known = len(self._rates) >= ENOUGH_KNOWN or len(self._vain) >= MAX_TRIED
+        if new and (not fast or (is_first and not is_known)):
+            return rng.choice(new)
+        if fast:
+            return prefer if prefer in fast else rng.choice(fast)
+        least = min(self._vain.get(g, 0) for g in givers)
+        return rng.choice([g for g in givers if self._vain.get(g, 0) == least])
+
+    def _is_fast(self, giver: str) -> bool:
+        return giver in self._rates and self._rates[giver] >= self.bytes_per_s
 
     @property
     def bytes_per_s(self) -> float:

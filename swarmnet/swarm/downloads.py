@@ -9,10 +9,11 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from swarmnet.errors import NotReady, Stale, SwarmnetError
+from swarmnet.errors import Busy, NotReady, Stale, SwarmnetError
 from swarmnet.protocol.least_rate import LeastRate
-from swarmnet.protocol.moments import Since
-from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.protocol.moments import NEVER, Deadline, Since
+from swarmnet.protocol.timing import BULK_S
+from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S
 
 PieceT = TypeVar("PieceT")
 
@@ -21,8 +22,8 @@ class _Asked(Generic[PieceT]):
     """Those that were asked for one piece: the first of them, and the newest, are at work."""
 
     def __init__(self) -> None:
-        self.ever: list[str] = []
-        """Who was asked."""
+        self.ever: dict[str, Deadline] = {}
+        """Who was asked, and when each may be asked again: those that were busy."""
         self.newest = Since()
         """When it was asked."""
         self._at_work: dict[asyncio.Future[PieceT], tuple[str, Since]] = {}
@@ -36,8 +37,18 @@ class _Asked(Generic[PieceT]):
             task.cancel()
         self._at_work[asyncio.ensure_future(asking)] = (giver, Since(now))
         self.newest.begin(now)
-        self.ever.append(giver)
+        self.ever[giver] = Deadline(NEVER)
         return left
+
+    def failed(self, giver: str, error: SwarmnetError, now: float) -> None:
+        """One gives nothing, or has no time now: another is asked at once."""
+        self.newest = Since()
+        if isinstance(error, Busy):
+            self.ever[giver] = Deadline.after(now, max(RETRY_S, min(error.backlog_s, BULK_S)))
+
+    def left_of(self, givers: Sequence[str], now: float) -> list[str]:
+        """Of them, those that may be asked."""
+        return [g for g in givers if g not in self.ever or self.ever[g].is_over(now)]
 
     def givers(self) -> list[str]:
         """That are at work."""
@@ -78,9 +89,10 @@ class Downloads:
         error: SwarmnetError = NotReady("nobody to ask")
         loop = asyncio.get_running_loop()
         try:
-            while (left := [g for g in givers if g not in asked.ever]) or asked.givers():
+            while (left := asked.left_of(givers, loop.time())) or asked.givers():
                 if left and self._asks_another(asked, num_bytes, loop.time()):
-                    giver = self._least.next_of(left, self._rng, prefer)
+                    is_first = not asked.ever
+                    giver = self._least.next_of(left, self._rng, is_first=is_first, prefer=prefer)
                     slow = asked.add(giver, ask(giver), loop.time())
                     if slow is not None:
                         self._least.in_vain(slow)
@@ -88,10 +100,11 @@ class Downloads:
                     try:
                         piece = task.result()
                     except SwarmnetError as e:
-                        self._least.in_vain(giver)
+                        asked.failed(giver, e, loop.time())
                         error = e
                         if isinstance(e, Stale):
                             raise
+                        self._least.in_vain(giver, is_busy=isinstance(e, Busy))
                         continue
                     self._least.came(giver, num_bytes, since.s(loop.time()))
                     for slow in asked.givers():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from swarmnet.protocol.least_rate import MAX_KNOWN, PARTS_OF_FASTEST, LeastRate
+from swarmnet.protocol.least_rate import MAX_KNOWN, MAX_TRIED, PARTS_OF_FASTEST, LeastRate
 from swarmnet.protocol.timing import CONNECT_S, PATIENCE_S
 
 MB = 1 << 20
@@ -37,26 +37,48 @@ def test_who_makes_it_slower_step_by_step_gains_nothing() -> None:
     assert least.may_take_s(MB, 1) == PARTS_OF_FASTEST
 
 
-def test_those_that_were_asked_in_vain_come_last_until_they_give() -> None:
-    rng, least = random.Random(3), LeastRate()
-    givers = ["a", "b", "c", "d"]
+def may_be_next(least: LeastRate, givers: str, *, is_first: bool = True, prefer: str = "") -> str:
+    """The letters that name them."""
+    rng = random.Random(3)
+    found = {least.next_of(givers, rng, is_first=is_first, prefer=prefer) for _ in range(60)}
+    return "".join(sorted(found))
 
-    def may_be_next(*givers: str) -> set[str]:
-        return {least.next_of(givers, rng) for _ in range(50)}
 
-    assert may_be_next(*givers) == set(givers)
-    least.in_vain("a")
-    least.in_vain("a")
-    least.in_vain("b")
-    assert may_be_next(*givers) == {"c", "d"}
-    least.came("d", MB, 1.0)
-    assert may_be_next(*givers) == {"d"}, "it has given"
-    assert may_be_next("a", "b", "c") == {"c"}
-    assert may_be_next("a", "b") == {"b"}
-    least.in_vain("d")
-    assert may_be_next(*givers) == {"c", "d"}
+def test_a_few_are_tried_and_then_those_that_are_fast_enough() -> None:
+    least = LeastRate()
+    assert may_be_next(least, "abcd") == "abcd"
     least.came("a", MB, 1.0)
-    assert may_be_next(*givers) == {"a"}
+    assert may_be_next(least, "abcd", prefer="a") == "bcd"
+    assert may_be_next(least, "abcd", is_first=False) == "a", "beside one that is late"
+    least.came("b", MB, 7.0)
+    least.came("c", MB, 9.0)
+    assert may_be_next(least, "abcd") == "ab"
+    assert may_be_next(least, "abcd", prefer="b") == "b"
+    assert may_be_next(least, "abcd", prefer="c") == "ab"
+    assert may_be_next(least, "cd", is_first=False) == "d"
+
+
+def test_those_that_were_asked_in_vain_come_last_until_they_give() -> None:
+    least = LeastRate()
+    for giver in "abc":
+        least.came(giver, MB, 1.0)
+    for giver in "aab":
+        least.in_vain(giver)
+    assert may_be_next(least, "abc") == "c"
+    assert may_be_next(least, "ab") == "b"
+    assert may_be_next(least, "a") == "a"
+    least.came("a", MB, 1.0)
+    assert may_be_next(least, "abc") == "ac"
+
+
+def test_it_is_left_at_those_that_gave_where_many_have_nothing() -> None:
+    least, givers = LeastRate(), [f"{n}" for n in range(100)]
+    least.came("7", MB, 1.0)
+    rng, num = random.Random(0), 0
+    while (giver := least.next_of(givers, rng, is_first=True)) != "7":
+        least.in_vain(giver)
+        num += 1
+    assert num == MAX_TRIED
 
 
 def test_what_is_known_of_givers_is_bounded() -> None:

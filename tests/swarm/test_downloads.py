@@ -84,6 +84,25 @@ def test_who_gives_nothing_is_passed_over_and_all_fail_only_together() -> None:
     run(scenario())
 
 
+def test_one_that_was_busy_is_asked_again_beside_one_that_trickles() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        givers = Givers(honest=0.1, trickles=DAY_S)
+        downloads = Downloads(random.Random(1))
+        for _ in range(3):
+            await downloads.piece(["honest"], givers.ask, PIECE)
+        began = loop.time()
+        givers.takes["honest"] = Busy("no", backlog_s=2.0)
+        loop.call_later(5.0, givers.takes.update, {"honest": 0.1})
+        assert await downloads.piece(list(givers.takes), givers.ask, PIECE) == (
+            "honest",
+            "by honest",
+        )
+        assert loop.time() < began + 10.0
+
+    run(scenario())
+
+
 def test_what_is_over_is_said_at_once() -> None:
     async def scenario() -> None:
         givers = Givers(a=Stale("over", round=3), b=Stale("over", round=3))
