@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
@@ -10,6 +11,10 @@ from swarmnet.protocol.membership.view import View
 ENOUGH_HOLDERS = 4
 """Live peers with data. While there are fewer, more fetch them unasked: the run survives the loss
 of all but one, and the uplinks of the first ones carry little besides training."""
+MAX_ASKED_SIZES = 8
+"""Peers that are asked how much the data are, before any of them is believed."""
+
+ClaimT = TypeVar("ClaimT", bound=Hashable)
 
 
 def only_holder(live: Iterable[Record]) -> Record | None:
@@ -53,3 +58,11 @@ class Givers:
             for p in givers(view, now)
             if p not in self._liars and self._aside_until.get(p, now) <= now
         ]
+
+
+def in_order(claims: Mapping[ClaimT, int], said_by: Mapping[str, ClaimT]) -> list[ClaimT]:
+    """What peers say of the data, in the order in which it is believed, until their hashes tell:
+    what most say, and of that the smallest. `claims`: with the bytes that each has to do with;
+    `said_by`: what each peer says."""
+    votes = list(said_by.values())
+    return sorted(claims, key=lambda claim: (-votes.count(claim), claims[claim]))

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from swarmnet.batch import Batch
 from swarmnet.errors import Busy, DataError, NotReady, ProtocolViolation, SwarmnetError
@@ -26,10 +27,11 @@ from swarmnet.ports import (
     Worker,
 )
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
-from swarmnet.protocol.membership.data_holders import Givers
+from swarmnet.protocol.membership.data_holders import MAX_ASKED_SIZES, Givers, in_order
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, BULK_S
 from swarmnet.swarm.calls import ServingQueue, call, serve
+from swarmnet.swarm.downloads import Downloads
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.timing import LOOK_LESS_S, MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
@@ -118,6 +120,9 @@ class DataService:
         self._given = shared.given
         self._queue = ServingQueue(1, MAX_WAITING)
         self._givers = Givers()
+        self._downloads = Downloads(rng)
+        self._sizes: dict[str, tuple[SourceSize, ...]] = {}
+        """What each of those that may be asked says how much the data are."""
         self._said: set[str] = set()
         serve(transport, DATA_SIZES, self._on_sizes)
         serve(transport, DATA_PART, self._on_part)
@@ -161,7 +166,7 @@ class DataService:
         if data is None and not self._shared.at_once:
             await asyncio.sleep(self._rng.uniform(0.0, BEGIN_WITHIN_S))
         while data is None:
-            data = await self._from_one(coming)
+            data = await self._from_others(coming)
         self._late.put(data)
         self._given = data
         log.warning("the run's data are here: this peer feeds too, and gives them to members")
@@ -169,29 +174,35 @@ class DataService:
             has_data=True, serves_data=True, measures=self._late.num_held_out > 0, urgent=True
         )
 
-    async def _from_one(self, coming: ComingData) -> SharableData | None:
-        """All that one peer gives; None where something is missing yet."""
-        giver = self._next_giver()
-        if giver is None:
+    async def _from_others(self, coming: ComingData) -> SharableData | None:
+        """All that others give; None where something is missing yet."""
+        found = self._to_ask(at_once=self._shared.at_once)
+        if found:
+            await asyncio.gather(*map(self._ask_sizes, found[:MAX_ASKED_SIZES]))
+        said = {p: self._sizes[p] for p in found if p in self._sizes}
+        if not said:
             await asyncio.sleep(LOOK_LESS_S)
             return None
+        totals = {sizes: sum(s.num_bytes + s.num_tokens for s in sizes) for sizes in said.values()}
+        sizes = in_order(totals, said)[0]
         pause_s = LONGEST_PAUSE_S
         try:
-            if await self._begin(coming, giver):
-                return await self._rest(coming, giver)
+            if await self._begin(coming, sizes):
+                return await self._rest(coming, sizes)
             if (data := await self._earlier(coming)) is not None:
                 return data
         except ProtocolViolation as e:
-            self._givers.lied(giver)
-            self._say(
-                f"peer {giver[-8:]} gives other data than the run's, and is not asked again ({e})"
-            )
+            for giver in said:
+                if said[giver] == sizes:
+                    self._has_lied(giver, e)
         except DataError as e:
             self._say(f"{e}; this peer serves but does not feed")
         except SwarmnetError as e:
-            log.debug("data from %s: %s", giver[-8:], e)
+            log.debug("data of the run: %s", e)
             pause_s = LOOK_LESS_S
-        self._givers.gave_nothing(giver, asyncio.get_running_loop().time(), pause_s)
+        for giver in said:
+            if said[giver] == sizes:
+                self._givers.gave_nothing(giver, asyncio.get_running_loop().time(), pause_s)
         return None
 
     async def _earlier(self, coming: ComingData) -> SharableData | None:
@@ -202,49 +213,95 @@ class DataService:
             self._say(f"{e}; this peer serves but does not feed")
             return None
 
-    def _next_giver(self) -> str | None:
-        """Whom to ask now; None for nobody."""
+    def _to_ask(self, *, at_once: bool) -> list[str]:
+        """Whom to ask now, in any order."""
         now = asyncio.get_running_loop().time()
-        found = self._givers.to_ask(self._gossip.view, now, at_once=self._shared.at_once)
-        return self._rng.choice(found) if found else None
+        found = self._givers.to_ask(self._gossip.view, now, at_once=at_once)
+        self._sizes = {p: sizes for p, sizes in self._sizes.items() if p in found}
+        self._rng.shuffle(found)
+        return found
 
-    async def _begin(self, coming: ComingData, giver: str) -> bool:
-        reply = await call(self._transport, giver, DATA_SIZES, Message(), timeout_s=ANSWER_S)
-        sizes = [
+    async def _ask_sizes(self, giver: str) -> None:
+        """Learns how much the data are, by the word of one peer. What is no size is a lie."""
+        if giver in self._sizes:
+            return
+        try:
+            reply = await call(self._transport, giver, DATA_SIZES, Message(), timeout_s=ANSWER_S)
+        except SwarmnetError as e:
+            log.debug("%s does not say how much its data are: %s", giver[-8:], e)
+            now = asyncio.get_running_loop().time()
+            self._givers.gave_nothing(giver, now, LOOK_LESS_S)
+            return
+        self._sizes[giver] = tuple(
             SourceSize(s.fingerprint, s.num_documents, s.num_tokens, s.num_bytes)
             for s in reply.body.sources
-        ]
+        )
+
+    async def _begin(self, coming: ComingData, sizes: tuple[SourceSize, ...]) -> bool:
         unasked = not self._shared.at_once
         return await self._shared.worker.run(lambda: coming.begin(sizes, unasked=unasked))
 
-    async def _rest(self, coming: ComingData, giver: str) -> SharableData:
-        """One piece after the other. Between them the links are as long for others as they were
-        for a piece."""
+    async def _rest(self, coming: ComingData, sizes: tuple[SourceSize, ...]) -> SharableData:
+        """One piece after the other, from one peer as long as it gives them in time. Between them
+        the links are as long for others as they were for a piece. Raises `SwarmnetError`."""
         loop, run = asyncio.get_running_loop(), self._shared.worker.run
-        while (part := await run(lambda: coming.wanted(giver))) is not None:
+        giver = ""
+        while (part := await run(partial(coming.wanted, giver))) is not None:
             asked = Since(loop.time())
-            data = await self._ask(giver, part)
-            await run(lambda part=part, data=data: coming.take(giver, part, data))  # type: ignore[misc]
+            giver, data = await self._ask_for(part, giver, sizes)
+            try:
+                await run(partial(_keep, coming, giver, part, data))
+            except ProtocolViolation as e:
+                self._has_lied(giver, e)
             await asyncio.sleep(asked.s(loop.time()))
         return await run(coming.finish)
 
-    async def _ask(self, giver: str, part: WantedPart) -> bytes:
-        """Raises `SwarmnetError`."""
-        request = DataPartRequest(part.source, part.file, part.offset, part.length)
+    async def _ask_for(
+        self, part: WantedPart, giver: str, sizes: tuple[SourceSize, ...]
+    ) -> tuple[str, bytes]:
+        """A piece, and who gave it: that giver, if it does so in time, or another one that says the
+        same of the data. Raises `SwarmnetError`."""
+
+        async def ask(peer_id: str) -> bytes:
+            return await self._ask(peer_id, part, sizes)
+
         for _ in range(MAX_TRIES):
+            others = self._to_ask(at_once=True)
             try:
-                reply = await call(
-                    self._transport, giver, DATA_PART, Message(request), timeout_s=BULK_S
-                )
+                return await self._downloads.piece(others, ask, part.length, prefer=giver)
             except Busy as e:
                 await asyncio.sleep(max(RETRY_S, min(e.backlog_s, BULK_S)))
-                continue
-            if len(reply.arrays) != 1 or reply.arrays[0].dtype != "uint8":
-                raise ProtocolViolation("a part of data that is none")
-            return bytes(reply.arrays[0].data)
-        raise NotReady("it is always busy")
+            except ProtocolViolation as e:
+                raise NotReady(str(e)) from None
+        raise NotReady("all that have the data are busy")
+
+    async def _ask(self, giver: str, part: WantedPart, sizes: tuple[SourceSize, ...]) -> bytes:
+        """Raises `SwarmnetError`."""
+        await self._ask_sizes(giver)
+        if self._sizes.get(giver) != sizes:
+            raise NotReady("it says other sizes of the data")
+        request = DataPartRequest(part.source, part.file, part.offset, part.length)
+        reply = await call(self._transport, giver, DATA_PART, Message(request), timeout_s=BULK_S)
+        if len(reply.arrays) != 1 or reply.arrays[0].dtype != "uint8":
+            raise ProtocolViolation("a part of data that is none")
+        if reply.arrays[0].num_bytes != part.length:
+            raise ProtocolViolation("a part of data that is too long or too short")
+        return bytes(reply.arrays[0].data)
+
+    def _has_lied(self, giver: str, error: ProtocolViolation) -> None:
+        self._givers.lied(giver)
+        self._say(
+            f"peer {giver[-8:]} gives other data than the run's, and is not asked again ({error})"
+        )
 
     def _say(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
             log.warning("%s", line)
+
+
+def _keep(coming: ComingData, giver: str, part: WantedPart, data: bytes) -> None:
+    """On the worker, of a giver that may be another one than the piece before came from. Raises
+    `DataError` or `ProtocolViolation`."""
+    coming.wanted(giver)
+    coming.take(giver, part, data)

@@ -5,7 +5,8 @@ They lie in the cache, in a folder for the run's fingerprint: a store for each s
 
 1. the sources' fingerprints are those of which the run's fingerprint is the hash;
 2. a source's `ends` and `hashes` come first, and its fingerprint is their hash. They say how many
-   tokens there are, and what the hash of each document is;
+   tokens there are, and what the hash of each document is: until then only they are taken, by the
+   word of those that give;
 3. tokens come in their order, and each document is hashed as soon as it is whole.
 
 So a giver of other tokens is known after one part, or one document. What several peers gave, or was
@@ -51,6 +52,8 @@ from swarmnet.training.models.registry import model_plan
 
 UNASKED_BYTES = 2 << 30
 """More than this is fetched only with `--fetch-data`."""
+UNASKED_INDEX_BYTES = 256 << 20
+"""Of that, the lists of documents: until they are there, nothing shows that there is so much."""
 SPARE_BYTES = 1 << 30
 """That stay free on the disk."""
 MAX_BYTES_PER_TOKEN = 1024
@@ -111,7 +114,8 @@ class ComingText:
             sum(file_sizes(size, self._encoder, source).values())
             for size, source in zip(sizes, sources, strict=True)
         )
-        if unasked and whole > UNASKED_BYTES:
+        index = sum(2 * WORD.itemsize * size.num_documents for size in sizes)
+        if unasked and (whole > UNASKED_BYTES or index > UNASKED_INDEX_BYTES):
             raise DataError(
                 f"the run's data are {whole / 1e9:.1f} GB as tokens; --fetch-data fetches them"
             )
@@ -318,12 +322,19 @@ class ComingStore:
 
     def _take_index(self) -> bool:
         """Whether the list of documents is right."""
-        ends, hashes = (np.fromfile(self._folder / name, WORD) for name in (ENDS, HASHES))
-        digest = xxhash.xxh3_128(ends.data)
-        digest.update(hashes.data)
-        is_right = digest.hexdigest() == self.size.fingerprint
-        if not is_right or int(ends[-1]) != self.size.num_tokens or (ends[1:] <= ends[:-1]).any():
+        ends, hashes = (
+            np.asarray(np.memmap(self._folder / name, WORD, mode="r")) for name in (ENDS, HASHES)
+        )
+        digest = xxhash.xxh3_128()
+        for words in (ends, hashes):
+            for start in range(0, len(words), CHUNK):
+                digest.update(words[start : start + CHUNK].data)
+        if digest.hexdigest() != self.size.fingerprint or int(ends[-1]) != self.size.num_tokens:
             return False
+        for start in range(0, len(ends), CHUNK):
+            some = ends[start : start + CHUNK + 1]
+            if (some[1:] <= some[:-1]).any():
+                return False
         self._ends = ends
         self._hashes = hashes
         return True

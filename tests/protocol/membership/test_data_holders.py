@@ -6,6 +6,7 @@ from swarmnet.protocol.membership.data_holders import (
     ENOUGH_HOLDERS,
     Givers,
     are_few,
+    in_order,
     only_holder,
 )
 from swarmnet.protocol.membership.view import View
@@ -43,3 +44,10 @@ def test_the_only_holder_is_known() -> None:
     only = only_holder(view_of(1).live(0.0))
     assert only is not None
     assert only.peer_id == "p-0"
+
+
+def test_what_most_say_is_believed_first_and_then_the_smallest() -> None:
+    claims = {"right": 100, "huge": 10**9, "small": 1}
+    said = {"a": "huge", "b": "right", "c": "right", "d": "small"}
+    assert in_order(claims, said) == ["right", "small", "huge"]
+    assert in_order({"huge": 10**9, "right": 100}, {"a": "huge", "b": "right"})[0] == "right"

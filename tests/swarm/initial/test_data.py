@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarmnet.errors import WrongRun
-from swarmnet.methods.state import DataPartRequest
+from swarmnet.methods.state import DATA_PART, DataPartRequest
 from swarmnet.ports import SharableData, SourceSize
 from swarmnet.protocol.membership.data_holders import ENOUGH_HOLDERS
 from swarmnet.simulation.device import InlineWorker
@@ -19,8 +20,10 @@ from swarmnet.swarm.initial.data import SharedData
 from swarmnet.training.data import Place, TextData
 from swarmnet.training.data.coming import ComingText
 from swarmnet.training.data.resolving import with_data
+from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.oracles.reference import ReferenceTrainer
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 ROUNDS = 20
@@ -173,6 +176,45 @@ def test_it_comes_in_parts_from_one_and_then_another(spec: RunSpec) -> None:
         (size,) = swarm.data.sizes()
         whole = -(-size.num_tokens // 500) + 2
         assert one.asked + two.asked <= whole + 1
+
+    in_virtual_time(scenario, spec)
+
+
+def test_one_that_trickles_or_lies_about_sizes_is_left_for_another(spec: RunSpec) -> None:
+    """Members that say the data are huge, and one that says what is right and gives nothing."""
+
+    class Huge:
+        def __init__(self, data: SharableData) -> None:
+            self.asked, self._data = 0, data
+
+        def sizes(self) -> tuple[SourceSize, ...]:
+            return tuple(
+                replace(s, num_documents=s.num_documents + 10**5, num_tokens=s.num_tokens + 10**6)
+                for s in self._data.sizes()
+            )
+
+        def part(self, source: int, file: str, offset: int, length: int) -> bytes | None:
+            self.asked += 1
+            return bytes(length)
+
+    async def scenario(swarm: Swarm) -> None:
+        assert isinstance(swarm.data, TextData)
+        huge = Huge(swarm.data)
+        swarm.start("huge", stage=1, feeds=False, shared=giving(huge))
+        swarm.start("trickles", stage=1, feeds=False, shared=giving(swarm.data))
+        swarm.start("honest", stage=1, feeds=False, shared=giving(swarm.data))
+        transport = swarm.hub.transports["trickles"]
+        give = handler_of(transport, DATA_PART.name)
+
+        async def slowly(request: Request) -> Message:
+            await asyncio.sleep(50.0)
+            return await give(request)
+
+        transport.handle(DATA_PART.name, slowly)
+        await asyncio.sleep(10.0)
+        swarm.start("fetches", stage=0, shared=fetching(spec, part=500))
+        await swarm.until(lambda: feeds(swarm, "fetches"), 240.0)
+        assert huge.asked == 0, "two say something else"
 
     in_virtual_time(scenario, spec)
 

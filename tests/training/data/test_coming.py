@@ -303,3 +303,34 @@ def test_nothing_beyond_the_trained_sources_is_given(tmp_path: Path) -> None:
     assert np.frombuffer(whole, np.uint8)[-1] == 0, "its end-of-text token"
     assert len(data.sizes()) == 1
     assert isinstance(data.sizes()[0], SourceSize)
+
+
+def test_no_long_list_of_documents_is_taken_unasked(
+    tmp_path: Path, other_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, data = lines_run(tmp_path)
+    monkeypatch.setattr(coming, "UNASKED_INDEX_BYTES", 100)
+    with pytest.raises(DataError, match="--fetch-data"):
+        ComingText(spec, Place(), PART).begin(data.sizes(), unasked=True)
+    assert list(other_disk.rglob("run-*")) == []
+    assert ComingText(spec, Place(), PART).begin(data.sizes(), unasked=False)
+
+
+def test_before_the_list_of_documents_is_right_no_token_is_taken(
+    tmp_path: Path, other_disk: Path
+) -> None:
+    spec, data = lines_run(tmp_path)
+    sizes = [replace(s, num_documents=s.num_documents + 3) for s in data.sizes()]
+    into = ComingText(spec, Place(), PART)
+    assert into.begin(sizes, unasked=True)
+    part = into.wanted("a")
+    while part is not None and part.file == "ends":
+        into.take("a", part, bytes(part.length))
+        part = into.wanted("a")
+    while part is not None and part.file == "hashes" and part.length == PART:
+        into.take("a", part, bytes(part.length))
+        part = into.wanted("a")
+    assert part is not None
+    assert part.file == "hashes", "the last piece of the list"
+    with pytest.raises(ProtocolViolation, match="list of documents"):
+        into.take("a", part, bytes(part.length))
