@@ -31,9 +31,11 @@ class Unreached:
     """The sender cannot reach `peer_id`, of which it hears through others."""
 
     peer_id: str
+    by: str = ""
+    """Who cannot reach it, where the sender passes on what that peer has told it."""
 
     def __post_init__(self) -> None:
-        check_ids((self.peer_id,), 1)
+        check_ids((self.peer_id, self.by) if self.by else (self.peer_id,), 2)
 
 
 @dataclass(frozen=True, slots=True)

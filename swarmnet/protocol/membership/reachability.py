@@ -5,13 +5,15 @@ and whether they could open a new connection to that address, at a port on which
 
 A peer that cannot be dialled keeps places at `NUM_RELAYS` other peers. So does one that most peers
 reach, and some do not (a firewall, two networks that do not talk): those suspect it time and again,
-and it refutes that. Whoever cannot reach a peer lets it know through a third one.
+and it refutes that. Whoever cannot reach a peer lets it know through a third one. The peer
+then looks for itself whether it reaches the accuser: if so, they have a connection, and the word is
+not true.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +32,9 @@ places although it can be dialled. It protects relays from peers that have one b
 (tests/protocol/membership/test_relays.py)."""
 DOUBTED_FOR_S = DAY_S
 """How long it keeps them then."""
-KEPT_DOUBTS = 64
+KEPT_DOUBTS, MAX_ACCUSERS = 16, 64
+"""Of one accuser, and accusers."""
+MAX_TOLD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Sight:
     port: int
     reached: tuple[int, ...]
     """Ports at which the reporting peer reached the asking one."""
+    is_outside: bool = True
+    """The reporting peer is seen at an address that is valid everywhere."""
 
 
 def is_global(host: str) -> bool:
@@ -65,8 +71,8 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 def relevant(sights: Sequence[Sight]) -> list[Sight]:
     """The reports of peers outside the local network, where there are any: a neighbour in the same
-    house reaches addresses that others cannot."""
-    outside = [s for s in sights if is_global(s.host)]
+    house reaches addresses that others cannot, and does not become an outsider by what it says."""
+    outside = [s for s in sights if s.is_outside and is_global(s.host)]
     return outside or list(sights)
 
 
@@ -90,56 +96,67 @@ def kind_of_nat(own_hosts: Sequence[str], sights: Sequence[Sight]) -> str:
 
 
 def forwarded_addresses(own: Sequence[str], sights: Sequence[Sight]) -> list[str]:
-    """Multiaddrs (without peer id) at which this peer was reached and that are not in `own`: ports
-    that its router forwards."""
+    """Multiaddrs (without peer id) at which most peers reached this one and that are not in `own`:
+    ports that its router forwards. Others dial them, so the word of one peer does not do where
+    others see none."""
+    judges = relevant(sights)
+    pairs = Counter((s.host, port) for s in judges for port in dict.fromkeys(s.reached))
     known = {pair for pair in map(host_and_port, own) if pair is not None}
-    found: dict[str, None] = {}
-    for sight in relevant(sights):
-        for port in sight.reached:
-            if (sight.host, port) not in known:
-                kind = "ip6" if ":" in sight.host else "ip4"
-                found[f"/{kind}/{sight.host}/tcp/{port}"] = None
-    return list(found)
+    return [
+        f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
+        for (host, port), number in pairs.items()
+        if (host, port) not in known and 2 * number > len(judges)
+    ]
 
 
 class Doubts:
-    """The newest times when another peer could not reach this one, though others do."""
+    """The newest times when another member could not reach this one, nor be reached from here. What
+    one says about this peer while it is reached is not true: that is for whoever adds to check."""
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=KEPT_DOUBTS)
-        self._last: Since | None = None
-        """When they were serious last, while that is not too long ago."""
+        self._times: dict[str, deque[float]] = {}
+        """By accuser."""
+        self._last: dict[str, Since] = {}
+        """When the doubts of each were serious last, while that is not too long ago."""
 
     def __len__(self) -> int:
-        return len(self._times)
+        return sum(map(len, self._times.values()))
 
-    def add(self, now: float) -> None:
+    def add(self, accuser: str, now: float) -> None:
         """Another peer cannot reach this one."""
-        self._times.append(now)
+        times = self._times.pop(accuser, None) or deque(maxlen=KEPT_DOUBTS)
+        times.append(now)
+        if len(self._times) >= MAX_ACCUSERS:
+            del self._times[next(iter(self._times))]
+        self._times[accuser] = times
+        if times[-1] - next(at for at in times if at > now - UPKEEP_S) >= DOUBTED_S:
+            self._last[accuser] = Since(now)
 
-    def are_serious(self, now: float) -> bool:
-        """Whether some peer does not reach this one, by more than one bad moment; to be asked
-        often."""
-        recent = [at for at in self._times if at > now - UPKEEP_S]
-        if recent and recent[-1] - recent[0] >= DOUBTED_S:
-            self._last = Since(now)
-        elif self._last is not None and self._last.s(now) > DOUBTED_FOR_S:
-            self._last = None
-        return self._last is not None
+    def are_serious(self, now: float, members: Collection[str]) -> bool:
+        """Whether one of these members does not reach this peer, by more than one bad moment; to be
+        asked often."""
+        self._last = {
+            accuser: last
+            for accuser, last in self._last.items()
+            if accuser in members and last.s(now) <= DOUBTED_FOR_S
+        }
+        return bool(self._last)
 
 
 class ToldUnreached:
-    """Peers that were told that they cannot be reached: each is told every `CONNECT_S` at most."""
+    """Peers that were told that they cannot be reached: each is told every `CONNECT_S` at most, by
+    each accuser, who may tell `MAX_TOLD` in that time."""
 
     def __init__(self) -> None:
-        self._told_at: dict[str, float] = {}
+        self._told_at: dict[tuple[str, str], float] = {}
 
-    def may_tell(self, peer_id: str, now: float) -> bool:
+    def may_tell(self, accuser: str, peer_id: str, now: float) -> bool:
         """Whether to tell a peer now, which counts as done then."""
         self._told_at = {p: at for p, at in self._told_at.items() if now - at < CONNECT_S}
-        if peer_id in self._told_at:
+        num_told = sum(by == accuser for by, _ in self._told_at)
+        if (accuser, peer_id) in self._told_at or num_told >= MAX_TOLD:
             return False
-        self._told_at[peer_id] = now
+        self._told_at[accuser, peer_id] = now
         return True
 
 

@@ -12,15 +12,22 @@ from __future__ import annotations
 import asyncio
 import random
 
+from swarmnet.errors import RemoteError, SwarmnetError
+from swarmnet.methods.contact import PING
 from swarmnet.methods.records import RECORDS, UNREACHED, Records, Unreached
+from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
 from swarmnet.protocol.membership.pace import PUSH_FANOUT, GossipPace, push_targets
 from swarmnet.protocol.membership.reachability import Doubts, ToldUnreached
-from swarmnet.protocol.membership.records import OBSERVER_STAGE, Record
+from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE, Record
 from swarmnet.protocol.membership.view import View
-from swarmnet.swarm.calls import notify, serve
+from swarmnet.protocol.timing import CONNECT_S
+from swarmnet.swarm.calls import call, notify, serve
 from swarmnet.swarm.membership.records import KnownRecords, OwnRecord
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
+
+MAX_LOOKING = 8
+"""Accusers that a peer looks at, at a time."""
 
 
 class Pushes:
@@ -113,27 +120,52 @@ class UnreachedNotices:
         self._view = view
         self._rng = rng
         self._told = ToldUnreached()
+        self._looking: dict[str, None] = {}
+        """Accusers of this peer, while it finds out whether it reaches them."""
         serve(transport, UNREACHED, self._on_unreached)
 
     def tell(self, peer_id: str) -> None:
         """Lets a peer that does not answer here know of it, through another one."""
         now = asyncio.get_running_loop().time()
-        if not self._told.may_tell(peer_id, now):
+        if not self._told.may_tell(self._own, peer_id, now):
             return
         live = (r.peer_id for r in self._view.live(now))
         others = [p for p in live if p not in (peer_id, self._own) and self._view.reaches(p, now)]
         if others:
-            self._notify(self._rng.choice(others), peer_id)
+            self._notify(self._rng.choice(others), Unreached(peer_id))
 
     async def _on_unreached(self, request: Request[Unreached]) -> Message[None]:
         """The notice is about this peer, or about one to which it is passed on."""
-        peer_id = request.message.body.peer_id
+        notice, accuser = request.message.body, request.remote
         now = asyncio.get_running_loop().time()
-        if peer_id == self._own:
-            self.doubts.add(now)
-        elif self._view.reaches(peer_id, now) and self._told.may_tell(peer_id, now):
-            self._notify(peer_id, peer_id)
+        if notice.peer_id == self._own:
+            await self._look_at(notice.by)
+        elif self._view.reaches(notice.peer_id, now) and self._told.may_tell(
+            accuser, notice.peer_id, now
+        ):
+            self._notify(notice.peer_id, Unreached(notice.peer_id, by=accuser))
         return Message()
 
-    def _notify(self, target: str, unreached: str) -> None:
-        notify(self._transport, target, UNREACHED, Message(Unreached(unreached)))
+    async def _look_at(self, accuser: str) -> None:
+        """Counts a doubt where this peer does not reach its accuser either."""
+        record = self._view.get(accuser)
+        if record is None or record.state == LEFT or accuser == self._own:
+            return
+        if self._view.detector.is_lost(accuser):
+            self.doubts.add(accuser, asyncio.get_running_loop().time())
+            return
+        if accuser in self._looking or len(self._looking) >= MAX_LOOKING:
+            return
+        self._looking[accuser] = None
+        try:
+            limit_s = PROBE_TIMEOUT_S + CONNECT_S
+            await call(self._transport, accuser, PING, Message(), timeout_s=limit_s)
+        except RemoteError:
+            pass  # it answered
+        except SwarmnetError:
+            self.doubts.add(accuser, asyncio.get_running_loop().time())
+        finally:
+            del self._looking[accuser]
+
+    def _notify(self, target: str, notice: Unreached) -> None:
+        notify(self._transport, target, UNREACHED, Message(notice))

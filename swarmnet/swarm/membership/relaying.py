@@ -27,10 +27,11 @@ from swarmnet.protocol.membership.reachability import (
     circuit_address,
     forwarded_addresses,
     host_and_port,
+    is_global,
     is_reachable,
     possible_relays,
 )
-from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.membership.zones import FIRST_PORT, may_dial_somewhere
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, LAPSES, UPKEEP_S
@@ -139,7 +140,8 @@ class Relaying:
     def _needs_relays(self, now: float) -> bool:
         if self.reachable is False:
             return True
-        is_doubted = self._gossip.unreached.doubts.are_serious(now)
+        members = {r.peer_id for r in self._gossip.view.records() if r.state != LEFT}
+        is_doubted = self._gossip.unreached.doubts.are_serious(now, members)
         if is_doubted and not self._is_doubted:
             log.warning("somebody cannot reach this peer: it can be reached through relays too")
         self._is_doubted = is_doubted
@@ -268,6 +270,8 @@ async def look_from(transport: RelayTransport, peer_ids: Sequence[str]) -> list[
         except SwarmnetError as e:
             log.debug("%s does not say what it sees: %s", peer_id[-8:], e)
             return None
-        return Sight(peer_id, seen.host, seen.port, tuple(p for p in seen.reached if p in ports))
+        at = host_and_port(await transport.observed(peer_id))
+        reached = tuple(p for p in seen.reached if p in ports)
+        return Sight(peer_id, seen.host, seen.port, reached, at is not None and is_global(at[0]))
 
     return [sight for sight in await asyncio.gather(*map(ask, peer_ids)) if sight is not None]

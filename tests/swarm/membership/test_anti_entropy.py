@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from swarmnet.errors import WrongRun
+from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.simulation.clock import run
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.membership.parts import Site, acquainted
@@ -66,7 +68,7 @@ def test_a_peer_that_cannot_be_reached_is_told_of_it_through_another() -> None:
         a, b, _ = acquainted(hub, "a", "b", "c")
         hub.partition("a", "b")
         assert not await a.exchange.reconcile("b", 2.0)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(PROBE_TIMEOUT_S + CONNECT_S + 1.0)
         assert len(b.unreached.doubts) == 1
 
     run(scenario())
