@@ -33,6 +33,8 @@ MAX_KEPT_FOR_ONE = 2
 """Of these, for one peer: who fetches a round, and finds that it has to take another one, names
 two. It protects the places of others from a peer that names round after round
 (tests/protocol/test_saved_rounds.py)."""
+MAX_SAYING = 1024
+"""Peers that fetch one round."""
 OVERDUE_S = SAY_KEEP_S + ANSWER_S
 """One of which nobody has spoken for so long gives place to another, where all places are taken:
 whoever fetched it has it, or has ended. It protects a round that is wanted from those of earlier
@@ -81,42 +83,47 @@ class KeptRounds:
     """Rounds of one peer that it keeps for those that fetch them."""
 
     def __init__(self) -> None:
-        self._said_at: dict[int, float] = {}
-        """When somebody has last said that a round is to be kept."""
-        self._said_by: dict[int, str] = {}
-        """Who that was."""
+        self._said: dict[int, dict[str, float]] = {}
+        """By round, who has said that it is to be kept, and when last."""
 
     @property
     def rounds(self) -> tuple[int, ...]:
         """All of them, as they were when last looked at."""
-        return tuple(sorted(self._said_at))
+        return tuple(sorted(self._said))
 
     def at(self, now: float) -> frozenset[int]:
         """Those that somebody is fetching."""
-        for r in [r for r, said in self._said_at.items() if now >= said + KEEP_S]:
-            self._drop(r)
-        return frozenset(self._said_at)
+        for round_index, said in list(self._said.items()):
+            for who in [who for who, at in said.items() if now >= at + KEEP_S]:
+                self._gives_up(who, round_index)
+        return frozenset(self._said)
 
     def keep(self, round_index: int, now: float, *, by: str, saved: Collection[int]) -> None:
         """The peer `by` fetches a round, of those that are `saved` here: no other is kept. A peer
-        that names more than `MAX_KEPT_FOR_ONE` gives up the one that it has named first. Where all
-        places are taken, and nobody's is overdue, the round is not kept."""
+        that names more than `MAX_KEPT_FOR_ONE` gives up the one that it has named first, which is
+        kept if others fetch it too. Where all places are taken, and nobody's is overdue, the round
+        is not kept."""
         if round_index not in saved:
             return
-        if round_index not in self.at(now):
-            theirs = [r for r, who in self._said_by.items() if who == by]
-            if len(theirs) >= MAX_KEPT_FOR_ONE:
-                self._drop(min(theirs, key=self._said_at.__getitem__))
-        if round_index not in self._said_at and len(self._said_at) >= MAX_KEPT:
-            oldest = min(self._said_at, key=self._said_at.__getitem__)
-            if now < self._said_at[oldest] + OVERDUE_S:
+        kept = self.at(now)
+        theirs = {r: said[by] for r, said in self._said.items() if by in said}
+        if round_index not in theirs and len(theirs) >= MAX_KEPT_FOR_ONE:
+            self._gives_up(by, min(theirs, key=theirs.__getitem__))
+        if round_index not in kept and len(self._said) >= MAX_KEPT:
+            last_said = {r: max(said.values()) for r, said in self._said.items()}
+            oldest = min(last_said, key=last_said.__getitem__)
+            if now < last_said[oldest] + OVERDUE_S:
                 return
-            self._drop(oldest)
-        self._said_at[round_index] = now
-        self._said_by[round_index] = by
+            del self._said[oldest]
+        said = self._said.setdefault(round_index, {})
+        if by in said or len(said) < MAX_SAYING:
+            said[by] = now
 
-    def _drop(self, round_index: int) -> None:
-        del self._said_at[round_index], self._said_by[round_index]
+    def _gives_up(self, who: str, round_index: int) -> None:
+        said = self._said[round_index]
+        del said[who]
+        if not said:
+            del self._said[round_index]
 
 
 class SavedPart(Protocol):

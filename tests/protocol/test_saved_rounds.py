@@ -73,6 +73,14 @@ def test_a_round_that_is_not_there_takes_no_place() -> None:
     assert kept.rounds == ()
 
 
+def test_a_peer_that_names_the_round_of_another_does_not_end_it() -> None:
+    kept = KeptRounds()
+    kept.keep(10, 0.0, by="slow", saved=range(100))
+    for n, round_index in enumerate((10, 20, 30, 40, 50)):
+        kept.keep(round_index, 1.0 + n, by="liar", saved=range(100))
+    assert kept.at(6.0) == {10, 40, 50}, "what only the liar has named gives way"
+
+
 def test_one_peer_does_not_take_the_places_of_others() -> None:
     kept, saved = KeptRounds(), set(range(100))
     kept.keep(50, 0.0, by="a", saved=saved)
