@@ -25,6 +25,7 @@ import msgpack
 
 from swarmnet.errors import AddressError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet.identity import Identity, verify
+from swarmnet.printable import printable
 from swarmnet.protocol.relay_room import GreetingRoom, silent_circuit
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier
 from swarmnet.transport.dial_filter import DialFilter
@@ -182,7 +183,7 @@ class Relays:
                 talk.say({"to": peer_id})
                 answer = await talk.hear()
                 if answer.get("e") is not None:
-                    raise Unreachable(f"{name}: {str(answer['e'])[:200]}")
+                    raise Unreachable(f"{name}: {printable(str(answer['e'])[:200])}")
                 visitor = Talk(None)
                 transport = await self._tls(talk, visitor, server=False)
                 certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)

@@ -181,6 +181,17 @@ def test_a_relay_cannot_pretend_that_somebody_calls() -> None:
     play(scenario)
 
 
+def test_what_a_relay_says_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(w: World) -> None:
+        monkeypatch.setattr(Relays, "_why_not", lambda *_: "\x1b[2J\u202eno")
+        with pytest.raises(Unreachable) as caught:
+            await w.call()
+        assert "\\x1b[2J\\u202eno" in str(caught.value)
+        assert str(caught.value).isprintable()
+
+    play(scenario)
+
+
 def test_another_relay_takes_over() -> None:
     async def scenario(w: World) -> None:
         await w.call()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from swarmnet.printable import printable
+
 MAX_REASONS = 1024
 """Addresses of which the reason of the last failed dial is remembered."""
 DIAL_FAILURE = re.compile(r"\* \[([^\]]+)\] ([^\n]*)")
@@ -54,4 +56,4 @@ def _reason(text: str) -> str:
     ):
         if sign in text:
             return reason
-    return " ".join(text.split())[-200:]
+    return printable(" ".join(text.split())[-200:])

@@ -30,6 +30,7 @@ def test_in_a_dial_backoff_the_reason_is_from_before() -> None:
 def test_text_without_an_address_is_one_line_too() -> None:
     assert DialReasons().explain("protocols not supported: [/x]", []) == OTHER_PROTOCOL
     assert DialReasons().explain("something\n  new", [A]) == "something new"
+    assert DialReasons().explain("\x1b[2Jnew", []) == "\\x1b[2Jnew"
 
 
 def test_reasons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
