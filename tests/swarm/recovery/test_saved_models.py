@@ -130,7 +130,7 @@ def test_every_measured_loss_is_on_the_disk(tmp_path: Path) -> None:
 def test_a_loss_that_cannot_be_spoils_no_answer(
     tmp_path: Path, round_index: int, loss: float
 ) -> None:
-    """A peer says it in its record; the other one has such losses on its disk from earlier."""
+    """A record says it that is known here; a peer has such losses on its disk from earlier."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, evaluate_every=0)
 
     async def scenario(swarm: Swarm) -> None:
@@ -138,8 +138,11 @@ def test_a_loss_that_cannot_be_spoils_no_answer(
         stores[1].note_held_out({2: -0.5, 3: 1e16, 2**63: 0.5, 4: 0.25})
         for i, store in enumerate(stores):
             swarm.start(f"peer-{i}", stage=i, disk=Disk(store, InlineWorker(), 2))
-        odd = HeldOut(round_index, loss, 0.0)
-        swarm.members["peer-0"].peer.gossip.update(held_out=odd, urgent=True)
+        odd = Record(
+            "odd", spec.run_id, 1, 0, has_data=True, held_out=HeldOut(round_index, loss, 0.0)
+        )
+        for member in swarm.members.values():
+            member.peer.view.merge(odd, asyncio.get_running_loop().time())
         await swarm.until_round(6)
         gossip = observer(swarm)
         await gossip.reconcile("peer-0")
