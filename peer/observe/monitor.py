@@ -50,6 +50,7 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.records import HeldOut as Measured
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline.held_out import told
 from swarmnet.protocol.update.auto_mode import merge
 
 RECENT_ROUNDS = 5
@@ -245,7 +246,7 @@ class RunMonitor:
         return [_lost(s.record, s.served, unix_s) for s in lost]
 
     def _observe_held_out(self, records: Sequence[Record], unix_s: float) -> list[Event]:
-        newest, last = newest_held_out(records, self.rounds), self._held_out_last
+        newest, last = newest_held_out(records, self._serving(), self.rounds), self._held_out_last
         if newest is None or (last is not None and newest.round <= last.round):
             return []
         event = HeldOut(unix_s, newest.round, newest.loss, newest.bits_per_byte)
@@ -464,10 +465,14 @@ class RunMonitor:
         )
 
 
-def newest_held_out(records: Iterable[Record], rounds: int) -> Measured | None:
-    """The newest held-out measurement in a run of so many rounds. None can be of a later round."""
-    measured = (r.held_out for r in records if r.held_out is not None)
-    return max((h for h in measured if h.round <= rounds), key=lambda h: h.round, default=None)
+def newest_held_out(
+    records: Iterable[Record], live: Iterable[Record], rounds: int
+) -> Measured | None:
+    """The newest held-out measurement in a run of so many rounds, by a peer whose turn it was, as
+    far as is known. None can be of a later round. `live`: those of the records that serve now."""
+    measurers = [r.peer_id for r in live if r.is_replica and r.has_data and r.measures]
+    measured = [h for h in told(records, measurers).values() if h.round <= rounds]
+    return max(measured, key=lambda h: h.round, default=None)
 
 
 def bottleneck(rates: Sequence[float]) -> int | None:

@@ -182,7 +182,7 @@ class PeerCollector(Collector):
             yield GaugeMetricFamily(
                 "swarmnet_round_tokens", "Tokens of the last round.", value=tokens
             )
-        measured = newest_held_out(live, self._spec.optimizer.rounds)
+        measured = newest_held_out(live, live, self._spec.optimizer.rounds)
         if measured is not None:
             yield GaugeMetricFamily(
                 "swarmnet_held_out_loss_nats",

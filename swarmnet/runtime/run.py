@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnet.protocol.membership.addresses import of_all
 from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline import held_out
 from swarmnet.runtime.admission import Admitted, admit, date_of
 from swarmnet.runtime.compose import compose
 from swarmnet.runtime.computing import free_bytes_of
@@ -272,9 +273,9 @@ async def stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> N
         replicas = [r for r in records if r.is_replica]
         if replicas and all(r.round >= rounds for r in replicas):
             done_at = done_at or loop.time()
-            measured = any(r.held_out and r.held_out.round >= rounds for r in records)
-            is_due = bool(measurers(peer.view, loop.time()))
-            if measured or not is_due or loop.time() - done_at > FINISH_WAIT_S:
+            asked = measurers(peer.view, loop.time())
+            measured = rounds in held_out.told(records, asked)
+            if measured or not asked or loop.time() - done_at > FINISH_WAIT_S:
                 stop()
                 return
 

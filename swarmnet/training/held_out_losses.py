@@ -40,6 +40,13 @@ def add_losses(folder: Path, losses: Mapping[int, float]) -> None:
 
 def best_round(losses: Mapping[int, float], among: set[int]) -> int | None:
     """The round with the lowest loss among some; the earliest of equals. None where none of them
-    was measured."""
+    was measured. A loss counts as the median of it and of the ones before and after, for each was
+    measured by another peer: a single false one makes no round the best that is not about as
+    good."""
+    rounds = sorted(losses)
+    median = {}
+    for i, r in enumerate(rounds):
+        around = [losses[q] for q in rounds[max(0, i - 1) : i + 2]]
+        median[r] = sorted(around)[len(around) // 2]
     measured = sorted(among & losses.keys())
-    return min(measured, key=lambda r: losses[r]) if measured else None
+    return min(measured, key=lambda r: (median[r], losses[r])) if measured else None

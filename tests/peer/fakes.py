@@ -81,6 +81,7 @@ def run_records(spec: RunSpec, round_index: int, version: int) -> list[Record]:
             stage=stage,
             round=round_index,
             counts=counts if stage == 0 else (),
+            has_data=stage == 0,
             held_out=HeldOut(round_index, 5.0, 8.0 - round_index) if stage == 0 else None,
             totals={"sent_bytes": 1000 * round_index},
         )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from hashlib import blake2b
+
 from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.records import HeldOut, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 
@@ -13,15 +17,21 @@ def is_due(round_index: int, *, every: int, rounds: int) -> bool:
     return round_index >= rounds or (every > 0 and round_index % every == 0)
 
 
+def turn(peer_ids: Iterable[str], round_index: int) -> str | None:
+    """Whose turn it is to measure a round, of some peers: another's in each, by a hash (rendezvous
+    hashing), so that one that lies or is silent spoils its own rounds only."""
+
+    def place(peer_id: str) -> bytes:
+        return blake2b(f"{round_index}|{peer_id}".encode(), digest_size=8).digest()
+
+    return min(peer_ids, key=place, default=None)
+
+
 def measurer(
     view: View, round_index: int, *, num_stages: int, num_slots: int, now: float
 ) -> str | None:
-    """Who measures it in a round: the first of the feeders. None where a peer that was first before
-    has done so, or where a stage has no replica."""
-    # A record names the newest one, which may be ahead of this.
-    told = {p.held_out.round for p in view.live(now) if p.held_out is not None}
-    if round_index in told or round_index + 1 in told:
-        return None
+    """Who measures it in a round: the feeder whose turn it is. None where that one has done so, or
+    where a stage has no replica. What others say that they have measured changes nothing."""
     if not all(view.replicas(s, now) for s in range(num_stages)):
         return None
     feeders = assignment.measurers(view, now)
@@ -30,7 +40,30 @@ def measurer(
         # measurement.
         counts = dict(view.counters.by_peer(round_index))
         feeders = [p for p in feeders if p in counts and counts[p].launched] or feeders
-    return feeders[0] if feeders else None
+    first = turn(feeders, round_index)
+    record = None if first is None else view.get(first)
+    newest = None if record is None else record.held_out
+    # A record names the newest one, which may be ahead of this.
+    is_told = newest is not None and newest.round in (round_index, round_index + 1)
+    return None if is_told else first
+
+
+def told(records: Iterable[Record], measurers: Collection[str]) -> dict[int, HeldOut]:
+    """By round, what was measured by whoever had the turn. `records`: all known ones, since whoever
+    has measured may be gone. `measurers`: the peers that may measure now."""
+    known = list(records)
+    found: dict[int, HeldOut] = {}
+    for record in known:
+        measured = record.held_out
+        if measured is None or not (record.has_data and record.measures):
+            continue
+        r = measured.round
+        asked = {*measurers, record.peer_id}
+        launched = [p.peer_id for p in known if p.peer_id in asked and p.count(r).launched]
+        is_turn = record.peer_id in (turn(asked, r), turn(launched, r))
+        if is_turn and r <= record.round + 1:
+            found[r] = measured
+    return found
 
 
 def is_held(view: View, round_index: int, *, rounds: int, num_slots: int, now: float) -> bool:

@@ -35,10 +35,9 @@ class HeldOutLoss:
         self._settings = settings
 
     def measure_if_due(self, mine: FedRound, *, is_ahead: bool) -> None:
-        """The first of the feeders measures every so often, unless a peer that was first before it
-        has done so. A round that is open ahead is measured as one that is present, for its
-        parameters are there; but once, since where some stage cannot open it ahead that fails. The
-        measurement ends with the round."""
+        """Every so often the feeder whose turn it is measures. A round that is open ahead is
+        measured as one that is present, for its parameters are there; but once, since where some
+        stage cannot open it ahead that fails. The measurement ends with the round."""
         r, settings = mine.round, self._settings
         if not measuring.is_due(r, every=settings.evaluate_every, rounds=settings.rounds):
             return

@@ -18,6 +18,7 @@ from swarmnet.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
 from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.records import MAX_LOSS
 from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.pipeline import held_out
 from swarmnet.protocol.saved_rounds import CheckpointPace, KeptRounds
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.protocol.trouble import Trouble
@@ -92,13 +93,12 @@ class Checkpointing:
 
     def _hear_losses(self) -> None:
         """A record tells the newest held-out loss only: the next one takes its place. One that
-        cannot be is not noted, for it would be in every answer about what is saved."""
-        for record in self.gossip.view.records():
-            told = record.held_out
-            if told is None or self._noted.get(told.round) == told.loss:
-                continue
-            if told.round <= self.rounds and 0 <= told.loss <= MAX_LOSS:
-                self._unwritten[told.round] = told.loss
+        cannot be is not noted, for it would be in every answer about what is saved. One that was
+        noted stays."""
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+        for r, told in held_out.told(view.records(), measurers(view, now)).items():
+            if r not in self._noted and r <= self.rounds and 0 <= told.loss <= MAX_LOSS:
+                self._unwritten[r] = told.loss
 
     async def _write_losses(self) -> None:
         """What cannot be written now is tried again with what is heard later."""

@@ -315,9 +315,17 @@ def test_strikes_name_the_sender() -> None:
 def test_the_held_out_curve_is_told_once_a_round() -> None:
     onlooker = Onlooker(num_stages=1, rounds=2)
     first = HeldOut(0, 5.5, 8.0)
-    assert [e.name for e in onlooker.look(record("a", held_out=first))][-1] == "held_out"
-    assert onlooker.look(record("a", held_out=first)) == []
-    last = record("a", round=2, held_out=HeldOut(2, 2.0, 2.9), counts=(count(0, 8), count(1, 8)))
+    assert [e.name for e in onlooker.look(record("a", has_data=True, held_out=first))][
+        -1
+    ] == "held_out"
+    assert onlooker.look(record("a", has_data=True, held_out=first)) == []
+    last = record(
+        "a",
+        round=2,
+        has_data=True,
+        held_out=HeldOut(2, 2.0, 2.9),
+        counts=(count(0, 8), count(1, 8)),
+    )
     onlooker.look(last)
     summary = onlooker.monitor.summary()
     assert summary.held_out_first is not None
@@ -330,11 +338,11 @@ def test_the_held_out_curve_is_told_once_a_round() -> None:
 
 def test_a_false_round_hides_no_held_out_loss() -> None:
     onlooker = Onlooker(num_stages=1, rounds=2)
-    liar = record("liar", held_out=HeldOut(2**61, 0.1, 0.1))
-    onlooker.look(record("a", held_out=HeldOut(1, 3.0, 4.0)), liar)
+    liar = record("liar", held_out=HeldOut(2**61, 0.1, 0.1), has_data=True)
+    onlooker.look(record("a", held_out=HeldOut(0, 3.0, 4.0), has_data=True), liar)
     model = onlooker.monitor.view_model()
-    assert (model.held_out_round, model.held_out_loss) == (1, 3.0)
-    assert newest_held_out([liar], 2) is None
+    assert (model.held_out_round, model.held_out_loss) == (0, 3.0)
+    assert newest_held_out([liar], [liar], 2) is None
 
 
 def test_done_means_every_stage_has_made_the_last_update() -> None:
