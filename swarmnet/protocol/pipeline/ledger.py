@@ -81,15 +81,11 @@ class Ledger:
         """The entry of a microbatch; None where it is unknown here."""
         return self._rounds.get(key[0], {}).get(key[1])
 
-    def other_flight(self, key: StepKey) -> Entry | None:
-        """Another flight of the same slot: one that is committed, where there is one."""
-        slot, found = slot_of(key[1]), None
-        for other, entry in self._rounds.get(key[0], {}).items():
-            if other != key[1] and slot_of(other) == slot:
-                found = entry
-                if entry.state == COMMITTED:
-                    break
-        return found
+    def other_flights(self, key: StepKey) -> list[Entry]:
+        """All other flights of the same slot, oldest first."""
+        slot = slot_of(key[1])
+        entries = self._rounds.get(key[0], {}).items()
+        return [entry for other, entry in entries if other != key[1] and slot_of(other) == slot]
 
     def done(self, key: StepKey, *, num_tokens: int, next_peer: str | None) -> None:
         """The gradient is in the buffer. Ignored where the entry is gone (the round is over)."""

@@ -50,16 +50,16 @@ class ServiceTime:
 class PassageTime:
     """Seconds that a microbatch is inside a replica, with its way through the stages after it."""
 
-    _usual_s: float = 0.0
+    usual_s: float = 0.0
     """Moving average; 0 while unknown."""
 
     def add(self, began_at: float, now: float) -> None:
         """One that came then has returned now."""
         took_s = now - began_at
-        usual_s = self._usual_s or took_s
-        self._usual_s = usual_s + SMOOTHING * (took_s - usual_s)
+        usual_s = self.usual_s or took_s
+        self.usual_s = usual_s + SMOOTHING * (took_s - usual_s)
 
     def longest_s(self, inside: Iterable[float], now: float) -> float:
         """The usual one, or so far that of the oldest which is inside where that is more; `inside`:
         when those came."""
-        return max(self._usual_s, now - min(inside, default=now))
+        return max(self.usual_s, now - min(inside, default=now))

@@ -174,5 +174,9 @@ class Flights:
         inside = [f.began_at for f in self._flights.values() if not f.task.done()]
         return self._passage.longest_s(inside, asyncio.get_running_loop().time())
 
+    def usual_s(self) -> float:
+        """How long one is usually; 0 while unknown."""
+        return self._passage.usual_s
+
     async def close(self) -> None:
         await self._tasks.close()

@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass, field
 
 from swarmnet.batch import num_wanted
-from swarmnet.errors import NotReady, NotSent, ProtocolViolation, Stale, Taken
+from swarmnet.errors import Busy, NotReady, NotSent, ProtocolViolation, Stale, Taken
 from swarmnet.methods.microbatch import (
     ADMIT,
     COMMIT,
@@ -22,9 +22,11 @@ from swarmnet.methods.microbatch import (
     StepRequest,
 )
 from swarmnet.ports import BACKWARD, FORWARD, LossResult, StepKey
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
-from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
+from swarmnet.protocol.pipeline.contests import Contests
+from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING, Entry
 from swarmnet.protocol.pipeline.origins import Origins
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
 from swarmnet.protocol.slots import MAX_SLOTS, slot_of
@@ -48,6 +50,9 @@ ANNOUNCE_CHANGE = 0.2
 protects from news with each microbatch (tests/swarm/lifecycle/test_speed.py)."""
 MAX_EVENTS = 64
 """That wait for their peer; one more is left out, for those before it say nearly the same."""
+MAX_FLIGHTS = 8
+"""Of one slot and one feeder at one replica. A feeder gives one up before it begins the next, and
+each has been work for the device."""
 MAX_TOKENS_PER_TARGET = 16
 """What a custom model counts as tokens need not be one for each number of its targets."""
 
@@ -97,6 +102,7 @@ class StepService:
         self.gossip.records.on_news(self._maybe_left)
         self._announced_s = 0.0
         self._origins = Origins(self.gossip.view)
+        self._contests = Contests()
 
     async def close(self) -> None:
         await self.flights.close()
@@ -184,16 +190,25 @@ class StepService:
         return flight
 
     def _check_slot(self, replica: Replica, step: StepRequest) -> None:
-        """Raises `Taken` where another flight of the slot is here and may count. A flight of a
-        feeder that is gone, or that its feeder has given up for this one, never will."""
-        other = replica.ledger.other_flight((step.round, step.microbatch_id))
-        if other is None:
-            return
-        if other.state == COMMITTED:
+        """Raises `Taken` where another flight of the slot is here and may count, `Busy` where its
+        feeder has begun it too often. A flight of a feeder that is gone, or that its feeder has
+        given up for this one, never will."""
+        others = replica.ledger.other_flights((step.round, step.microbatch_id))
+        if any(entry.state == COMMITTED for entry in others):
             raise Taken("the slot counts already", counted=True)
-        if other.feeder != step.feeder and not self._is_lost(other.feeder):
+        if sum(entry.feeder == step.feeder for entry in others) >= MAX_FLIGHTS:
+            raise Busy("too many flights of one slot", backlog_s=FIRST_PAUSE_S)
+        for entry in others:
+            if entry.feeder == step.feeder or self._is_lost(entry.feeder):
+                continue
             self._tell(Contested(step.round))
-            raise Taken("another flight of the slot is here")
+            if self._keeps_out(entry):
+                raise Taken("another flight of the slot is here")
+
+    def _keeps_out(self, entry: Entry) -> bool:
+        now, flight = asyncio.get_running_loop().time(), self.flights.get(entry.key)
+        began_at = now if flight is None else flight.began_at
+        return self._contests.keeps_out(entry.feeder, began_at, self.flights.usual_s(), now)
 
     def _learn(self, replica: Replica, asked: int, caller: str) -> None:
         """What another replica asks for tells how far it is: it works on the next round when this

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from swarmnet.errors import Refused, Taken
 from swarmnet.methods.microbatch import Commit
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.pipeline.step import Contested
-from tests.swarm.one_replica import OneReplica
+from swarmnet.swarm.pipeline.step import MAX_FLIGHTS, Contested
+from tests.swarm.one_replica import WORK_S, OneReplica
 
 SLOT = 5
 FIRST, SECOND, AGAIN = (n << 16 | SLOT for n in (1, 2, 3))
@@ -30,6 +32,45 @@ def test_a_second_flight_is_refused_until_its_slot_is_free() -> None:
         with pytest.raises(Taken) as raised:
             await b.step(SECOND)
         assert raised.value.details["counted"] is True
+        await pair.close()
+
+    run(scenario())
+
+
+def test_a_flight_that_never_comes_back_keeps_a_slot_for_no_longer_than_others_take() -> None:
+    """Its feeder would say for ever that it is under way."""
+
+    async def scenario() -> None:
+        pair = OneReplica()
+        a, b = pair.caller("a", 1e9), pair.caller("b", 1e9)
+        await b.step(SECOND + 1)  # how long one takes
+        await a.step(FIRST)
+        await asyncio.sleep(WORK_S)
+        with pytest.raises(Taken):
+            await b.step(SECOND)
+        await asyncio.sleep(2 * WORK_S)
+        await b.step(SECOND)
+        await a.step(FIRST + 2)
+        await b.step(SECOND + 2)  # it is found out
+        pair.steps.commit(Commit(0, (SECOND,)), "b")
+        with pytest.raises(Taken) as raised:
+            await a.step(AGAIN)
+        assert raised.value.details["counted"] is True
+        await pair.close()
+
+    run(scenario())
+
+
+def test_a_feeder_has_few_flights_of_one_slot() -> None:
+    async def scenario() -> None:
+        pair = OneReplica()
+        a = pair.caller("a", 1e9)
+        for n in range(MAX_FLIGHTS):
+            await a.step(n << 16 | SLOT)
+        with pytest.raises(asyncio.TimeoutError):
+            async with asyncio.timeout(30.0):
+                await a.step(99 << 16 | SLOT)
+        await a.step(FIRST + 1)
         await pair.close()
 
     run(scenario())
