@@ -20,7 +20,7 @@ from typing import Protocol
 
 import base58
 
-from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.errors import Forged, ProtocolViolation, UserError
 from swarmnet.identity import KEY_BYTES, Identity, verify
 from swarmnet.protocol.membership.records import MAX_CREDENTIAL_BYTES
 from swarmnet.wire import pack, unpack
@@ -43,7 +43,8 @@ class Admission(Protocol):
         """Whether anyone may, so that nothing needs to be shown."""
 
     def check(self, peer_id: str, credential: bytes) -> None:
-        """Raises `ProtocolViolation` where the credential does not admit the peer now."""
+        """Raises `ProtocolViolation` where the credential does not admit the peer now: `Forged`
+        where a signature in it is false. Called on any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,8 @@ def _binding(grant: bytes, peer_id: str) -> bytes:
 
 @lru_cache(maxsize=CHECKED_CREDENTIALS)
 def admitted_until(owner: str, run_id: str, peer_id: str, credential: bytes) -> int:
-    """Unix seconds until which a credential admits a peer. Raises `ProtocolViolation`.
+    """Unix seconds until which a credential admits a peer. Raises `ProtocolViolation`, which is
+    `Forged` where a signature is false.
 
     The same credential comes with every version of a record: it is checked once."""
     if not credential:
@@ -194,11 +196,11 @@ def admitted_until(owner: str, run_id: str, peer_id: str, credential: bytes) -> 
         raise ProtocolViolation("its credential is too long")
     shown = unpack(credential, Credential)
     if not verify(owner, GRANT_DOMAIN + shown.grant, shown.grant_signature):
-        raise ProtocolViolation("its invite is not signed by the run's owner")
+        raise Forged("its invite is not signed by the run's owner")
     grant = unpack(shown.grant, Grant)
     if grant.run_id != run_id:
         raise ProtocolViolation("its invite is for another run")
     is_holder = grant.holder == peer_id and not shown.binding
     if not is_holder and not verify(grant.holder, _binding(shown.grant, peer_id), shown.binding):
-        raise ProtocolViolation("its invite was given to somebody else")
+        raise Forged("its invite was given to somebody else")
     return grant.not_after_unix_s

@@ -12,6 +12,7 @@
     │   ├── ChannelClosed      the channel broke while a call was open
     │   └── DeadlineExceeded   the peer did not answer in time
     ├── ProtocolViolation      theirs: what arrived breaks the protocol
+    │   └── Forged             a signature is false
     └── RemoteError            theirs: the peer answered, and the answer is no
         ├── Busy               its queue is full; try another replica
         ├── Stale              the call is about a round that is over there
@@ -85,6 +86,10 @@ class DeadlineExceeded(TransportError):
 
 class ProtocolViolation(SwarmnetError):
     """What arrived from a peer breaks the protocol."""
+
+
+class Forged(ProtocolViolation):
+    """A signature is false. Who passes on what somebody has signed checks it before."""
 
 
 class RemoteError(SwarmnetError):

@@ -34,6 +34,12 @@ class TokenBucket:
         """What was taken was not needed."""
         self.tokens = min(self.burst, self.tokens + amount)
 
+    def wait_s(self, now: float, amount: float = 1.0) -> float:
+        """Seconds until so much is there, if nothing is taken before."""
+        elapsed_s = max(0.0, now - self.filled_at)
+        missing = amount - min(self.burst, self.tokens + elapsed_s * self.per_s)
+        return max(0.0, missing) / self.per_s
+
 
 @dataclass(slots=True)
 class RateLimiter:

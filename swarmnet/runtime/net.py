@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmnet.identity import Identity as Key
 from swarmnet.identity import verify
@@ -13,6 +14,8 @@ from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.libp2p.interfaces import outward_hosts
 from swarmnet.version import __version__
+
+T = TypeVar("T")
 
 AGENT = f"swarmnet/{__version__}"
 
@@ -28,6 +31,9 @@ class KeySigner:
 
     def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
         return verify(peer_id, data, signature)
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        return await asyncio.to_thread(work)
 
 
 @dataclass(frozen=True, slots=True)

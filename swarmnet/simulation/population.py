@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.methods.contact import PING, SPEC
@@ -28,6 +28,8 @@ from swarmnet.simulation.stage import SyntheticData, SyntheticOptimizer, Synthet
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.transport.memory import MemoryHub
+
+T = TypeVar("T")
 
 BENCHMARK_SIGMA = 0.2
 """Of the logarithm: by how much machines misjudge their speed before they have served."""
@@ -49,6 +51,9 @@ class OpenSigner:
 
     def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
         return True
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        return work()
 
 
 @dataclass

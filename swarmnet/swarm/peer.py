@@ -46,7 +46,7 @@ from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.membership.reconnecting import Reconnecting, Remembered
-from swarmnet.swarm.membership.records import Signer
+from swarmnet.swarm.membership.record_checks import Signer
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.feeder import Feeder, Journal
 from swarmnet.swarm.pipeline.infer import InferService

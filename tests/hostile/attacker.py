@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.methods.method import Method
@@ -21,6 +21,8 @@ from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Array, Message, pack
+
+T = TypeVar("T")
 
 ANSWER_S = 5.0
 
@@ -37,6 +39,9 @@ class NamedSigner:
 
     def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
         return signature == _signed(peer_id, data)
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        return work()
 
 
 def _signed(name: str, data: bytes) -> bytes:

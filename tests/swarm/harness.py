@@ -10,13 +10,14 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from swarmnet.ports import Data, InitialWeights
 from swarmnet.protocol.slots import slot_of
 from swarmnet.runtime.compose import run_settings
+from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.local_steps import SyntheticLocalSteps
@@ -30,7 +31,7 @@ from swarmnet.simulation.stage import (
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.membership.reconnecting import Remembered
-from swarmnet.swarm.membership.records import Signer
+from swarmnet.swarm.membership.record_checks import Signer
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.pipeline.feeder import Journal
 from swarmnet.swarm.recovery.checkpointing import Disk
@@ -41,6 +42,8 @@ from swarmnet.training.optimizer.local_steps import build_local_steps, build_opt
 from swarmnet.training.stage import build_stage
 from swarmnet.transport.memory import MemoryHub
 from tests.oracles.reference import ReferenceTrainer
+
+T = TypeVar("T")
 
 FORWARD_S, BACKWARD_S, OTHER_S = 0.02, 0.04, 0.001
 LIMIT_S = 600.0
@@ -54,6 +57,16 @@ class OpenSigner:
 
     def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
         return True
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+class VirtualKeySigner(KeySigner):
+    """With a real key, and no thread beside the loop."""
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        return work()
 
 
 def tiny_spec(

@@ -20,6 +20,7 @@ from swarmnet.protocol import backoff, codecs, slots, timing, upgrade
 from swarmnet.protocol.membership import (
     dial_book,
     failure_detector,
+    intake,
     pace,
     records,
     view,
@@ -233,6 +234,10 @@ def test_every_field_is_named(cls: type) -> None:
         f"a channel to it is open, for {failure_detector.SUSPECT_S:.0f} s",
         f"no news for {FORGET_AFTER_S / 60:.0f} minutes is forgotten",
         f"At most {view.MAX_PEERS:,} records are known",
+        f"{intake.SENDER_BYTES >> 20} MiB of one machine and "
+        f"{sum(intake.LANE_BYTES.values()) >> 20} MiB of all;",
+        f"{intake.STRANGERS_PER_S:.0f} are checked in a second, and "
+        f"{intake.STRANGERS_BURST:,.0f} at once",
         f"last {feeding.MAX_REFUSED} microbatches were refused, for {feeding.REST_S:.0f} s",
         f"With more than {progress.FEW_FEEDERS} feeders ours",
         f"`round` is at least r - {members.BEHIND_ROUNDS} (",

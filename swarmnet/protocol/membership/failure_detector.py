@@ -320,6 +320,11 @@ class FailureDetector:
             return loss.since
         return loss.since + SUSPECT_S
 
+    def has_channel(self, peer_id: str) -> bool:
+        """Whether a channel to the machine of a peer is open, or it is this one."""
+        machine = machine_of(peer_id)
+        return machine in self._channels or machine == machine_of(self._own_peer_id)
+
     def is_lost(self, peer_id: str) -> bool:
         """A look at the peer was not answered, and none since."""
         return peer_id in self._lost

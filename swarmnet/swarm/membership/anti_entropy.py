@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
+from swarmnet.errors import Busy, RemoteError, SwarmnetError, WrongRun
 from swarmnet.methods.ranges import MAX_RECORDS
 from swarmnet.methods.records import GOSSIP, RECORDS, GossipRequest, Records
 from swarmnet.protocol.membership.pace import GossipPace, partner
@@ -23,7 +23,7 @@ from swarmnet.swarm.calls import call, notify, serve
 from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.swarm.membership.pushes import UnreachedNotices
-from swarmnet.swarm.membership.records import KnownRecords, News, OwnRecord
+from swarmnet.swarm.membership.records import KnownRecords, OwnRecord
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
 
@@ -47,7 +47,6 @@ class AntiEntropy:
         liveness: Liveness,
         unreached: UnreachedNotices,
         gate: CallerChecks,
-        news: News,
         pace: GossipPace,
         rng: random.Random,
     ) -> None:
@@ -58,7 +57,6 @@ class AntiEntropy:
         self._liveness = liveness
         self._unreached = unreached
         self._gate = gate
-        self._news = news
         self._pace = pace
         self._rng = rng
         serve(transport, GOSSIP, self._on_gossip)
@@ -88,10 +86,11 @@ class AntiEntropy:
                 self._unreached.tell(peer_id)
             return False
         self._liveness.answered(peer_id)
-        is_news = self._records.take_all(theirs.records)
+        try:
+            await self._records.take_all(peer_id, theirs.records, is_asked=True)
+        except Busy as e:
+            log.debug("the records of %s: %s", peer_id[-8:], e)
         self._liveness.hear(theirs.suspicions)
-        if is_news:
-            self._news.tell()
         wanted = self._records.envelopes(theirs.wanted[:MAX_SENT_RECORDS])
         if wanted:
             notify(self._transport, peer_id, RECORDS, Message(Records(records=wanted)))
@@ -154,8 +153,7 @@ class AntiEntropy:
     async def _on_records(self, request: Request[Records]) -> Message[None]:
         """A record speaks for itself, whichever peer brings it."""
         theirs = request.message.body
-        if self._records.take_all(theirs.records):
-            self._news.tell()
+        await self._records.take_all(request.remote, theirs.records)
         if self._gate.is_admitted(request.remote):
             self._liveness.hear(theirs.suspicions)
         return Message()

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from swarmnet.errors import ProtocolViolation, SwarmnetError
+from swarmnet.errors import SwarmnetError
 from swarmnet.methods.records import SignedRecord
 from swarmnet.protocol.membership.addresses import of_all, peer_of
 from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
@@ -165,10 +165,10 @@ class Directory:
         news = 0
         for _, entry in sorted(found.value.items(), key=lambda item: str(item[0]))[:MAX_FOUND]:
             try:
-                news += self._gossip.records.take(
-                    unpack(getattr(entry, "value", None), SignedRecord)
-                )
-            except ProtocolViolation as e:
+                envelope = unpack(getattr(entry, "value", None), SignedRecord)
+                # One by one: each has been stored by somebody else.
+                news += await self._gossip.records.take_all("", [envelope], is_asked=True)
+            except SwarmnetError as e:
                 log.debug("an entry of the directory was dropped: %s", e)
         return news
 

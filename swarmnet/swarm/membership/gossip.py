@@ -24,7 +24,8 @@ from swarmnet.swarm.membership.anti_entropy import RECONCILE_S, AntiEntropy
 from swarmnet.swarm.membership.callers import CallerChecks, Served
 from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.swarm.membership.pushes import Pushes, UnreachedNotices
-from swarmnet.swarm.membership.records import KnownRecords, News, OwnRecord, Signer
+from swarmnet.swarm.membership.record_checks import Signer
+from swarmnet.swarm.membership.records import KnownRecords, News, OwnRecord
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
 
@@ -71,6 +72,8 @@ class Gossip:
             self.admission,
             self.bounds,
             self.max_record_bytes,
+            news=self._news,
+            tasks=self._tasks,
         )
         self.pushes = Pushes(
             own,
@@ -102,7 +105,6 @@ class Gossip:
             liveness=self.liveness,
             unreached=self.unreached,
             gate=self.gate,
-            news=self._news,
             pace=self._pace,
             rng=rng,
         )
@@ -122,6 +124,7 @@ class Gossip:
         finally:
             self.liveness.stop()
             self.pushes.close()
+            self.records.close()
             self._news.close()
             await self._tasks.close()
 

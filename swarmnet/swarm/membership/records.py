@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any
 
 from swarmnet.admission import Admission
-from swarmnet.errors import ProtocolViolation
+from swarmnet.errors import Busy, Forged, ProtocolViolation
 from swarmnet.methods.records import MAX_RECORD_BYTES, SignedRecord
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.membership.intake import LIKELY, MEMBERS, OTHERS, batches, cost
 from swarmnet.protocol.membership.pace import GossipPace, Publishing
 from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.preference import matters
 from swarmnet.protocol.membership.records import (
     MAX_CREDENTIAL_BYTES,
     MAX_TEXT,
@@ -28,6 +31,8 @@ from swarmnet.protocol.membership.records import (
 from swarmnet.protocol.membership.run_bounds import ANY_RUN, RunBounds
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.condition import Condition
+from swarmnet.swarm.membership.record_checks import RecordChecks, Signer
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.base import Transport
 from swarmnet.wire import pack, unpack
@@ -67,14 +72,6 @@ class News:
     def _tell_now(self) -> None:
         self._timer = None
         self.changed.notify_all()
-
-
-class Signer(Protocol):
-    """Signs as this peer and checks the signatures of others."""
-
-    def sign(self, data: bytes) -> bytes: ...
-
-    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool: ...
 
 
 class OwnRecord:
@@ -253,6 +250,18 @@ def _decode(payload: bytes) -> Record:
     return _decode_once(payload) if is_short else unpack(payload, Record)
 
 
+@dataclass(frozen=True, slots=True)
+class _Claimed:
+    """A record that may be news, and is not believed yet."""
+
+    envelope: SignedRecord
+    claim: RecordClaim
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.envelope.payload)
+
+
 class KnownRecords:
     """Takes records of others into the view, and keeps the signed form of each."""
 
@@ -265,8 +274,12 @@ class KnownRecords:
         admission: Admission,
         bounds: RunBounds = ANY_RUN,
         max_bytes: int = MAX_RECORD_BYTES,
+        *,
+        news: News,
+        tasks: Tasks,
     ) -> None:
-        """`bounds`: of what a record can say in this run. `max_bytes`: of a record in it."""
+        """`bounds`: of what a record can say in this run. `max_bytes`: of a record in it. `tasks`
+        runs the checks for which nobody waits."""
         self._own = own
         self._transport = transport
         self._view = view
@@ -274,6 +287,9 @@ class KnownRecords:
         self._admission = admission
         self._bounds = bounds
         self._max_bytes = max_bytes
+        self._news = news
+        self._tasks = tasks
+        self._checks = RecordChecks()
         self._envelopes: dict[str, SignedRecord] = {}
         self._listeners: list[Callable[[Record], None]] = []
 
@@ -287,11 +303,22 @@ class KnownRecords:
         found = (own.sealed if p == own.peer_id else self._envelopes.get(p) for p in peer_ids)
         return tuple(e for e in found if e is not None)
 
+    def close(self) -> None:
+        """Nothing waits for its turn any more."""
+        self._checks.close()
+
+    # ---- one record ---------------------------------------------------------------------------
+
     def take(self, envelope: SignedRecord) -> bool:
-        """Checks one record and merges it into the view; True when it was news. Raises
-        `ProtocolViolation` where it is too long, of another run, of a peer not admitted, or
+        """Checks one record here and now, and merges it into the view; True when it was news.
+        Raises `ProtocolViolation` where it is too long, of another run, of a peer not admitted, or
         false: in this order, and it is decoded only after that; and where it says what cannot be
         in this run."""
+        claimed = self._claimed(envelope)
+        return claimed is not None and self._merge(envelope, self._judge(claimed))
+
+    def _claimed(self, envelope: SignedRecord) -> _Claimed | None:
+        """What costs next to nothing: None where it is no news. Raises `ProtocolViolation`."""
         payload = envelope.payload
         if len(payload) > self._max_bytes:
             raise ProtocolViolation(
@@ -300,22 +327,39 @@ class KnownRecords:
         claim, own = unpack(payload, RecordClaim), self._own.record
         if claim.run_id != own.run_id:
             raise ProtocolViolation(f"a record of run {claim.run_id[:8]}, not of this one")
-        is_own = claim.peer_id == own.peer_id
-        present = own if is_own else self._view.get(claim.peer_id)
-        if present is not None and claim.stamp <= present.stamp:
-            return False
+        if not self._is_news(claim):
+            return None
+        if not claim.credential and not self._admission.is_open:
+            raise ProtocolViolation(f"{claim.peer_id} is not admitted: it shows no invite")
+        return _Claimed(envelope, claim)
+
+    def _is_news(self, claim: RecordClaim) -> bool:
+        own = self._own.record
+        present = own if claim.peer_id == own.peer_id else self._view.get(claim.peer_id)
+        return present is None or claim.stamp > present.stamp
+
+    def _judge(self, claimed: _Claimed) -> Record:
+        """Verifies what is signed; may run on any thread. Raises `ProtocolViolation`, which is
+        `Forged` where a signature is false."""
+        envelope, peer_id = claimed.envelope, claimed.claim.peer_id
         try:
-            self._admission.check(machine_of(claim.peer_id), claim.credential)
+            self._admission.check(machine_of(peer_id), claimed.claim.credential)
         except ProtocolViolation as e:
-            raise ProtocolViolation(f"{claim.peer_id} is not admitted: {e}") from None
-        if not self._signer.verify(claim.peer_id, payload, envelope.signature):
-            raise ProtocolViolation(f"the signature on the record of {claim.peer_id} is wrong")
-        record = _decode(payload)
-        if reason := self._bounds.impossible(record, own.incarnation):
+            raise type(e)(f"{peer_id} is not admitted: {e}") from None
+        if not self._signer.verify(peer_id, envelope.payload, envelope.signature):
+            raise Forged(f"the signature on the record of {peer_id} is wrong")
+        record = _decode(envelope.payload)
+        if reason := self._bounds.impossible(record, self._own.record.incarnation):
             raise ProtocolViolation(f"{record.peer_id} says that it {reason}")
-        if is_own:
-            self._own.follow(record.version)
+        return record
+
+    def _merge(self, envelope: SignedRecord, record: Record) -> bool:
+        """Of a record that is right."""
+        if record.peer_id == self._own.peer_id:
+            if record.stamp > self._own.record.stamp:
+                self._own.follow(record.version)
             return False
+        present = self._view.get(record.peer_id)
         if not self._view.merge(record, asyncio.get_running_loop().time()):
             return False
         self._envelopes[record.peer_id] = envelope
@@ -325,19 +369,126 @@ class KnownRecords:
             listener(record)
         return True
 
-    def take_all(self, envelopes: Iterable[SignedRecord]) -> bool:
+    # ---- those of a message -------------------------------------------------------------------
+
+    async def take_all(
+        self, sender: str, envelopes: Iterable[SignedRecord], *, is_asked: bool = False
+    ) -> bool:
         """Takes each record that is valid, and logs one line about the others; True when any was
-        news."""
-        is_news, reasons = False, []
+        news. `sender`: who brought them, which is banned for a false signature; empty for nobody.
+        `is_asked`: this peer has asked for them. What is least likely to be of use is checked when
+        there is time, and not waited for. Raises `Busy` where there was no room for the others."""
+        reasons: list[str] = []
+        is_news = False
+        for lane, waiting in self._sorted(sender, envelopes, is_asked, reasons):
+            if lane == OTHERS:
+                self._tasks.start(self._take_later(sender, waiting))
+            else:
+                is_news |= await self._take_in(sender, lane, waiting, reasons)
+        self._tell_refused(reasons)
+        return is_news
+
+    def _sorted(
+        self, sender: str, envelopes: Iterable[SignedRecord], is_asked: bool, reasons: list[str]
+    ) -> list[tuple[int, list[_Claimed]]]:
+        """What may be news, by the lane in which it waits. Appends why others cannot be."""
+        now = asyncio.get_running_loop().time()
+        is_member = bool(sender) and matters(self._view, sender, now)
+        newest: dict[str, _Claimed] = {}
         for envelope in envelopes:
             try:
-                is_news |= self.take(envelope)
+                claimed = self._claimed(envelope)
             except ProtocolViolation as e:
                 reasons.append(str(e))  # not the exception, which has the record in its traceback
+                continue
+            if claimed is not None:
+                other = newest.get(claimed.claim.peer_id)
+                if other is None or claimed.claim.stamp > other.claim.stamp:
+                    newest[claimed.claim.peer_id] = claimed
+        lanes: dict[int, list[_Claimed]] = {}
+        for subject, claimed in newest.items():
+            if is_member and matters(self._view, subject, now):
+                lane = MEMBERS
+            elif is_member or is_asked or machine_of(subject) == machine_of(sender):
+                lane = LIKELY
+            else:
+                lane = OTHERS
+            lanes.setdefault(lane, []).append(claimed)
+        return sorted(lanes.items())
+
+    async def _take_later(self, sender: str, waiting: list[_Claimed]) -> None:
+        reasons: list[str] = []
+        try:
+            await self._take_in(sender, OTHERS, waiting, reasons)
+        except Busy as e:
+            log.debug("records of %s were dropped: %s", sender[-8:], e)
+        self._tell_refused(reasons)
+
+    async def _take_in(
+        self, sender: str, lane: int, waiting: list[_Claimed], reasons: list[str]
+    ) -> bool:
+        """Checks what waits, in order; ends with the first false signature."""
+        sizes = [claimed.num_bytes for claimed in waiting]
+        if lane == MEMBERS and self._checks.may_check_at_once(sizes):
+            return self._merge_all(sender, waiting, self._judge_all(waiting), reasons)
+        ticket = self._checks.enter(machine_of(sender), lane, sum(sizes))
+        if ticket is None:
+            raise Busy("too many records wait here", backlog_s=FIRST_PAUSE_S)
+        is_news = False
+        try:
+            for batch in batches(waiting, sizes):
+                total = sum(cost(claimed.num_bytes) for claimed in batch)
+                async with self._checks.turn(ticket, total) as has_come:
+                    if not has_come:
+                        raise Busy("too many records wait here", backlog_s=FIRST_PAUSE_S)
+                    # Others may have brought the same meanwhile.
+                    left = [claimed for claimed in batch if self._is_news(claimed.claim)]
+                    judged = await self._signer.beside(partial(self._judge_all, left))
+                is_news |= self._merge_all(sender, left, judged, reasons)
+                if judged and isinstance(judged[-1], Forged):
+                    break
+        finally:
+            self._checks.leave(ticket)
+        return is_news
+
+    def _judge_all(self, waiting: Sequence[_Claimed]) -> list[Record | ProtocolViolation]:
+        """What is found of each, up to the first false signature; may run on any thread."""
+        found: list[Record | ProtocolViolation] = []
+        for claimed in waiting:
+            try:
+                found.append(self._judge(claimed))
+            except ProtocolViolation as e:
+                found.append(type(e)(str(e)))  # without the traceback, which has the record
+                if isinstance(e, Forged):
+                    break
+        return found
+
+    def _merge_all(
+        self,
+        sender: str,
+        waiting: Sequence[_Claimed],
+        judged: Sequence[Record | ProtocolViolation],
+        reasons: list[str],
+    ) -> bool:
+        is_news = False
+        for claimed, found in zip(waiting, judged):
+            if isinstance(found, Record):
+                is_news |= self._merge(claimed.envelope, found)
+            elif not (sender and isinstance(found, Forged)):  # the ban has a line of its own
+                reasons.append(str(found))
+        if is_news:
+            self._news.tell()
+        if judged and isinstance(judged[-1], Forged) and sender:
+            self._checks.drop(machine_of(sender))
+            self._transport.ban(sender, str(judged[-1]))
+        return is_news
+
+    def _tell_refused(self, reasons: Sequence[str]) -> None:
         if reasons:
             others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
             log.warning("a record was dropped: %s%s", reasons[0], others)
-        return is_news
+
+    # ---- forgetting ---------------------------------------------------------------------------
 
     def forget_old(self) -> None:
         """Drops the records of peers that have been gone for long."""

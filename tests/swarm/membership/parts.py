@@ -64,8 +64,17 @@ class Site:
         )
         self.gate = CallerChecks(RUN, self.view, admission)
         self.transport.guard(self.gate)
+        self.tasks = Tasks(name)
         self.records = KnownRecords(
-            self.own, self.transport, self.view, signer, admission, bounds, max_bytes
+            self.own,
+            self.transport,
+            self.view,
+            signer,
+            admission,
+            bounds,
+            max_bytes,
+            news=self.news,
+            tasks=self.tasks,
         )
         self.pushes = Pushes(
             self.own,
@@ -77,7 +86,6 @@ class Site:
             delay_s=settings.push_delay_s,
         )
         self.unreached = UnreachedNotices(name, self.transport, self.view, rng)
-        self.tasks = Tasks(name)
         self.liveness = Liveness(
             self.own,
             self.transport,
@@ -97,7 +105,6 @@ class Site:
             liveness=self.liveness,
             unreached=self.unreached,
             gate=self.gate,
-            news=self.news,
             pace=self.pace,
             rng=rng,
         )

@@ -58,7 +58,9 @@ def test_what_cannot_be_is_refused(false: Record, why: str) -> None:
         site = Site(MemoryHub(), "a", bounds=RunBounds(rounds=10, samples_per_slot=4))
         with pytest.raises(ProtocolViolation, match=why):
             site.records.take(signed(false))
-        assert site.records.take_all([signed(false), signed(record("c"))]), "the other is taken"
+        assert await site.records.take_all(
+            "", [signed(false), signed(record("c"))], is_asked=True
+        ), "the other is taken"
         assert site.view.get("b") is None
         assert site.view.get("c") is not None
 
@@ -221,7 +223,7 @@ def test_nothing_is_kept_of_many_records_that_are_not_believed(
         gc.collect()
         tracemalloc.start()
         for n in range(MANY):
-            assert not site.records.take_all([make(n)])
+            assert not await site.records.take_all("", [make(n)], is_asked=True)
         gc.collect()
         kept, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -236,7 +238,7 @@ def test_a_record_that_is_believed_is_kept_with_its_signature() -> None:
         signer = Strict()
         site = Site(MemoryHub(), "a", admission=Invited(), signer=signer)
         envelope = SignedRecord(pack(large(1, credential=b"word")), b"right")
-        assert site.records.take_all([envelope, envelope])
+        assert await site.records.take_all("", [envelope, envelope], is_asked=True)
         assert site.records.envelopes(["peer-1"]) == (envelope,)
         assert signer.verified == 1, "the second is no news"
 
@@ -249,7 +251,7 @@ def test_a_signature_is_looked_at_only_where_the_peer_may_be_in_the_run() -> Non
         site = Site(MemoryHub(), "a", admission=Invited(), signer=signer)
         stranger = SignedRecord(pack(large(1)), b"right")
         elsewhere = SignedRecord(pack(replace(large(2), run_id="f" * 32)), b"right")
-        assert not site.records.take_all([stranger, elsewhere])
+        assert not await site.records.take_all("", [stranger, elsewhere], is_asked=True)
         assert signer.verified == 0
 
     run(scenario())

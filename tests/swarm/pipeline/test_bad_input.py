@@ -37,13 +37,13 @@ from swarmnet.methods.microbatch import (
 from swarmnet.methods.records import GossipRequest, Records, SignedRecord, Suspicion, Unreached
 from swarmnet.methods.update import ReduceRequest
 from swarmnet.ports import LossResult, Passage
+from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RATE, OBSERVING, Record
 from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.origins import Origins
 from swarmnet.protocol.slots import MAX_SLOTS
 from swarmnet.runtime.joining.find import fetch_run
-from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.membership.gossip import Gossip
@@ -53,7 +53,14 @@ from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Array, Message, convert, pack
 from tests.swarm.handlers import handler_of
-from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+from tests.swarm.harness import (
+    Swarm,
+    VirtualKeySigner,
+    in_virtual_time,
+    relative_difference,
+    replay,
+    tiny_spec,
+)
 
 ROUNDS = 8
 MICROBATCH, SEQ, WIDTH = 4, 16, 32
@@ -786,7 +793,8 @@ class Bus:
         own = Record(key.peer_id, "run", incarnation=5, version=1, state=ACTIVE, stage=0)
         view = View(key.peer_id)
         rng = random.Random(key.peer_id)
-        return Gossip(transport, view, KeySigner(key), own, rng, bounds=RunBounds(rounds=1000))
+        bounds = RunBounds(rounds=1000)
+        return Gossip(transport, view, VirtualKeySigner(key), own, rng, bounds=bounds)
 
     async def send(self, body: Records) -> None:
         """To the first peer, as a notification: nobody answers."""
@@ -838,6 +846,7 @@ def test_forged_records_are_dropped_with_a_line_each(said: Said) -> None:
             await bus.send(Records(records=(envelope,)))
             assert len(said.lines) == 1, (text, said.lines)
             assert text in said.lines[0]
+            await asyncio.sleep(3 * LONGEST_PAUSE_S)  # a ban is over and forgotten
         assert bus.gossips[0].view.records() == before
         assert bus.gossips[0].own.version < 100, "a forged record used the own versions up"
         await bus.still_talks()
