@@ -29,7 +29,7 @@ from swarmnet.protocol.membership import (
 from swarmnet.protocol.pipeline import feeding, progress
 from swarmnet.protocol.update import members, placement
 from swarmnet.spec import TABLES, FileSpec, RunSpec, SourceSpec
-from swarmnet.swarm.membership import discovery, relaying
+from swarmnet.swarm.membership import anti_entropy, discovery, relaying
 from swarmnet.swarm.membership.records import FORGET_AFTER_S
 from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
@@ -233,6 +233,8 @@ def test_every_field_is_named(cls: type) -> None:
         f"{failure_detector.PROBE_TIMEOUT_S + timing.CONNECT_S:.0f} s where a channel",
         f"a channel to it is open, for {failure_detector.SUSPECT_S:.0f} s",
         f"no news for {FORGET_AFTER_S / 60:.0f} minutes is forgotten",
+        f"ours sends at most {anti_entropy.SENT_BYTES >> 20} MiB of records, and "
+        f"{anti_entropy.WANTED_BYTES >> 10} KiB of ids",
         f"At most {view.MAX_PEERS:,} records are known",
         f"{intake.SENDER_BYTES >> 20} MiB of one machine and "
         f"{sum(intake.LANE_BYTES.values()) >> 20} MiB of all;",

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from swarmnet.errors import Busy, RemoteError, SwarmnetError, WrongRun
 from swarmnet.methods.ranges import MAX_RECORDS
-from swarmnet.methods.records import GOSSIP, RECORDS, GossipRequest, Records
+from swarmnet.methods.records import GOSSIP, RECORDS, GossipRequest, Records, SignedRecord
 from swarmnet.protocol.membership.pace import GossipPace, partner
+from swarmnet.protocol.membership.preference import in_order, num_that_fit
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import ANSWER_S
@@ -31,7 +32,13 @@ log = logging.getLogger("swarmnet.gossip")
 
 RECONCILE_S = ANSWER_S
 """Longest wait for a partner's records."""
-MAX_SENT_RECORDS = 512
+SENT_BYTES = 3 << 20
+"""Of the records of one message: it has to stay below what a message may have. What has no room
+comes with the next exchange."""
+WANTED_BYTES = 256 << 10
+"""Of the peer ids of which a message asks for records."""
+ENTRY_BYTES = 128
+"""Of a signed record beside its payload."""
 
 
 class AntiEntropy:
@@ -91,7 +98,7 @@ class AntiEntropy:
         except Busy as e:
             log.debug("the records of %s: %s", peer_id[-8:], e)
         self._liveness.hear(theirs.suspicions)
-        wanted = self._records.envelopes(theirs.wanted[:MAX_SENT_RECORDS])
+        wanted = self._fitting(theirs.wanted)
         if wanted:
             notify(self._transport, peer_id, RECORDS, Message(Records(records=wanted)))
         return True
@@ -133,8 +140,26 @@ class AntiEntropy:
         else:  # the view is ahead of what has been published
             stamps[self._own.peer_id] = self._own.published
         if len(stamps) > MAX_RECORDS:  # as many as a message may have; others another time
-            stamps = {p: stamps[p] for p in self._rng.sample(sorted(stamps), MAX_RECORDS)}
+            stamps = {p: stamps[p] for p in self._in_order(stamps)[:MAX_RECORDS]}
         return stamps
+
+    def _fitting(self, peer_ids: Sequence[str]) -> tuple[SignedRecord, ...]:
+        """The records of these peers: where one message has no room for all, of those that matter
+        first."""
+        found = self._records.envelopes(peer_ids)
+        if _num_that_fit(found) < len(found):
+            found = self._records.envelopes(self._in_order(peer_ids))
+        return found[: _num_that_fit(found)]
+
+    def _wanted_from(self, stamps: Mapping[str, Stamp]) -> tuple[str, ...]:
+        """Peers of which the owner of `stamps` has newer records; likewise."""
+        wanted = self._view.digest.wanted_from(stamps)
+        if _num_of_ids(wanted) < len(wanted):
+            wanted = self._in_order(wanted)
+        return tuple(wanted[: _num_of_ids(wanted)])
+
+    def _in_order(self, peer_ids: Iterable[str]) -> list[str]:
+        return in_order(self._view, peer_ids, self._rng, asyncio.get_running_loop().time())
 
     async def _on_gossip(self, request: Request[GossipRequest]) -> Message[Records]:
         """Observers may listen: records are no secret."""
@@ -142,9 +167,9 @@ class AntiEntropy:
         self._own.seal_if_due()
         own = self._own.peer_id
         own_is_known = theirs.stamps.get(own, NO_STAMP) >= self._own.published
-        newer = [r.peer_id for r in self._view.newer_than(theirs.stamps)[:MAX_SENT_RECORDS]]
-        records = self._records.envelopes(p for p in newer if not (own_is_known and p == own))
-        wanted = tuple(self._view.digest.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
+        newer = self._view.digest.newer_than(theirs.stamps)
+        records = self._fitting([p for p in newer if not (own_is_known and p == own)])
+        wanted = self._wanted_from(theirs.stamps)
         if self._gate.is_admitted(request.remote):
             self._liveness.hear(theirs.suspicions)
         suspicions = self._liveness.suspicions()
@@ -157,3 +182,12 @@ class AntiEntropy:
         if self._gate.is_admitted(request.remote):
             self._liveness.hear(theirs.suspicions)
         return Message()
+
+
+def _num_that_fit(envelopes: Iterable[SignedRecord]) -> int:
+    sizes = (len(envelope.payload) + ENTRY_BYTES for envelope in envelopes)
+    return num_that_fit(sizes, SENT_BYTES, MAX_RECORDS)
+
+
+def _num_of_ids(peer_ids: Iterable[str]) -> int:
+    return num_that_fit((len(peer_id.encode()) for peer_id in peer_ids), WANTED_BYTES, MAX_RECORDS)
