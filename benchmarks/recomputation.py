@@ -46,7 +46,7 @@ class Way:
 
     precision: str
     num_threads: int = 1
-    activations: str = "graph"
+    activations: str = "keep"
     is_one_by_one: bool = False
     device: str = "cpu"
 

@@ -9,6 +9,7 @@ from types import NoneType
 from swarmnet.batch import Documents, check_lengths
 from swarmnet.methods.method import LIST_BYTES, Arrays, Caller, Method
 from swarmnet.methods.ranges import MAX_IDS, MAX_STEP_TOKENS, check_ids, check_indices
+from swarmnet.methods.receipt import Receipt
 from swarmnet.protocol.generation import MAX_TOKENS as MAX_TOKENS_OF_TEXT
 from swarmnet.protocol.membership.records import MAX_LOSS
 
@@ -87,6 +88,8 @@ class StepReply:
     num_tokens: int
     path: tuple[str, ...]
     """Replicas that it went through, the callee first."""
+    receipt: Receipt | None = None
+    """Of the callee, for what it got and gives. A caller takes no reply without one."""
 
     def __post_init__(self) -> None:
         check_ids(self.path, MAX_PATH)

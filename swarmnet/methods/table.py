@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swarmnet.methods import contact, microbatch, records, state, update
+from swarmnet.methods import audit, contact, microbatch, records, state, update
 from swarmnet.methods.method import Method
 
 METHODS: Mapping[str, Method[Any, Any]] = {
     row.name: row
-    for subject in (contact, records, microbatch, update, state)
+    for subject in (contact, records, microbatch, audit, update, state)
     for row in vars(subject).values()
     if isinstance(row, Method)
 }

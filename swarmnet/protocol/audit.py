@@ -22,6 +22,8 @@ ten is corrupted, none of these is audited in one of 8,000 cases; at 2 % it were
 MAX_JUDGES = 16
 """Who compute one microbatch again, where the first of them finds a difference. In a large stage
 eight liars are never most of them."""
+MAX_PASSED_OVER = 8
+"""Cases of one peer."""
 MAX_PEERS = 4096
 """Of whom something is known; those that were barred are forgotten last."""
 TOLERANCES = {NONE: 0.1, BF16: 0.1, INT8: 0.1, INT6: 0.15, INT4: 0.25}
@@ -107,7 +109,7 @@ class Evidence:
     slandered: int = 0
     """How often it found a difference where others found none."""
     unknown: int = 0
-    """Audits of its work without a result."""
+    """Audits of its work without a result, since this peer itself last found it right."""
 
 
 @dataclass
@@ -117,8 +119,8 @@ class Conclusions:
     _of: dict[str, Evidence] = field(default_factory=dict)
 
     def of(self, peer_id: str) -> Evidence:
-        """The counts of a peer."""
-        return self._of.get(peer_id, Evidence())
+        """The counts of a peer, which are those of its machine: one key signs for all its seats."""
+        return self._of.get(machine_of(peer_id), Evidence())
 
     def is_barred(self, peer_id: str) -> bool:
         """It has lied."""
@@ -148,10 +150,20 @@ class Conclusions:
         found = self._at(audited)
         if is_same:
             found.agreed += 1
+            found.unknown = 0
         else:
             found.lied += 1
 
+    def passes_over(self, audited: str) -> bool:
+        """A peer's record names other parameters than this one has, so nothing follows of what it
+        gave. A peer that heals from a partition is in that state for a moment. One that always is
+        would never be audited: it is judged like others after `MAX_PASSED_OVER` such cases."""
+        found = self._at(audited)
+        found.unknown += 1
+        return found.unknown <= MAX_PASSED_OVER
+
     def _at(self, peer_id: str) -> Evidence:
+        peer_id = machine_of(peer_id)
         if peer_id not in self._of and len(self._of) >= MAX_PEERS:
             harmless = (p for p, found in self._of.items() if not found.lied)
             del self._of[next(harmless, next(iter(self._of)))]

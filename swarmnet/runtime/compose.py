@@ -4,6 +4,7 @@ has."""
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ def run_settings(spec: RunSpec) -> RunSettings:
         aggregation=spec.sync.aggregation,
         evaluate_every=spec.pipeline.evaluate_every,
         max_in_flight=spec.pipeline.max_in_flight,
+        boundary_codec=spec.pipeline.codec,
         sync_mode=spec.sync.mode,
         local_steps=spec.sync.local_steps,
         fragments=spec.sync.fragments,
@@ -82,7 +84,7 @@ def compose(
         admission=admitted.admission,
         settings=replace(run_settings(spec), num_shards=_num_shards(spec, options)),
         machine=machine,
-        rng=random.Random(f"{transport.peer_id}|{now_unix_s}"),
+        rng=random.Random(secrets.randbits(256)),  # audits are drawn by it: nobody may guess
         limits=WaitLimits(),
         wanted_stage=options.stage,
         feeds=options.feed,

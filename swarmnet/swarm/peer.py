@@ -185,6 +185,8 @@ class Peer:
             self._here,
             self.resource_limits,
             self.settings.num_slots,
+            codec=self.settings.boundary_codec,
+            is_audited=not self.settings.plan.is_local,
         )
         self.inference = InferService(self.dispatcher, self.limits, self._here)
         self.generation = GenerateService(

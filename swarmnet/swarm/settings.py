@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
+from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_SHARDS, record_bytes
 from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.protocol.slots import num_slots_of, sample_indices
@@ -39,6 +40,8 @@ class RunSettings:
     """Rounds between measurements on held-out data; 0 for only at the end."""
     max_in_flight: int = 0
     """Microbatches in flight per feeder; 0 for automatic."""
+    boundary_codec: str = NONE
+    """`[pipeline] codec`."""
     sync_mode: str = ZERO
     local_steps: int = 1
     """Rounds between two exchanges, where replicas make steps of their own."""

@@ -33,6 +33,7 @@ from swarmnet.methods.microbatch import (
     StepReply,
     StepRequest,
 )
+from swarmnet.protocol.audit import Conclusions
 from swarmnet.protocol.membership.failure_detector import PROBE_PART
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.pipeline import dispatching
@@ -119,6 +120,8 @@ class Dispatcher:
     rng: random.Random
     overlaps: bool = False
     """Replicas may work on the round after the one that their record names."""
+    conclusions: Conclusions = field(default_factory=Conclusions)
+    """Of audits; who has lied gets nothing more."""
     _own: dict[Method[Any, Any], Handler] = field(default_factory=dict)
     """This peer's handlers."""
     _routers: dict[int, Router] = field(default_factory=dict)
@@ -143,7 +146,8 @@ class Dispatcher:
             )
         router, now = self._routers[stage_index], _now()
         replicas = self.gossip.view.in_reach(stage_index, now)
-        router.update({r.peer_id: r.samples_per_s for r in replicas}, now)
+        barred = self.conclusions.is_barred
+        router.update({r.peer_id: r.samples_per_s for r in replicas if not barred(r.peer_id)}, now)
         return router
 
     def shares(self, stage_index: int, arrays: tuple[Array, ...] = ()) -> bool:

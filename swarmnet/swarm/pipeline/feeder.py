@@ -37,6 +37,7 @@ from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.fed_rounds import FedRound, FedRounds
 from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
+from swarmnet.swarm.pipeline.receipts import check_reply, hash_of, hash_of_targets
 from swarmnet.swarm.pipeline.step import StepService, check_tokens
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings, WaitLimits
@@ -264,10 +265,13 @@ class Feeder:
             documents=batch.documents,
         )
         track = Track()
+        about = (mine.round, the_id, 0)
+        hashes = hash_of(batch.inputs), hash_of_targets(batch.targets, batch.documents)
 
         def accept(reply: StepReply, returned: tuple[Array, ...]) -> None:
             _accept(reply, returned)
             check_tokens(reply, batch.targets)
+            check_reply(reply, about, *hashes, is_hinted=False)
 
         while replica.round <= mine.round:
             try:
@@ -295,6 +299,10 @@ class Feeder:
                 await self.gossip.changed.wait(LOOK_AGAIN_S)
             else:
                 self._rest.accepted()
+                assert passed.reply.receipt is not None
+                self.steps.audits.returned(
+                    request, (batch.inputs, batch.targets), passed, passed.reply.receipt
+                )
                 is_refused = mine.is_refused(the_id, passed.reply.path)
                 view, own_id = self.gossip.view, own.peer_id
                 if progress.is_committed_elsewhere(view, mine.round, slot, own_id):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 
 from swarmnet.batch import num_wanted
 from swarmnet.errors import Busy, NotReady, NotSent, ProtocolViolation, Stale, Taken
@@ -21,8 +22,10 @@ from swarmnet.methods.microbatch import (
     StepReply,
     StepRequest,
 )
-from swarmnet.ports import BACKWARD, FORWARD, LossResult, StepKey
+from swarmnet.methods.receipt import Statement
+from swarmnet.ports import BACKWARD, FORWARD, StepKey
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.contests import Contests
@@ -33,8 +36,17 @@ from swarmnet.protocol.slots import MAX_SLOTS, slot_of
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.admission import AdmissionControl
+from swarmnet.swarm.pipeline.auditing import Audits
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher, Passed
 from swarmnet.swarm.pipeline.flights import Flight, Flights
+from swarmnet.swarm.pipeline.receipts import (
+    beside,
+    check_gradient,
+    check_reply,
+    hash_of,
+    hash_of_statement,
+    hash_of_targets,
+)
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.resource_limits import ResourceLimits
@@ -82,6 +94,10 @@ class StepService:
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     num_slots: int = MAX_SLOTS
     """Of a round."""
+    codec: str = NONE
+    """`[pipeline] codec`."""
+    is_audited: bool = True
+    """Replicas of a stage have the same parameters: they can compute each other's work again."""
 
     def __post_init__(self) -> None:
         self.transport = self.gossip.transport
@@ -95,6 +111,7 @@ class StepService:
             self.flights,
             self.serving,
         )
+        self.audits = Audits(self.dispatcher, self.serving, codec=self.codec, is_on=self.is_audited)
         self.dispatcher.handle(STEP, self.on_step)
         self.dispatcher.handle(ADMIT, self.admission.on_admit)
         serve(self.transport, COMMIT, self._on_commit)
@@ -105,6 +122,7 @@ class StepService:
         self._contests = Contests()
 
     async def close(self) -> None:
+        await self.audits.close()
         await self.flights.close()
 
     @property
@@ -119,6 +137,8 @@ class StepService:
         step = request.message.body
         replica = self.serving.of(step.stage)
         self._check_numbers(step)
+        if self.dispatcher.conclusions.is_barred(request.remote):
+            raise NotReady("you have given a wrong result")
         replica.stage.check(*_parts(request.message.arrays), step.documents)
         await self._check_origin(replica, step, request.remote)
         self._learn(replica, step.round, request.remote)
@@ -255,6 +275,8 @@ class StepService:
             self.flights.forget(key)
             raise
         replica.ledger.done(key, num_tokens=reply.num_tokens, next_peer=next_peer)
+        if grad_inputs is not None and reply.receipt is not None:
+            self.audits.gave(key, inputs, grad_inputs, reply.receipt)
         self.flights.completed(flight)
         entry = replica.ledger.get(key)
         if entry is not None and entry.state == COMMITTED:
@@ -265,15 +287,27 @@ class StepService:
         self, replica: Replica, flight: Flight, step: StepRequest, inputs: Array, targets: Array
     ) -> tuple[StepReply, Array | None]:
         key, stage = (step.round, step.microbatch_id), replica.stage
-        result: LossResult = await replica.run(
-            FORWARD,
-            key,
-            1.0,
+        work = beside(
             stage.loss_pass(key, inputs, targets, step.documents),
-            flight.check,
+            lambda: (hash_of(inputs), hash_of_targets(targets, step.documents)),
+            lambda result: hash_of(result.grad_inputs),
         )
+        taken, result, given = await replica.run(FORWARD, key, 1.0, work, flight.check)
         self._announce(replica)
-        reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
+        own = self.gossip.own
+        receipt = self.audits.sign(
+            Statement(
+                own.run_id,
+                own.peer_id,
+                *key,
+                step.stage,
+                *taken,
+                given,
+                result.loss_sum,
+                result.num_tokens,
+            )
+        )
+        reply = StepReply(result.loss_sum, result.num_tokens, (own.peer_id,), receipt)
         replica.measured.sent(0 if result.grad_inputs is None else result.grad_inputs.num_bytes)
         return reply, result.grad_inputs
 
@@ -288,29 +322,32 @@ class StepService:
         """Forward, the following stages, backward. What comes back from them is refused where the
         backward finds that it is not finite; another replica is asked then."""
         key = (step.round, step.microbatch_id)
-        stage = replica.stage
-        outputs = await replica.run(
-            FORWARD,
-            key,
-            FORWARD_PART,
+        stage, own = replica.stage, self.gossip.own
+        forward = beside(
             stage.forward_pass(key, inputs, step.documents),
-            flight.check,
+            lambda: (hash_of(inputs), hash_of_targets(targets, step.documents)),
+            hash_of,
+        )
+        taken, outputs, sent_hash = await replica.run(
+            FORWARD, key, FORWARD_PART, forward, flight.check
         )
         if not replica.measured.sent_bytes:
             # The gradient for the stage before is about as large as its inputs.
             replica.measured.sent(outputs.num_bytes + (inputs.num_bytes if replica.index else 0))
         self._announce(replica)
         for attempt in range(MAX_TRIES):
-            passed = await self._pass_on(replica, flight, step, outputs, targets)
-            grads = passed.grad_inputs
+            passed = await self._pass_on(
+                replica, flight, step, outputs, targets, (sent_hash, taken[1])
+            )
+            grads, beyond = passed.grad_inputs, passed.reply.receipt
             assert grads is not None
+            assert beyond is not None
+            backward = beside(
+                stage.backward_pass(key, grads), partial(check_gradient, beyond, grads), hash_of
+            )
             try:
-                grad_inputs = await replica.run(
-                    BACKWARD,
-                    key,
-                    BACKWARD_PART,
-                    stage.backward_pass(key, grads),
-                    flight.check,
+                _, grad_inputs, given = await replica.run(
+                    BACKWARD, key, BACKWARD_PART, backward, flight.check
                 )
             except ProtocolViolation as e:  # not finite: the fault of what came back
                 log.warning("a gradient from %s was refused: %s", passed.peer_id[-8:], e)
@@ -321,24 +358,60 @@ class StepService:
             self._announce(replica)
             sent = (outputs, grad_inputs)
             replica.measured.sent(sum(a.num_bytes for a in sent if a is not None))
-            path = (self.gossip.own.peer_id, *passed.reply.path)
-            reply = StepReply(passed.reply.loss_sum, passed.reply.num_tokens, path)
+            if beyond.read().inputs == sent_hash:
+                self.audits.returned(self._onward(step), (outputs, targets), passed, beyond)
+            loss_sum, num_tokens = passed.reply.loss_sum, passed.reply.num_tokens
+            receipt = self.audits.sign(
+                Statement(
+                    own.run_id,
+                    own.peer_id,
+                    *key,
+                    step.stage,
+                    *taken,
+                    given,
+                    loss_sum,
+                    num_tokens,
+                    hash_of_statement(beyond),
+                )
+            )
+            path = (own.peer_id, *passed.reply.path)
+            reply = StepReply(loss_sum, num_tokens, path, receipt)
             return reply, grad_inputs, passed.peer_id
         raise NotReady("the following stages gave no usable gradient")
 
     async def _pass_on(
-        self, replica: Replica, flight: Flight, step: StepRequest, outputs: Array, targets: Array
+        self,
+        replica: Replica,
+        flight: Flight,
+        step: StepRequest,
+        outputs: Array,
+        targets: Array,
+        hashes: tuple[bytes, bytes],
     ) -> Passed:
-        """Sends an activation through the following stages; returns with its gradient."""
+        """Sends an activation through the following stages; returns with its gradient. `hashes`: of
+        it and of the targets."""
+        about = (step.round, step.microbatch_id, step.stage + 1)
 
         def accept(reply: StepReply, arrays: tuple[Array, ...]) -> Array:
             if len(arrays) != 1:
                 raise ProtocolViolation("a step's reply without the gradient")
             replica.stage.check_gradient(arrays[0])
             check_tokens(reply, targets)
+            check_reply(reply, about, *hashes, is_hinted=bool(step.hint))
             return arrays[0]
 
-        onward = StepRequest(
+        flight.leaves()
+        try:
+            return await self.dispatcher.step(
+                self._onward(step), (outputs, targets), accept=accept, track=flight
+            )
+        finally:
+            flight.returns()
+
+    @staticmethod
+    def _onward(step: StepRequest) -> StepRequest:
+        """For the next stage."""
+        return StepRequest(
             round=step.round,
             microbatch_id=step.microbatch_id,
             stage=step.stage + 1,
@@ -347,13 +420,6 @@ class StepService:
             hint=step.hint,
             documents=step.documents,
         )
-        flight.leaves()
-        try:
-            return await self.dispatcher.step(
-                onward, (outputs, targets), accept=accept, track=flight
-            )
-        finally:
-            flight.returns()
 
     def _feeder_changed(self, peer_id: str, state: State) -> None:
         if state is not ALIVE:
@@ -431,6 +497,7 @@ class StepService:
     def drop_round(self, round_index: int) -> None:
         """Ends the flights of a round and of those before it."""
         self.admission.drop_round(round_index)
+        self.audits.drop_round(round_index)
         self.flights.drop_round(round_index)
 
 

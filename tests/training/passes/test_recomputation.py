@@ -56,7 +56,7 @@ def passes(spec: RunSpec, stages: list[TorchStage]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("codec", BOUNDARY_CODECS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("activations", ["graph", "recompute", "blocks"])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "blocks"])
 def test_it_is_the_real_pass_to_the_bit(
     tmp_path: Path, codec: str, precision: PrecisionName, activations: str
 ) -> None:

@@ -1,0 +1,103 @@
+"""Receipts of microbatches: hashes of what a replica got and gave, made and compared beside the
+device's work."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from swarmnet.batch import Documents
+from swarmnet.errors import ProtocolViolation
+from swarmnet.methods.microbatch import StepReply
+from swarmnet.methods.receipt import Receipt, Statement
+from swarmnet.ports import Passage
+from swarmnet.wire import Array, pack
+
+T = TypeVar("T")
+BeforeT = TypeVar("BeforeT")
+AfterT = TypeVar("AfterT")
+
+
+def hash_of(array: Array | None) -> bytes:
+    """Of dtype, shape and data; empty for none. See docs/protocol.md."""
+    if array is None:
+        return b""
+    found = hashlib.sha256(pack([array.dtype, list(array.shape)]))
+    found.update(array.data)
+    return found.digest()
+
+
+def hash_of_targets(targets: Array, documents: Documents | None) -> bytes:
+    """Of targets, with the documents of each sample."""
+    found = hashlib.sha256(pack([targets.dtype, list(targets.shape), documents]))
+    found.update(targets.data)
+    return found.digest()
+
+
+def hash_of_statement(receipt: Receipt | None) -> bytes:
+    """Empty for none."""
+    return b"" if receipt is None else hashlib.sha256(receipt.statement).digest()
+
+
+def beside(
+    passage: Passage[T], before: Callable[[], BeforeT], after: Callable[[T], AfterT]
+) -> Passage[tuple[BeforeT, T, AfterT]]:
+    """A passage, with work that the host does for it before its turn at the device, and on what
+    goes. What they raise ends it."""
+
+    def arrive() -> tuple[BeforeT, object]:
+        return before(), passage.arrive()
+
+    def depart(done: tuple[BeforeT, object]) -> tuple[BeforeT, T, AfterT]:
+        result = passage.depart(done[1])
+        return done[0], result, after(result)
+
+    return Passage(
+        arrive, lambda came: (came[0], passage.compute(came[1])), depart, passage.is_apart
+    )
+
+
+def check_reply(
+    reply: StepReply, about: tuple[int, int, int], inputs: bytes, targets: bytes, *, is_hinted: bool
+) -> Receipt:
+    """The receipt of a reply, if it is one for what was sent. Its signature is not checked here:
+    who audits does that.
+
+    Args:
+        about: round, microbatch id and stage.
+        inputs: hash of what was sent; so `targets`.
+        is_hinted: the callee may have had the microbatch from another caller, of another machine,
+            whose arithmetic gave other bits.
+
+    Raises:
+        ProtocolViolation: it is not.
+    """
+    receipt = reply.receipt
+    if receipt is None:
+        raise ProtocolViolation("a step's reply without a receipt")
+    said = receipt.read()
+    is_of_it = (said.round, said.microbatch_id, said.stage) == about
+    if not is_of_it or said.peer_id != reply.path[0] or said.targets != targets:
+        raise ProtocolViolation("a step's reply with the receipt of something else")
+    if said.inputs != inputs and not is_hinted:
+        raise ProtocolViolation("a receipt for other inputs than were sent")
+    if (said.loss_sum, said.num_tokens) != (reply.loss_sum, reply.num_tokens):
+        raise ProtocolViolation("a receipt for another loss than that of the reply")
+    if bool(said.beyond) == (len(reply.path) == 1):
+        raise ProtocolViolation("a receipt that leaves out the stages beyond")
+    return receipt
+
+
+def check_gradient(receipt: Receipt, gradient: Array) -> None:
+    """Raises `ProtocolViolation` unless a receipt is for this gradient too."""
+    if receipt.read().gradient != hash_of(gradient):
+        raise ProtocolViolation("a receipt for another gradient than came back")
+
+
+def statement_of(receipt: Receipt, run_id: str) -> Statement:
+    """Raises `ProtocolViolation` where it is of another run."""
+    said = receipt.read()
+    if said.run_id != run_id:
+        raise ProtocolViolation("a receipt of another run")
+    return said
