@@ -136,15 +136,17 @@ class ServiceEstimates:
 
     def _guess(self) -> Callable[[_Replica], float]:
         """For replicas that are not measured. One that announces a throughput gets it on the scale
-        of the measured ones; one that announces nothing gets what is usual among those."""
+        of the measured ones, but is not taken for faster than these; one that announces nothing
+        gets what is usual among those."""
         measured = [(r.service_s, r) for r in self._replicas.values() if r.service_s is not None]
         usual_s = median([s for s, _ in measured] or [FIRST_SERVICE_S])
         scales = [s * r.samples_per_s for s, r in measured if r.samples_per_s]
         scale = median(scales) if scales else self._samples_per_call or FIRST_SERVICE_S
+        least_s = min((s for s, r in measured if r.is_present), default=LEAST_S)
 
         def guess(replica: _Replica) -> float:
             rate = replica.samples_per_s
-            return max(scale / rate, LEAST_S) if rate else usual_s
+            return max(scale / rate, least_s) if rate else usual_s
 
         return guess
 
