@@ -14,6 +14,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.infer import infer_through
+from swarmnet.swarm.pipeline.step import check_tokens
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
@@ -117,8 +118,9 @@ class HeldOutLoss:
         async with places:
             batch = self._data.held_out(index)
             infer = InferRequest(0, EVALUATE, r, batch.documents)
-            reply = await infer_through(self._dispatcher, infer, batch.arrays)
-        return reply.body
+            reply: InferReply = (await infer_through(self._dispatcher, infer, batch.arrays)).body
+            check_tokens(reply, batch.targets)
+        return reply
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

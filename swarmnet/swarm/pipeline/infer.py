@@ -11,7 +11,8 @@ from swarmnet.ports import OTHER, LossResult
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.pipeline.dispatching import is_refused
-from swarmnet.protocol.timing import BULK_S
+from swarmnet.protocol.pipeline.origins import Origins
+from swarmnet.protocol.timing import BULK_S, LAPSES
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.settings import WaitLimits
@@ -31,6 +32,7 @@ class InferService:
         self._limits = limits
         self._serving = serving
         self._num_waiting = 0
+        self._origins = Origins(dispatcher.gossip.view)
         dispatcher.handle(INFER, self.on_infer)
 
     async def on_infer(self, request: Request[InferRequest]) -> Message[InferReply]:
@@ -39,15 +41,13 @@ class InferService:
         replica = self._serving.of(infer.stage)
         if replica.measured.hangs(asyncio.get_running_loop().time()):
             raise NotReady("the device does not answer")
+        if infer.stage and not self._origins.may_bring(request.remote, "", infer.stage):
+            raise NotReady(f"{request.remote[-8:]} may not pass on to stage {infer.stage}")
         if infer.round >= 0:
             await replica.enter(infer.round, self._limits.enter_wait_s)
-        arrays = request.message.arrays
-        inputs = arrays[0] if arrays else None
-        if inputs is None or len(arrays) > 2:
-            raise ProtocolViolation("infer takes inputs and, for a loss, targets")
-        targets = arrays[1] if len(arrays) > 1 else None
+        inputs, targets = _arrays(infer, request.message.arrays)
         last = infer.stage == replica.stage.num_stages - 1
-        wanted = None if infer.mode == LOGITS or not last else targets
+        wanted = targets if last else None
         if self._num_waiting >= MAX_INFERRING:
             raise Busy("too many forward passes wait here", backlog_s=FIRST_PAUSE_S)
         self._num_waiting += 1
@@ -72,7 +72,23 @@ class InferService:
         if last:
             return Message(InferReply(), (result,))
         onward = (result,) if targets is None else (result, targets)
-        return await infer_through(self._dispatcher, replace(infer, stage=infer.stage + 1), onward)
+        onward_infer = replace(infer, stage=infer.stage + 1)
+        return await infer_through(self._dispatcher, onward_infer, onward, passes_on=True)
+
+
+def _arrays(infer: InferRequest, arrays: tuple[Array, ...]) -> tuple[Array, Array | None]:
+    """Inputs, and for a loss targets. Raises `ProtocolViolation` here, before anything is passed
+    on."""
+    if infer.mode == LOGITS:
+        if len(arrays) != 1:
+            raise ProtocolViolation("infer takes inputs alone for logits")
+        return arrays[0], None
+    if len(arrays) != 2:
+        raise ProtocolViolation("infer takes inputs and targets for a loss")
+    inputs, targets = arrays
+    if not infer.stage and targets.shape[:1] != inputs.shape[:1]:
+        raise ProtocolViolation("infer with targets of another number of samples than its inputs")
+    return inputs, targets
 
 
 async def infer_through(
@@ -80,10 +96,16 @@ async def infer_through(
     infer: InferRequest,
     arrays: tuple[Array, ...],
     timeout_s: float = BULK_S,
+    *,
+    passes_on: bool = False,
 ) -> Message:
     """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last
     error; `Stale` at once when the round that it asks for is over, `Refused` where
-    `dispatching.is_refused`."""
+    `dispatching.is_refused`.
+
+    `passes_on`: it has come from another peer, which tries others when this one fails. Then few
+    replicas are tried, each once, and none after one that refuses: else the number of calls behind
+    one would grow with each stage."""
     loop, gossip = asyncio.get_running_loop(), dispatcher.gossip
     end = Deadline.after(loop.time(), timeout_s)
     error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")
@@ -91,6 +113,8 @@ async def infer_through(
     refusers: set[str] = set()
     while not end.is_over(loop.time()):
         peer_id = dispatcher.router(infer.stage).pick_to_infer(loop.time(), exclude=tried)
+        if passes_on and (len(tried) >= LAPSES or (peer_id is None and tried)):
+            break
         if peer_id is None:
             tried = []
             await gossip.changed.wait(LOOK_AGAIN_S)
@@ -104,7 +128,7 @@ async def infer_through(
                 raise
             if isinstance(e, Refused):
                 refusers.add(peer_id)
-                if is_refused(gossip.view, infer.stage, refusers, loop.time()):
+                if passes_on or is_refused(gossip.view, infer.stage, refusers, loop.time()):
                     raise
             error = e
             tried.append(peer_id)

@@ -19,6 +19,7 @@ from swarmnet.methods.microbatch import (
     COMMIT,
     STEP,
     Commit,
+    InferReply,
     StepReply,
     StepRequest,
 )
@@ -501,7 +502,7 @@ class StepService:
         self.flights.drop_round(round_index)
 
 
-def check_tokens(reply: StepReply, targets: Array) -> None:
+def check_tokens(reply: StepReply | InferReply, targets: Array) -> None:
     """A stage's gradient is divided by the tokens that the last one counted: there are none only
     where no target has a loss. Raises `ProtocolViolation`."""
     wanted = num_wanted(targets)
