@@ -3,13 +3,16 @@
 A relay joins streams for peers that it may not know: any number of names asks. So no name takes
 more than a part of the room, and where all of it is taken, who uses its place least gives way: a
 stream on which nothing was said, or a circuit through which nothing has gone for a while. Honest
-streams say at once what they are for.
+streams say at once what they are for. Of the places by which peers are called, networks have equal
+parts where all are taken: names cost nothing, addresses do.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 from typing import Generic, TypeVar
 
 from swarmnet.protocol.timing import UPKEEP_S
@@ -66,3 +69,27 @@ def silent_circuit(heard_at: Mapping[KeyT, float], now: float) -> KeyT | None:
         return None
     circuit = min(heard_at, key=heard_at.__getitem__)
     return circuit if now - heard_at[circuit] >= SILENT_CIRCUIT_S else None
+
+
+def network_of(host: str) -> str:
+    """What of an IP address one machine has for itself: in IPv6 a network of 64 bits has as many
+    addresses as it likes."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    bits = 32 if address.version == 4 else 64
+    return str(ip_network((address, bits), strict=False))
+
+
+def gives_place(holders: Mapping[str, str], network: str) -> str | None:
+    """Where every place at a relay is taken, the peer that gives up its own to one of another
+    network: the newest of those in the network that has most of them, where that has two more than
+    this one; else None. `holders`: networks by peer, those that came first first."""
+    numbers = Counter(holders.values())
+    if not numbers:
+        return None
+    most = max(numbers, key=numbers.__getitem__)
+    if numbers[most] < numbers[network] + 2:
+        return None
+    return [peer_id for peer_id, n in holders.items() if n == most][-1]

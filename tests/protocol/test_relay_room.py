@@ -9,6 +9,8 @@ from swarmnet.protocol.relay_room import (
     MAX_GREETING_EACH,
     SILENT_CIRCUIT_S,
     GreetingRoom,
+    gives_place,
+    network_of,
     silent_circuit,
 )
 
@@ -59,3 +61,18 @@ def test_only_a_silent_circuit_gives_way() -> None:
     heard_at = {"a": 50.0, "b": 20.0, "c": 90.0}
     assert silent_circuit(heard_at, 20.0 + SILENT_CIRCUIT_S - 1) is None
     assert silent_circuit(heard_at, 20.0 + SILENT_CIRCUIT_S) == "b"
+
+
+def test_a_machine_with_many_names_gives_places_up_to_others() -> None:
+    liars = {f"liar-{n}": "200.5.5.99/32" for n in range(62)}
+    holders = {"first": "200.5.5.1/32", **liars, "last": "200.5.5.2/32"}
+    assert gives_place(holders, "200.5.5.3/32") == "liar-61"
+    assert gives_place(holders, "200.5.5.1/32") == "liar-61"
+    assert gives_place(holders, "200.5.5.99/32") is None, "it has most of them"
+    assert gives_place({"a": "x", "b": "y"}, "z") is None, "all have equal parts"
+    assert gives_place({}, "z") is None
+
+
+def test_an_address_of_ipv6_is_worth_no_more_than_its_network() -> None:
+    assert network_of("2a01:4f8::1") == network_of("2a01:4f8::ffff:1") == "2a01:4f8::/64"
+    assert network_of("200.5.5.1") != network_of("200.5.5.2")

@@ -21,6 +21,7 @@ from swarmnet.methods.contact import (
     RelayGrant,
 )
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reachability import (
     RelayPlaces,
     Sight,
@@ -34,6 +35,7 @@ from swarmnet.protocol.membership.reachability import (
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.membership.zones import FIRST_PORT, may_dial_somewhere
 from swarmnet.protocol.moments import Since
+from swarmnet.protocol.relay_room import gives_place, network_of
 from swarmnet.protocol.timing import ANSWER_S, LAPSES, UPKEEP_S
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.membership.gossip import Gossip
@@ -103,6 +105,8 @@ class Relaying:
         self._rng = rng
         self._offers = offers
         self._looking = 0
+        self._holders: dict[str, str] = {}
+        """The networks of those that have a place here, by peer, those that came first first."""
         self._own: list[str] = []
         self._is_doubted = False
         """Somebody cannot reach this peer, which was said."""
@@ -249,10 +253,19 @@ class Relaying:
         """A place here, for a while."""
         if not self._offers or self.reachable is False:
             raise Refused("this peer relays for nobody")
-        remote = request.remote
-        if not self._transport.has_grant(remote) and self._transport.num_grants >= MAX_GRANTS:
-            raise Busy("every place at this relay is taken", backlog_s=GRANT_S)
-        self._transport.grant_relay(remote, GRANT_S)
+        remote, transport = request.remote, self._transport
+        at = host_and_port(await transport.observed(machine_of(remote)))
+        network = network_of(at[0]) if at is not None else ""
+        self._holders = {p: n for p, n in self._holders.items() if transport.has_grant(p)}
+        if not transport.has_grant(remote) and transport.num_grants >= MAX_GRANTS:
+            loser = gives_place(self._holders, network)
+            if loser is None:
+                raise Busy("every place at this relay is taken", backlog_s=GRANT_S)
+            log.info("%s gives up its place here to one of another network", loser[-8:])
+            transport.grant_relay(loser, 0.0)
+            del self._holders[loser]
+        transport.grant_relay(remote, GRANT_S)
+        self._holders[remote] = network
         own = [a for a in self._transport.addresses() if "/p2p-circuit" not in a]
         return Message(RelayGrant(tuple(own[:MAX_ADDRESSES]), GRANT_S))
 

@@ -59,10 +59,11 @@ class Wire:
 
     @property
     def num_grants(self) -> int:
-        return len(self.granted)
+        now = asyncio.get_running_loop().time()
+        return sum(until > now for until in self.granted.values())
 
     def has_grant(self, peer_id: str) -> bool:
-        return peer_id in self.granted
+        return self.granted.get(peer_id, 0.0) > asyncio.get_running_loop().time()
 
 
 class RelayedHub(MemoryHub):

@@ -234,6 +234,24 @@ def test_places_are_bounded() -> None:
     play(scenario)
 
 
+def test_the_names_of_one_machine_close_a_relay_to_nobody() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        relay = swarm.start("open-0")
+        liars = [swarm.start(f"liar-{n}", hidden=True) for n in range(4)]
+        for liar in liars:
+            swarm.net.hosts[liar.wire.peer_id] = "5.5.5.99"
+            await liar.wire.call("open-0", "relay_reserve", Message(), timeout_s=5.0)
+        free = MAX_GRANTS - relay.wire.num_grants
+        relay.wire.granted.update((f"p{i}", 1e9) for i in range(free))
+        one = swarm.start("hidden", hidden=True)
+        await asyncio.sleep(10.0)
+        assert list(one.relaying.places.relays) == ["open-0"]
+        assert relay.wire.num_grants == MAX_GRANTS
+        assert sum(relay.wire.has_grant(liar.wire.peer_id) for liar in liars) == 3
+
+    play(scenario)
+
+
 def test_only_the_askers_own_address_is_knocked_at_and_no_system_port() -> None:
     async def scenario(swarm: Swarm) -> None:
         relay = swarm.start("open-0")
