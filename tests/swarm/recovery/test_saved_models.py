@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from peer.commands.export import DiskParts, Wanted, fetch_trained
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.records import OBSERVING, HeldOut, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline.held_out import turn
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery import model_fetch, saved_models
@@ -122,6 +124,46 @@ def test_every_measured_loss_is_on_the_disk(tmp_path: Path) -> None:
         await swarm.until(lambda: all(spec.optimizer.rounds in x.held_out() for x in stores))
         for store in stores:
             assert set(store.held_out()) == {0, 2, 4, 6, 8, 9}
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_loss_that_another_says_to_have_measured_is_not_noted(tmp_path: Path) -> None:
+    """Nor does it stop those who do measure."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=9, evaluate_every=2)
+    due = (0, 2, 4, 6, 8, 9)
+    names = ["peer-0", "peer-1"]
+    liar = next(
+        name
+        for name in map("liar-{}".format, itertools.count())
+        if all(turn([*names, name], r) != name for r in due)
+    )
+
+    async def scenario(swarm: Swarm) -> None:
+        stores = [CheckpointStore(tmp_path / name, spec) for name in names]
+        for i, store in enumerate(stores):
+            swarm.start(names[i], stage=i, disk=Disk(store, InlineWorker(), 7))
+        version = itertools.count()
+
+        def is_done() -> bool:
+            for member in swarm.members.values():
+                for r in due:
+                    said = Record(
+                        liar,
+                        spec.run_id,
+                        1,
+                        next(version),
+                        round=r,
+                        has_data=True,
+                        held_out=HeldOut(r, 0.01, 0.01),
+                    )
+                    member.peer.view.merge(said, asyncio.get_running_loop().time())
+            return all(spec.optimizer.rounds in x.held_out() for x in stores)
+
+        await swarm.until(is_done)
+        for store in stores:
+            assert set(store.held_out()) == set(due)
+            assert min(store.held_out().values()) > 1.0
 
     in_virtual_time(scenario, spec)
 
