@@ -22,6 +22,7 @@ from statistics import median
 
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.sync_modes import DELAYED, ZERO, Switch, SyncPlan
+from swarmnet.protocol.update import divergence
 
 DELAYED_ABOVE, ZERO_BELOW = 0.25, 0.1
 """Bounds of the duration of an exchange over that of a round."""
@@ -72,8 +73,13 @@ def pace(records: Iterable[Record]) -> tuple[float, float]:
 
 
 def heard(records: Iterable[Record]) -> list[Switch]:
-    """What others have decided, as live records say, but for what nobody can decide yet."""
-    return [s for r in records for s in r.switches if s.round <= r.round + AHEAD_ROUNDS + 1]
+    """What others have decided, as live records say, but for what nobody can decide yet: whoever
+    says so, in the round that replicas have reached."""
+    known = list(records)
+    last = divergence.reached(r for r in known if r.is_replica)
+    return [
+        s for r in known for s in r.switches if s.round <= min(r.round, last) + AHEAD_ROUNDS + 1
+    ]
 
 
 def known_switches(

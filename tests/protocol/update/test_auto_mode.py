@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +59,13 @@ def at(round_index: int, *switches: Switch) -> Record:
 def test_what_nobody_can_have_decided_yet_is_not_heard() -> None:
     early, late = (Switch(5 + AHEAD_ROUNDS + more, ZERO, 1.0, 0.01) for more in (1, 2))
     assert heard([at(5, DELAYED_AT_3, early, late)]) == [DELAYED_AT_3, early]
+
+
+def test_a_round_that_one_says_alone_makes_no_decision_heard() -> None:
+    far = [Switch(1 << 40, DELAYED, 1.0, 1.0)] * 4
+    honest = [replace(at(5, DELAYED_AT_3), peer_id=p) for p in "bcd"]
+    liar = replace(at(1 << 40, *far), peer_id="z")
+    assert heard([*honest, liar]) == [DELAYED_AT_3] * 3
 
 
 def test_the_holder_of_the_newest_parameters_is_asked_for_only_where_modes_differ() -> None:
