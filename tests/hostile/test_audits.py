@@ -163,7 +163,9 @@ def test_a_judge_that_slanders_is_not_asked_again(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec, signer=NamedSigner)
 
 
-def test_nobody_is_made_to_look_like_a_liar_by_changed_arrays(tmp_path: Path) -> None:
+def test_nobody_is_made_to_look_like_a_liar_by_changed_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A caller that sends judges other arrays than there are receipts for is refused."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=5, global_batch=32)
 
@@ -188,7 +190,7 @@ def test_nobody_is_made_to_look_like_a_liar_by_changed_arrays(tmp_path: Path) ->
                     refused += 1
                     raise
 
-            peer.dispatcher.call = changed  # type: ignore[method-assign]
+            monkeypatch.setattr(peer.dispatcher, "call", changed)
         await swarm.until_round(5)
         assert refused > 5
         assert not any(barred_by(swarm).values())
