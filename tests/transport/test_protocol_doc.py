@@ -23,6 +23,7 @@ from swarmnet.protocol.membership import (
     intake,
     pace,
     records,
+    stranger_room,
     view,
     zones,
 )
@@ -236,6 +237,8 @@ def test_every_field_is_named(cls: type) -> None:
         f"ours sends at most {anti_entropy.SENT_BYTES >> 20} MiB of records, and "
         f"{anti_entropy.WANTED_BYTES >> 10} KiB of ids",
         f"At most {view.MAX_PEERS:,} records are known",
+        f"take {stranger_room.ROOM_BYTES >> 20} MiB of memory at most, and "
+        f"{stranger_room.SENDER_BYTES >> 20} MiB those that one",
         f"{intake.SENDER_BYTES >> 20} MiB of one machine and "
         f"{sum(intake.LANE_BYTES.values()) >> 20} MiB of all;",
         f"{intake.STRANGERS_PER_S:.0f} are checked in a second, and "

@@ -217,6 +217,12 @@ class View:
             self._forget(peer_id, now)
         return old
 
+    def forget(self, peer_id: str, now: float) -> None:
+        """Drops another peer, where it is known, for lack of room. Its record from now is not taken
+        in again before `forget_old` says so."""
+        if peer_id in self._records and peer_id != self.own_peer_id:
+            self._forget(peer_id, now)
+
     # -- within ----------------------------------------------------------------------------
 
     def _live_in(self, stage: int, now: float) -> list[Record]:

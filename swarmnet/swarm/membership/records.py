@@ -29,6 +29,7 @@ from swarmnet.protocol.membership.records import (
     Stamp,
 )
 from swarmnet.protocol.membership.run_bounds import ANY_RUN, RunBounds
+from swarmnet.protocol.membership.stranger_room import StrangerRoom, kept_bytes
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.record_checks import RecordChecks, Signer
@@ -291,6 +292,7 @@ class KnownRecords:
         self._tasks = tasks
         self._checks = RecordChecks()
         self._envelopes: dict[str, SignedRecord] = {}
+        self._strangers = StrangerRoom()
         self._listeners: list[Callable[[Record], None]] = []
 
     def on_news(self, listener: Callable[[Record], None]) -> None:
@@ -315,7 +317,7 @@ class KnownRecords:
         false: in this order, and it is decoded only after that; and where it says what cannot be
         in this run."""
         claimed = self._claimed(envelope)
-        return claimed is not None and self._merge(envelope, self._judge(claimed))
+        return claimed is not None and self._merge("", envelope, self._judge(claimed))
 
     def _claimed(self, envelope: SignedRecord) -> _Claimed | None:
         """What costs next to nothing: None where it is no news. Raises `ProtocolViolation`."""
@@ -353,8 +355,8 @@ class KnownRecords:
             raise ProtocolViolation(f"{record.peer_id} says that it {reason}")
         return record
 
-    def _merge(self, envelope: SignedRecord, record: Record) -> bool:
-        """Of a record that is right."""
+    def _merge(self, sender: str, envelope: SignedRecord, record: Record) -> bool:
+        """Of a record that is right, and that a peer has brought."""
         if record.peer_id == self._own.peer_id:
             if record.stamp > self._own.record.stamp:
                 self._own.follow(record.version)
@@ -363,11 +365,27 @@ class KnownRecords:
         if not self._view.merge(record, asyncio.get_running_loop().time()):
             return False
         self._envelopes[record.peer_id] = envelope
+        self._count(record, machine_of(sender))
+        if record.peer_id not in self._envelopes:
+            return False
         if present is None or present.addresses != record.addresses:
             self._transport.learn(record.peer_id, record.addresses)
         for listener in self._listeners:
             listener(record)
         return True
+
+    def _count(self, record: Record, machine: str) -> None:
+        """The memory of a record that a machine has brought, where its peer does not matter; where
+        that is too much, others are forgotten."""
+        now = asyncio.get_running_loop().time()
+        if matters(self._view, record.peer_id, now):
+            self._strangers.drop(record.peer_id)
+            return
+        num_bytes = kept_bytes(len(self._envelopes[record.peer_id].payload), record)
+        self._strangers.put(record.peer_id, num_bytes, machine)
+        for peer_id in self._strangers.make_room(machine, self._view):
+            self._view.forget(peer_id, now)
+            self._envelopes.pop(peer_id, None)
 
     # ---- those of a message -------------------------------------------------------------------
 
@@ -473,7 +491,7 @@ class KnownRecords:
         is_news = False
         for claimed, found in zip(waiting, judged):
             if isinstance(found, Record):
-                is_news |= self._merge(claimed.envelope, found)
+                is_news |= self._merge(sender, claimed.envelope, found)
             elif not (sender and isinstance(found, Forged)):  # the ban has a line of its own
                 reasons.append(str(found))
         if is_news:
@@ -493,6 +511,10 @@ class KnownRecords:
     def forget_old(self) -> None:
         """Drops the records of peers that have been gone for long."""
         self._view.forget_old(asyncio.get_running_loop().time(), FORGET_AFTER_S)
-        # Of others too, which a full view has forgotten for a newer one.
-        for peer_id in [p for p in self._envelopes if self._view.get(p) is None]:
-            del self._envelopes[peer_id]
+        for peer_id in list(self._envelopes):
+            record = self._view.get(peer_id)
+            if record is None:  # a full view forgets others too
+                self._envelopes.pop(peer_id, None)
+                self._strangers.drop(peer_id)
+            elif peer_id not in self._strangers:  # it may not matter any more
+                self._count(record, "")
