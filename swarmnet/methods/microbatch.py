@@ -8,7 +8,13 @@ from types import NoneType
 
 from swarmnet.batch import Documents, check_lengths
 from swarmnet.methods.method import LIST_BYTES, Arrays, Caller, Method
-from swarmnet.methods.ranges import MAX_IDS, MAX_STEP_TOKENS, check_ids, check_indices
+from swarmnet.methods.ranges import (
+    MAX_IDS,
+    MAX_STEP_SAMPLES,
+    MAX_STEP_TOKENS,
+    check_ids,
+    check_indices,
+)
 from swarmnet.methods.receipt import Receipt
 from swarmnet.protocol.generation import MAX_TOKENS as MAX_TOKENS_OF_TEXT
 from swarmnet.protocol.membership.records import MAX_LOSS
@@ -46,6 +52,8 @@ class StepRequest:
     def __post_init__(self) -> None:
         check_lengths(self.documents or ())
         check_indices(self.round, self.microbatch_id, self.stage, self.num_samples)
+        if self.num_samples > MAX_STEP_SAMPLES:
+            raise ValueError("more samples than a microbatch can have")
         check_ids((self.feeder,), 1)
         check_ids(self.hint, MAX_PATH)
 

@@ -6,6 +6,8 @@ MAX_RECORDS = 4096
 MAX_IDS = 65_536
 MAX_ID_CHARS = 256
 MAX_LINEAGE_BYTES, DIGEST_BYTES = 16, 8
+MAX_STEP_SAMPLES = 1 << 20
+"""Of a microbatch."""
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 40, 1 << 48
 """Of a microbatch or of one replica's part of a round, and of a contribution to a shard: sums of
 them stay far below what other messages carry."""

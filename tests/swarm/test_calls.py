@@ -10,6 +10,8 @@ import pytest
 from swarmnet.errors import Busy, ProtocolViolation
 from swarmnet.methods.contact import PING, RELAY_RESERVE, RelayGrant
 from swarmnet.methods.microbatch import STEP, StepProgress, StepReply, StepRequest
+from swarmnet.methods.ranges import MAX_STEP_SAMPLES
+from swarmnet.methods.update import AdoptedRequest
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.calls import ServingQueue, call
 from swarmnet.transport.base import Request
@@ -103,3 +105,9 @@ def test_few_are_served_at_a_time_and_a_bounded_number_waits() -> None:
         await ask()
 
     run(scenario())
+
+
+def test_a_microbatch_has_no_more_samples_than_a_round_of_them_can_be_handed_over_with() -> None:
+    with pytest.raises(ValueError, match="samples"):
+        StepRequest(0, 1, 0, "a", MAX_STEP_SAMPLES + 1)
+    AdoptedRequest(0, 0, MAX_STEP_SAMPLES * MAX_STEP_SAMPLES, 1)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
+from swarmnet.methods.ranges import MAX_STEP_TOKENS
 from swarmnet.methods.update import ADOPT, ADOPTED, AdoptedRequest, AdoptRequest
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership import departure
@@ -88,7 +89,7 @@ class Handover:
             and replica.phase.may_give(r)
             and not ledger.running(r)
             and not ledger.pending(r)
-            and self._num_tokens(r) > 0
+            and 0 < self._num_tokens(r) <= MAX_STEP_TOKENS
         )
 
     def has_any(self, round_index: int) -> bool:
