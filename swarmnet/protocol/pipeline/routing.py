@@ -13,10 +13,7 @@ What differs here:
 - *A new replica* starts at the present minimum and gets a call at once. Until it is measured its
   estimate is what it announces, on the scale of those that are.
 - *A failure costs.* The time waited goes into the estimate, and the replica is banned for
-  seconds. The ban doubles with every failed try, and successes clear it.
-- *A word is no work.* A newcomer among replicas that have given results back, and one that failed,
-  is on trial: it has one call at a time, and one more with each result, until `TRIALS` have come
-  back in a row. What it announces does not make it cheaper than the fastest that was measured.
+  seconds. The ban doubles with every failed try, and a success clears it.
 - *A deadline follows the measured latency*, as TCP's retransmission timer does (RFC 6298).
 """
 
@@ -43,9 +40,6 @@ FIRST_DEADLINE_S = PATIENCE_S
 MIN_BUSY_S = 0.02
 """A full replica is not asked again sooner: it protects it from a caller that asks in a loop
 (tests/protocol/pipeline/test_routing.py)."""
-TRIALS = 8
-"""Results in a row with which a replica is on trial no more. With each it has one call more at a
-time, so a replica that swallows calls has few of them, and an honest one soon has its share."""
 BUSY_JITTER = 0.25
 """Callers that one replica turned away do not all come back at the same instant."""
 
@@ -57,9 +51,6 @@ class _Replica:
     infer_cost_s: float = 0.0
     """The same of forward passes alone."""
     tried: bool = False
-    is_on_trial: bool = False
-    num_results: int = 0
-    """In a row."""
     latency_s: float | None = None
     deviation_s: float = 0.0
     crowd: float = 1.0
@@ -126,8 +117,7 @@ class Router:
                 self._estimates.drop(peer_id)
         for peer_id in sorted(samples_per_s):
             if peer_id not in self._replicas:
-                is_on_trial = any(r.num_results for r in self._replicas.values())
-                self._replicas[peer_id] = _Replica(self._virtual_s, is_on_trial=is_on_trial)
+                self._replicas[peer_id] = _Replica(self._virtual_s)
         self._estimates.announce(samples_per_s)
 
     @property
@@ -139,26 +129,8 @@ class Router:
     def is_ready(self, peer_id: str, now: float, exclude: Collection[str] = ()) -> bool:
         """Whether `pick` may choose a replica now."""
         replica = self._replicas.get(peer_id)
-        if replica is None or not replica.present or replica.ready_at() > now:
-            return False
-        return self._may_have_more(replica) and peer_id not in exclude
-
-    def is_on_trial(self, peer_id: str) -> bool:
-        """Whether a replica has to show that calls come back from it, as others of its stage
-        do."""
-        replica = self._replicas.get(peer_id)
-        return replica is not None and replica.is_on_trial and self._has_proven()
-
-    def _may_have_more(self, replica: _Replica) -> bool:
-        """One on trial has as many calls at a time as it has given results, and one more. Where
-        there is nobody else, there is nothing to be won by that."""
-        if not replica.is_on_trial or len(replica.calls) <= replica.num_results:
-            return True
-        return not self._has_proven()
-
-    def _has_proven(self) -> bool:
-        replicas = self._replicas.values()
-        return any(r.present and r.num_results and not r.is_on_trial for r in replicas)
+        is_there = replica is not None and replica.present and replica.ready_at() <= now
+        return is_there and peer_id not in exclude
 
     def pick(
         self, now: float, *, exclude: Collection[str] = (), prefer: str | None = None
@@ -225,10 +197,8 @@ class Router:
             replica.busy_until = max(replica.busy_until, now + wait_s)
 
     def ready_at(self, now: float) -> float | None:
-        """The earliest time (>= now) at which some replica may be picked; None where that is not a
-        matter of time."""
-        replicas = self._replicas.values()
-        times = [r.ready_at() for r in replicas if r.present and self._may_have_more(r)]
+        """The earliest time (>= now) at which some replica may be picked; None without replicas."""
+        times = [r.ready_at() for r in self._replicas.values() if r.present]
         return max(now, min(times)) if times else None
 
     # -- how calls went --------------------------------------------------------------------
@@ -247,12 +217,8 @@ class Router:
         if crowd is None:
             return
         replica = self._replicas[peer_id]
-        replica.num_results += 1
+        replica.ban_s = 0.0
         replica.banned_until = -math.inf
-        if replica.num_results >= TRIALS or not self._has_proven():
-            replica.is_on_trial = False
-        if not replica.is_on_trial:
-            replica.ban_s = 0.0
         self._measure(peer_id, max(0.0, now - sent_at), crowd)
 
     def busy(self, peer_id: str, now: float, backlog_s: float) -> None:
@@ -268,7 +234,6 @@ class Router:
         if crowd is None:
             return
         replica, waited_s = self._replicas[peer_id], now - sent_at
-        replica.is_on_trial, replica.num_results = True, 0
         if replica.latency_s is not None and waited_s > replica.latency_s:
             self._measure(peer_id, waited_s, crowd)
         if now >= replica.banned_until:
@@ -287,14 +252,6 @@ class Router:
             return max(FIRST_DEADLINE_S, self._longest_usual_s())
         crowding = max(1.0, (len(replica.calls) + 1) / max(1.0, replica.crowd))
         return max(DEADLINE_FACTOR * crowding * replica.usual_s, MIN_DEADLINE_S)
-
-    def second_way_s(self, peer_id: str) -> float:
-        """Seconds after which a call that is sent now goes to another replica too: as long as the
-        others of the stage usually take, where it is on trial; else its deadline."""
-        others = [r.usual_s for r in self._replicas.values() if r.present and not r.is_on_trial]
-        usual_s = max(others, default=0.0)
-        deadline_s = self.deadline_s(peer_id)
-        return min(usual_s, deadline_s) if usual_s and self.is_on_trial(peer_id) else deadline_s
 
     def _longest_usual_s(self) -> float:
         """A newcomer may be as slow as the slowest known replica."""
