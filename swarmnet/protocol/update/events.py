@@ -183,16 +183,8 @@ class StoodStill:
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue:
-    """This replica has had the time, as a primary, in which others find that one hangs."""
-
-
-@dataclass(frozen=True, slots=True)
 class MovedOn:
     """The stage has moved on by more than this exchange."""
-
-    sender: str | None = None
-    """Who has said so; None where this replica has found it out."""
 
 
 Event = (
@@ -215,6 +207,5 @@ Event = (
     | DeadlinePassed
     | Again
     | StoodStill
-    | Overdue
     | MovedOn
 )

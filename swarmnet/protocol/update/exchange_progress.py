@@ -6,10 +6,9 @@ time that it has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update.roster import MemberStatus
 from swarmnet.protocol.update.shard_state import CLIPPING, COPYING, FOLLOWING, STEPPING, ShardState
 
 
@@ -31,8 +30,6 @@ class ExchangeProgress:
         self._waits = SumWaits()
         self._behind_at: dict[str, float] = {}
         """When a primary was last seen in the exchange before this one."""
-        self._most_began: float | None = None
-        """When most of the others had closed the round."""
 
     def begins(self, shard: int, command: do.Command) -> None:
         """Notes work on a shard that is begun here."""
@@ -97,25 +94,6 @@ class ExchangeProgress:
             return max(began, min(self._behind_at.get(peer_id, began), began + begin_s))
 
         return sorted(self._waits.hung(shards, since, now, limit_s))
-
-    def is_overdue(
-        self,
-        members: Collection[MemberStatus],
-        began: float | None,
-        now: float,
-        begin_s: float,
-        sum_s: float,
-    ) -> bool:
-        """Whether this replica has had the time in which others find that a primary hangs: by its
-        own clock, and not by the word of one that would take its place. `members`: the others."""
-        living = [m for m in members if m.is_waited_for]
-        if self._most_began is None and 2 * sum(m.declared is not None for m in living) > len(
-            living
-        ):
-            self._most_began = now
-        if began is not None:
-            return now >= began + sum_s
-        return self._most_began is not None and now >= self._most_began + begin_s
 
     def hangs(self, peer_id: str) -> bool:
         """Notes that nobody waits for the work of a peer here any more. False where that was

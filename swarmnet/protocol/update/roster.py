@@ -41,10 +41,6 @@ class Ballot(NamedTuple):
         return self.term < 2
 
 
-NO_BALLOT = Ballot(-1, "")
-"""Lower than any."""
-
-
 def first_ballot(primary: str, *, is_holder: bool) -> Ballot:
     """The ballot with which an exchange begins. `is_holder`: `primary` holds the optimizer state
     of the shard, as its record says."""

@@ -24,9 +24,6 @@ from swarmnet.protocol.update.shard_state import (
     ShardState,
 )
 
-Proposal = on.Pushed | on.Asked | on.Denied | on.MirrorCame
-"""What has the ballot by which somebody else goes."""
-
 # ---- guards -------------------------------------------------------------------------------------
 
 
@@ -77,7 +74,7 @@ def is_complete(u: ShardState) -> bool:
 
 
 def is_mirrored(u: ShardState) -> bool:
-    return not u.awaited() and not u.back() and not u.is_forsaken()
+    return not u.awaited() and not u.back()
 
 
 def may_step(u: ShardState) -> bool:
@@ -214,19 +211,17 @@ def note(u: ShardState, event: on.Seen) -> None:
 
 
 def take_push(u: ShardState, event: on.Pushed) -> None:
-    note_ballot(u, event)
-    if may_go_by(u, event):
+    if may_go_by(u, event.ballot):
         go_by(u, event.ballot)
         if is_misnamed(u):
             nominate(u)
         elif leads(u):  # the sender knew it before
             lead(u)
     if event.ballot != u.ballot:
-        refuse_ballot(u, event)
+        u.commands.append(do.Deny(event.call, u.ballot))
         return
     if event.call is not None:
         wait(u, event.call, event.sender)
-    u.left -= {event.sender}
     if u.state is GATHERING:
         add_part(u, event.sender, event.num_tokens, event.gradient)
 
@@ -245,24 +240,19 @@ def hold(u: ShardState, event: on.Pushed | on.Asked) -> None:
 
 def vote(u: ShardState, event: on.Asked) -> None:
     if event.is_final:
-        note_ballot(u, event)
-        if event.ballot.primary == event.sender and may_go_by(u, event):
+        if event.ballot.primary == event.sender and may_go_by(u, event.ballot):
             go_by(u, event.ballot)
         is_promised = event.ballot == u.ballot
     else:
         is_promised = would_promise(u, event.ballot)
-        if is_promised:
-            u.agreed_to = event.ballot
-    if is_promised:
-        u.commands.append(do.Agree(event.call, event.ballot))
-    else:
-        refuse_ballot(u, event)
+    answer = do.Agree if is_promised else do.Deny
+    u.commands.append(answer(event.call, event.ballot if is_promised else u.ballot))
 
 
 def vote_with_copy(u: ShardState, event: on.Asked) -> None:
     """The primary of the copied step has the promise. Who has that of all others instead would
     make another step."""
-    if event.is_final and is_overthrown(u, event):
+    if event.is_final and event.ballot != u.ballot:
         use_copy(u)
         give(u, event)
     else:
@@ -274,15 +264,18 @@ def hold_for_primary(u: ShardState, event: on.Pushed) -> None:
     higher one the primary has been overthrown."""
     if event.ballot == u.ballot:
         hold(u, event)
-    elif is_overthrown(u, event):
+    elif event.ballot > u.ballot:
         use_copy(u)
         give(u, event)
     else:
-        refuse_ballot(u, event)
+        deny(u, event)
 
 
 def would_promise(u: ShardState, ballot: Ballot) -> bool:
-    if ballot <= u.ballot or not u.is_dead(u.ballot.primary):
+    if ballot <= u.ballot or u.ballot.primary == u.me:
+        return False
+    if not u.is_dead(u.ballot.primary):
+        u.commands.append(do.LookInto(u.ballot.primary))
         return False
     return u.successor() != u.me or u.next_ballot() < ballot
 
@@ -293,8 +286,7 @@ def count_agreed(u: ShardState, event: on.Agreed) -> None:
 
 
 def denied(u: ShardState, event: on.Denied) -> None:
-    note_ballot(u, event)
-    if u.state not in (COPYING, COPIED) and may_go_by(u, event):
+    if u.state not in (COPYING, COPIED) and may_go_by(u, event.ballot):
         return go_by(u, event.ballot)
     if u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
@@ -310,10 +302,6 @@ def copy(u: ShardState, event: on.MirrorCame) -> None:
         return
     fits = event.fits and u.state not in HAS_STEPPED
     if event.ballot > u.ballot:
-        note_ballot(u, event)
-        if not may_go_by(u, event):
-            refuse_ballot(u, event)
-            return
         go_by(u, event.ballot)
     if not fits:
         u.commands.append(do.Refuse(event.call))
@@ -340,9 +328,6 @@ def adopt(u: ShardState, event: on.ResultCame) -> None:
     call still brings may part it from the others."""
     if event.ballot < u.ballot:
         return
-    if not may_hear(u, event.sender):
-        push_failed(u, on.PushFailed(event.sender))
-        return
     u.state, u.result = ADOPTED, event.result
     end_with(u, is_own=False)
 
@@ -355,15 +340,11 @@ def ask_later(u: ShardState, event: on.ResultCame) -> None:
 def count_promise(u: ShardState, event: on.Agreed) -> None:
     if event.ballot == u.ballot and event.is_final and event.count == u.count:
         u.promised |= {event.sender}
-        if event.sender in u.left:  # as backup it has denied the step
-            u.left -= {event.sender}
-            u.unmirrored |= {event.sender} & u.pending
 
 
 def adopt_instead(u: ShardState, event: on.ResultCame) -> None:
     """The step that was made here is not the one that holds."""
-    u.left |= {event.sender}
-    if event.ballot >= u.ballot and may_hear(u, event.sender):
+    if event.ballot >= u.ballot:
         spoil(u)
         adopt(u, event)
 
@@ -446,7 +427,7 @@ def mirror_failed(u: ShardState, event: on.MirrorFailed) -> None:
 def stepped(u: ShardState, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
-    u.state, u.result, u.hangs = MIRRORING, event.result, False
+    u.state, u.result = MIRRORING, event.result
 
 
 def copied(u: ShardState, event: on.Stepped) -> None:
@@ -506,23 +487,10 @@ def doubt(u: ShardState, event: on.StoodStill) -> None:
 
 
 def doubt_promises(u: ShardState, event: on.StoodStill) -> None:
-    u.has_stood_still = True
     count_again(u)
 
 
-def hang(u: ShardState, event: on.Overdue) -> None:
-    u.is_overdue = u.hangs = True
-
-
-def wait_no_longer(u: ShardState, event: on.Overdue) -> None:
-    u.is_overdue = True
-
-
 def abandon(u: ShardState, event: on.MovedOn) -> None:
-    if event.sender is not None and not may_hear(u, event.sender):
-        note_left(u, event.sender)
-        push_failed(u, on.PushFailed(event.sender))
-        return
     if u.state in HAS_STEPPED:
         spoil(u)
     u.state = ABANDONED
@@ -533,50 +501,9 @@ def abandon(u: ShardState, event: on.MovedOn) -> None:
 # ---- parts of rules -----------------------------------------------------------------------------
 
 
-def may_go_by(u: ShardState, event: Proposal) -> bool:
-    """The ballot is higher, and not so far that only a liar can have raised it. And nobody is
-    overthrown by what others say: its primary has said so itself, or is gone as far as this replica
-    has found out. The ballots with which an exchange begins overthrow nobody."""
-    ballot = event.ballot
-    if not u.ballot < ballot or ballot.term > min(MAX_TERM, u.ballot.term + MAX_LEAD):
-        return False
-    return ballot.is_first or ballot == u.agreed_to or may_hear(u, event.sender)
-
-
-def may_hear(u: ShardState, sender: str) -> bool:
-    """The word of a peer on what has come of the exchange counts: it is the primary, or that is
-    gone. One that has taken over may hear of a result of the time before."""
-    is_own = u.ballot.primary == u.me and not u.ballot.is_first
-    return sender == u.ballot.primary or is_own or u.is_without_primary()
-
-
-def is_overthrown(u: ShardState, event: Proposal) -> bool:
-    """The primary of the copied step is."""
-    return event.ballot > u.ballot and (event.sender == u.ballot.primary or u.is_without_primary())
-
-
-def note_ballot(u: ShardState, event: Proposal) -> None:
-    """Of a primary: who goes by another ballot contributes to this one no more, and its promise is
-    broken."""
-    is_denied = isinstance(event, on.Denied) and event.ballot != u.ballot
-    if event.ballot > u.ballot or is_denied:
-        note_left(u, event.sender)
-
-
-def note_left(u: ShardState, sender: str) -> None:
-    if u.ballot.primary != u.me or sender in u.left:
-        return
-    u.left |= {sender}
-    if u.state in HAS_STEPPED:
-        count_again(u)
-
-
-def refuse_ballot(u: ShardState, event: on.Pushed | on.Asked | on.MirrorCame) -> None:
-    """It looks itself whether the primary lives that somebody else takes for dead."""
-    is_takeover = event.ballot > u.ballot and not event.ballot.is_first
-    if is_takeover and not u.is_dead(u.ballot.primary) and u.ballot.primary != u.me:
-        u.commands.append(do.LookInto(u.ballot.primary))
-    u.commands.append(do.Deny(event.call, u.ballot))
+def may_go_by(u: ShardState, ballot: Ballot) -> bool:
+    """It is higher, and not so far that only a liar can have raised it."""
+    return u.ballot < ballot and ballot.term <= min(MAX_TERM, u.ballot.term + MAX_LEAD)
 
 
 def go_by(u: ShardState, ballot: Ballot) -> None:
@@ -585,9 +512,6 @@ def go_by(u: ShardState, ballot: Ballot) -> None:
         spoil(u)
     u.state, u.ballot, u.has_norm = FOLLOWING, ballot, False
     u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None
-    u.left, u.is_overdue, u.hangs, u.has_stood_still = frozenset(), False, False, False
-    if not ballot.is_first:
-        u.agreed_to = None
     u.total, u.result, u.pending, u.unmirrored = None, None, frozenset(), frozenset()
     u.promised, u.asked = frozenset(), frozenset()
     u.senders, u.served = frozenset(), frozenset()

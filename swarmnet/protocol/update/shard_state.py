@@ -89,14 +89,6 @@ class ShardState:
     answer. Who was not waited for may follow another primary."""
     has_stood_still: bool = False
     """This replica has, since it leads: others may have promised another ballot since theirs."""
-    is_overdue: bool = False
-    """It has had the time in which others find that a primary hangs."""
-    hangs: bool = False
-    """It is overdue, and has not made the step."""
-    left: frozenset[str] = frozenset()
-    """Of a primary: who has told it that it goes by another ballot, or has a result."""
-    agreed_to: Ballot | None = None
-    """The newest ballot that it would promise, as it has said when its primary was dead to it."""
     count: int = 0
     """How often promises were counted anew."""
     lost: frozenset[str] = frozenset()
@@ -136,41 +128,18 @@ class ShardState:
     def awaited(self) -> list[str]:
         """Backups that live and have not confirmed their copy; in gossip averaging the partner,
         as long as it has not pulled everything."""
-        return [p for p in self.pending - self.given_up() if not self.is_dead(p)]
+        return [p for p in self.pending if not self.is_dead(p)]
 
     def back(self) -> frozenset[str]:
         """Members that live, if only for a question, and have promised nothing."""
         if self.roster.pulls:
             return frozenset()
-        return frozenset(self.answering()) - self.promised - self.given_up()
-
-    def given_up(self) -> frozenset[str]:
-        """Who has left this primary and is waited for no more: most of the others have promised
-        its ballot, so that nobody can have led them by another one; or the time is over."""
-        others = self.answering()
-        is_firm = 2 * len(self.promised.intersection(others)) > len(others)
-        return self.left if is_firm or self.is_overdue else frozenset()
+        return frozenset(self.answering()) - self.promised
 
     def is_dead(self, peer_id: str) -> bool:
         """To this replica; a stranger to the exchange is as good as dead."""
         status = self.members.get(peer_id)
         return peer_id != self.me and (status is None or not status.is_waited_for)
-
-    def is_without_primary(self) -> bool:
-        """The primary is dead to this replica, which has found that itself. Or it is this replica,
-        and all others have left it; or it knows that it was dead to them for a while, or hangs, or
-        waits for the optimizer state itself."""
-        if self.ballot.primary != self.me:
-            return self.is_dead(self.ballot.primary)
-        return self.has_stood_still or self.hangs or self.is_kept or self.is_forsaken()
-
-    def is_forsaken(self) -> bool:
-        """All others have left this primary. A single other one may lie."""
-        others = set(self.answering())
-        return len(others) > 1 and others <= self.left | self._finished()
-
-    def _finished(self) -> set[str]:
-        return {p for p in self.living() if self.members[p].is_past}
 
     def dead(self) -> frozenset[str]:
         """Members that are dead to this replica, and cannot be asked."""
@@ -192,12 +161,9 @@ class ShardState:
         is coming already it goes on to come. In gossip averaging each has its own."""
         if self.roster.pulls:
             return None
-        is_own = self.ballot.primary == self.me and not self.ballot.is_first
-        past = self._finished()
-        if not is_own and not self.is_without_primary():
-            past &= {self.ballot.primary}
+        past = [p for p in self.living() if self.members[p].is_past]
         alive = [p for p in past if self.members[p].life == ALIVE]
-        found = alive or sorted(past)
+        found = alive or past
         if self.pushing in found:
             return self.pushing
         return min(found, key=self._distance, default=None)

@@ -35,14 +35,6 @@ result (a backup, or one to which the result was given), and that answers with i
 that live has it, all of them promise the new ballot, and none takes the old primary's step or
 result any more: its backups deny it.
 
-Nobody is overthrown by what others say. A replica goes by a higher ballot, takes another's result
-or gives the exchange up where its primary says so or is gone, as the replica has found out itself.
-Until then it looks into the primary and says no. A primary gives way where all others have left it,
-or where it knows that it may have been dead to them, or that it hangs (`Overdue`). So one that lies
-overthrows no primary that lives, and parts nobody from the others. Who says that it goes by
-another ballot is not waited for once most others have promised: whoever leads needs them too. Where
-there are too few, it holds a result up for as long as one that hangs.
-
 A contribution is a promise, and so is the answer to an announcement. The answer to a question binds
 nobody. Who has not contributed may follow another primary, though it lives and had no tokens or not
 enough time: it is asked before the result is given out. Who was dead to a primary may have led
@@ -205,13 +197,6 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         clipping=rules.doubt,
         stepping=rules.doubt_promises,
         mirroring=rules.doubt_promises,
-    ),
-    on.Overdue: _row(
-        no,
-        gathering=rules.hang,
-        clipping=rules.hang,
-        stepping=rules.hang,
-        mirroring=rules.wait_no_longer,
     ),
     on.MovedOn: _row(
         no,

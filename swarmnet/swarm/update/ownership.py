@@ -34,7 +34,7 @@ from swarmnet.protocol.update import members as taking_part
 from swarmnet.protocol.update import ownership as rules
 from swarmnet.protocol.update.members import Hung
 from swarmnet.protocol.update.placement import Placement, placed, short_of_owners
-from swarmnet.protocol.update.roster import ALIVE, SUSPECT, Ballot, MemberStatus, Roster
+from swarmnet.protocol.update.roster import ALIVE, SUSPECT, MemberStatus, Roster
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.settings import RunSettings, WaitLimits
@@ -284,14 +284,6 @@ class Ownership:
             and not self.replica.plan.is_local
             and not follows_tied(self.replica, shard_index),
         )
-
-    def may_begin(self, round_index: int, shard_index: int, ballot: Ballot) -> bool:
-        """Whether the update of a shard may begin with this ballot at a replica that knows other
-        records: its primary may be one, and has the state if it is said to."""
-        record = self._record(ballot.primary)
-        if record is None or ballot.primary not in self._order(round_index, shard_index):
-            return False
-        return record.holds_shard(shard_index) or ballot.term % 2 == 0
 
     def _ranked(self, r: int, j: int, has_state: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Peers that may be the primary, and those of them that hold the state; in order."""

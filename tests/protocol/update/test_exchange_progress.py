@@ -8,7 +8,7 @@ import pytest
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress, SumWaits
-from swarmnet.protocol.update.roster import ALIVE, DEAD, Ballot, MemberStatus, Roster
+from swarmnet.protocol.update.roster import ALIVE, Ballot, MemberStatus, Roster
 from swarmnet.protocol.update.shard_state import ShardState, State
 
 LIMIT_S = 10.0
@@ -137,22 +137,8 @@ def test_the_word_that_state_has_come_may_be_there_before_the_one_that_it_had_no
 
 
 def test_nobody_hangs_who_is_not_waited_for() -> None:
-    waits, shard = SumWaits(), waiting(Ballot(1, PRIMARY))
-    shard.members = {PRIMARY: MemberStatus(DEAD), NEXT: MemberStatus(ALIVE, is_past=True)}
+    waits, shard = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
+    shard.members = {PRIMARY: MemberStatus(ALIVE), NEXT: MemberStatus(ALIVE, is_past=True)}
     assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
-    shard.members = {PRIMARY: MemberStatus(ALIVE)}
     shard.begun = None
     assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
-
-
-def test_a_primary_is_overdue_by_its_own_clock() -> None:
-    """From when it has closed the round, or else from when most of the others have: a single one
-    may say that it has at any time."""
-    closed, open_ = MemberStatus(declared=1), MemberStatus()
-    progress = ExchangeProgress()
-    assert not progress.is_overdue([closed, open_, open_], None, 100.0, 5.0, 9.0)
-    assert not progress.is_overdue([closed, closed, open_], None, 200.0, 5.0, 9.0)
-    assert not progress.is_overdue([closed, closed, open_], None, 204.9, 5.0, 9.0)
-    assert progress.is_overdue([closed, closed, open_], None, 205.0, 5.0, 9.0)
-    assert not progress.is_overdue([closed, closed, open_], 204.0, 212.9, 5.0, 9.0)
-    assert progress.is_overdue([closed, closed, open_], 204.0, 213.0, 5.0, 9.0)

@@ -38,7 +38,7 @@ A = first_ballot("a", is_holder=True)
 B = A.next_of("b", is_holder=True)
 C = A.next_of("c", is_holder=False)
 LIVES, GONE, PAST = MemberStatus(), MemberStatus(life=DEAD), MemberStatus(is_past=True)
-HANGS, SUSPECTED = MemberStatus(life=HUNG), MemberStatus(life=SUSPECT)
+HANGS = MemberStatus(life=HUNG)
 
 
 def replica(me: str, peers: str = "abc", holders: str = "ab", **options: Any) -> ShardUpdate:
@@ -61,11 +61,12 @@ def pushed(sender: str, ballot: Ballot = A, num_tokens: int = 1) -> on.Pushed:
     return on.Pushed(f"push of {sender}", sender, ballot, num_tokens, gradient)
 
 
-def clipping(peers: str = "abc", **options: Any) -> ShardUpdate:
+def clipping(**options: Any) -> ShardUpdate:
     """The primary, with the contributions of all."""
-    u = replica("a", peers, **options)
-    (made,) = [c for p in peers[1:] for c in u.handle(pushed(p)) if isinstance(c, do.Sum)]
-    assert [p for p, _, _ in made.parts] == list(peers)
+    u = replica("a", **options)
+    u.handle(pushed("b"))
+    (made,) = [c for c in u.handle(pushed("c")) if isinstance(c, do.Sum)]
+    assert [p for p, _, _ in made.parts] == ["a", "b", "c"]
     u.handle(on.Summed("sum", made.attempt))
     assert u.shard.state is CLIPPING
     return u
@@ -84,16 +85,16 @@ def test_backups_may_have_the_sum_while_the_norm_is_on_its_way() -> None:
         assert [c.backups for c in mirrored] == [backups] * bool(backups)
 
 
-def stepping(peers: str = "abc") -> ShardUpdate:
+def stepping() -> ShardUpdate:
     """It has the step made, and b is to make it too."""
-    u = clipping(peers)
+    u = clipping()
     assert do.Mirror("sum", ("b",), A, 1) in u.handle(on.ClipKnown(1))
     assert u.shard.state is STEPPING
     return u
 
 
-def mirroring(peers: str = "abc") -> ShardUpdate:
-    u = stepping(peers)
+def mirroring() -> ShardUpdate:
+    u = stepping()
     assert not u.handle(on.Stepped("result", 1))
     assert u.shard.state is MIRRORING
     return u
@@ -158,7 +159,6 @@ def test_the_primary_dies_after_the_mirror() -> None:
 
 def test_a_mirrored_step_that_comes_after_a_promise_is_denied() -> None:
     b = replica("b")
-    sees(b, a=GONE)
     b.handle(on.Asked("ask", "c", C, is_final=True))
     assert b.shard.ballot == C
     found = b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
@@ -190,7 +190,6 @@ def test_the_suspected_primary_is_heard_again() -> None:
 
 def test_overthrown_while_clipping() -> None:
     u = clipping()
-    u.handle(on.StoodStill())
     found = u.handle(on.Asked("ask", "b", B, is_final=True))
     assert found == [
         do.Deny("push of b", B),
@@ -205,7 +204,6 @@ def test_overthrown_while_clipping() -> None:
 def test_overthrown_while_stepping() -> None:
     """Its state has seen a gradient that the others' has not, and it leads as no holder now."""
     u = stepping()
-    u.handle(on.Overdue())
     found = u.handle(on.Asked("ask", "b", B, is_final=True))
     assert found[0] == do.Spoiled()
     assert not u.handle(on.Stepped("result", 1))
@@ -242,11 +240,11 @@ def test_a_result_that_is_on_its_way_is_not_asked_for_again_of_another() -> None
     """Both who are past the exchange have it; half a download is lost with each that is left."""
     for first, second in ("bd", "db"):
         u = replica("c", peers="abcd")
-        found = sees(u, **{"a": GONE, first: PAST})
+        found = sees(u, **{first: PAST})
         assert do.Push(first, A, False) in found
-        assert sees(u, a=GONE, b=PAST, d=PAST) == []
+        assert sees(u, b=PAST, d=PAST) == []
         assert u.shard.pushing == first
-        assert do.Push(second, A, False) in sees(u, **{"a": GONE, first: GONE, second: PAST})
+        assert do.Push(second, A, False) in sees(u, **{first: GONE, second: PAST})
 
 
 def test_who_was_a_member_and_is_known_no_more_is_dead_and_may_come_back() -> None:
@@ -335,7 +333,6 @@ def test_promises_are_asked_for_again_after_a_death() -> None:
     u.handle(on.Summed("sum", 1))
     assert ask(("c",), A, is_final=True, count=1) in u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    u.handle(on.StoodStill())
     found = u.handle(result_of("c", "another result"))
     assert found == [
         do.Spoiled(),
@@ -346,12 +343,10 @@ def test_promises_are_asked_for_again_after_a_death() -> None:
 
 def test_the_result_is_elsewhere() -> None:
     c = replica("c")
-    assert not sees(c, b=PAST)
-    assert sees(c, a=GONE, b=PAST) == [do.GiveUpPush(), do.Push("b", A, has_gradient=False)]
+    assert sees(c, b=PAST) == [do.GiveUpPush(), do.Push("b", A, has_gradient=False)]
     assert do.Adopt("result", is_own=False) in c.handle(result_of("b", "result"))
     assert c.shard.state is ADOPTED
     a = clipping()
-    a.handle(on.StoodStill())
     assert do.Push("b", A, has_gradient=False) in sees(a, b=PAST)
 
 
@@ -386,8 +381,7 @@ def test_who_was_not_waited_for_may_follow_another_primary() -> None:
     u.handle(on.Stepped("result", 1))
     u.handle(on.Confirmed("b", 1))
     assert u.shard.state is MIRRORING
-    assert u.handle(on.Denied("c", C)) == [ask(("b", "c"), A, is_final=True, count=1)]
-    assert do.Spoiled() in u.handle(on.Denied("b", C))
+    assert do.Spoiled() in u.handle(on.Denied("c", C))
 
 
 def test_zero_tokens_are_counted_and_not_summed() -> None:
@@ -463,7 +457,6 @@ def test_a_stage_that_has_moved_on_is_followed_by_a_download() -> None:
 
 def test_a_ballot_beyond_all_terms_is_not_followed() -> None:
     c = replica("c")
-    sees(c, a=GONE)
     assert c.handle(pushed("b", Ballot((1 << 20) + 1, "b"))) == [do.Deny("push of b", A)]
 
 
@@ -524,10 +517,7 @@ def test_who_pushes_to_a_copied_step_under_another_ballot() -> None:
     """By a lower one it goes on to the primary; by a higher one that has been overthrown."""
     b = copied()
     assert b.handle(pushed("c", Ballot(0, "c"))) == [do.Deny("push of c", A)]
-    assert do.Deny("push of c", A) in b.handle(pushed("c", C))
-    sees(b, a=SUSPECTED)
-    assert do.Deny("push of c", A) in b.handle(pushed("c", C))
-    assert do.Give("push of a", "result") in b.handle(pushed("a", C))
+    assert do.Give("push of c", "result") in b.handle(pushed("c", C))
     assert b.shard.state is ADOPTED
 
 
@@ -535,7 +525,6 @@ def test_a_question_finds_a_copied_step() -> None:
     b = copied()
     found = b.handle(on.Asked("ask", "c", C, is_final=False))
     assert found == [do.LookInto("a"), do.Deny("ask", A)]
-    assert do.Deny("ask", A) in b.handle(on.Asked("ask", "a", C, is_final=False))
 
 
 def test_the_primary_dies_while_its_backup_makes_the_step() -> None:
@@ -567,7 +556,6 @@ def test_a_sum_or_a_step_that_fails_is_tried_again() -> None:
 
 def test_a_result_that_holds_comes_while_the_step_is_made() -> None:
     u = stepping()
-    u.handle(on.StoodStill())
     found = u.handle(result_of("c", "another result"))
     assert found[:2] == [do.Spoiled(), do.Adopt("another result", is_own=False)]
 
@@ -584,12 +572,11 @@ def test_a_replica_that_is_taken_for_a_holder_names_one() -> None:
 
 def test_a_replica_that_a_push_takes_for_a_holder_names_one() -> None:
     c = replica("c", holders="ab")
-    sees(c, a=HANGS)
     wrong = A.next_of("c", is_holder=True)
     found = c.handle(pushed("b", wrong))
-    named = wrong.next_of("b", is_holder=True)
+    named = wrong.next_of("a", is_holder=True)
     assert do.Deny("push of b", named) in found
-    assert do.Push("b", named, has_gradient=True) in found
+    assert do.Push("a", named, has_gradient=True) in found
 
 
 def test_a_replica_whose_state_is_spoiled_names_another_holder() -> None:
@@ -630,10 +617,9 @@ def test_no_ballot_is_raised_far_at_once() -> None:
     """Neither by a push, nor by an announcement, nor by a denial."""
     far = Ballot(A.term + MAX_LEAD + 1, "b")
     c = replica("c")
-    c.handle(on.Denied("a", far))
-    sees(c, a=GONE)
     assert c.handle(pushed("b", far)) == [do.Deny("push of b", A)]
     assert c.handle(on.Asked("ask", "b", far, is_final=True)) == [do.Deny("ask", A)]
+    c.handle(on.Denied("a", far))
     assert c.shard.ballot == A
     near = Ballot(A.term + MAX_LEAD, "b")
     assert do.Agree("ask", near) in c.handle(on.Asked("ask", "b", near, is_final=True))
@@ -694,7 +680,6 @@ def test_a_meeting_ends_with_a_partner_that_dies_before_it_has_all() -> None:
 
 def test_a_partner_that_has_left_the_meeting_leads_to_no_result_elsewhere() -> None:
     u = pair()
-    assert not u.handle(on.StoodStill())
     assert not u.handle(on.Seen({"b": PAST}))
     assert "Sum" in kinds(u.handle(on.PushFailed("b")))
 
@@ -732,8 +717,7 @@ def test_a_state_that_is_lost_is_begun_anew_with_the_norm() -> None:
 def test_who_waits_for_the_state_takes_the_result_of_who_has_it() -> None:
     u = without_state(is_kept=True)
     u.handle(on.ClipKnown(1))
-    seen = on.Seen({"b": PAST}, is_kept=True)
-    assert [c.target for c in u.handle(seen) if isinstance(c, do.Push)] == ["b"]
+    assert [c.target for c in u.handle(on.Seen({"b": PAST})) if isinstance(c, do.Push)] == ["b"]
 
 
 def test_a_new_sum_waits_for_a_norm_of_its_own() -> None:
@@ -772,18 +756,15 @@ def test_tokens_that_nobody_brings_are_waited_for_no_longer_than_their_holder_co
 
 def test_overthrown_while_mirroring() -> None:
     u = mirroring()
-    u.handle(on.Denied("c", B))
     assert u.handle(on.Asked("ask", "b", B, is_final=True))[0] == do.Spoiled()
     assert u.shard.ballot == B
 
 
-def test_a_primary_follows_those_who_have_all_left_it() -> None:
+def test_a_primary_follows_whoever_denies_it_with_a_higher_ballot() -> None:
     gathering = replica("a")
     assert gathering.shard.state is GATHERING
     for u in (gathering, clipping(), stepping(), mirroring()):
         is_late = u.shard.state in (STEPPING, MIRRORING)
-        u.handle(on.Denied("c", B))
-        assert u.shard.ballot == A
         found = u.handle(on.Denied("b", B))
         assert do.Push("b", B, has_gradient=True) in found
         assert (do.Spoiled() in found) == is_late
@@ -797,11 +778,9 @@ def test_a_mirrored_step_finds_a_replica_that_would_lead() -> None:
     assert do.Repeat("step", 1) in b.handle(on.MirrorCame("mirror", "c", C, "step", fits=True))
     gathering = replica("a")
     for u in (gathering, clipping()):
-        u.handle(on.Overdue())
         found = u.handle(on.MirrorCame("mirror", "b", B, "step", fits=True))
         assert [c.step for c in found if isinstance(c, do.Repeat)] == ["step"]
     for u in (stepping(), mirroring()):
-        u.handle(on.StoodStill())
         found = u.handle(on.MirrorCame("mirror", "b", B, "step", fits=True))
         assert do.Refuse("mirror") in found
         assert do.Spoiled() in found
@@ -836,8 +815,7 @@ def test_who_asks_while_a_backup_makes_the_step_is_answered_after_it() -> None:
     b = copying()
     assert not b.handle(on.Asked("ask", "c", C, is_final=True))
     assert do.Deny("ask", A) in b.handle(on.Stepped("result", 1))
-    assert do.Deny("ask", A) in b.handle(on.Asked("ask", "c", C, is_final=True))
-    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "a", C, is_final=True))
+    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "c", C, is_final=True))
 
 
 def test_the_primary_of_a_copied_step_has_the_promise() -> None:
@@ -856,7 +834,6 @@ def test_a_result_comes_to_one_that_would_lead() -> None:
     b = replica("b")
     sees(b, a=GONE)
     for u in (b, replica("a"), clipping()):
-        u.handle(on.Overdue())
         found = u.handle(result_of("c", "result"))
         assert do.Adopt("result", is_own=False) in found
 
@@ -864,8 +841,7 @@ def test_a_result_comes_to_one_that_would_lead() -> None:
 def test_a_result_elsewhere_ends_the_gathering() -> None:
     a = replica("a")
     a.handle(pushed("c"))
-    assert not sees(a, b=PAST)
-    found = sees(a, b=PAST, c=PAST)
+    found = sees(a, b=PAST)
     assert do.Deny("push of c", A) in found
     assert do.Push("b", A, has_gradient=False) in found
 
@@ -894,8 +870,7 @@ def test_a_pause_that_ends_at_another_time_may_come_again() -> None:
 
 
 def test_a_push_tells_of_a_higher_ballot() -> None:
-    c = replica("c", "abcd")
-    sees(c, a=GONE)
+    c = replica("c")
     assert do.Push("b", B, has_gradient=True) in c.handle(pushed("d", B))
     assert c.shard.ballot == B
     assert do.Give("push of d", "result") in c.handle(result_of("b", "result"))
@@ -933,9 +908,8 @@ def test_a_call_is_held_once() -> None:
 def test_of_those_that_have_the_result_one_that_surely_lives_is_asked() -> None:
     unsure = MemberStatus(life=SUSPECT, is_past=True)
     for b, d, target in ((unsure, PAST, "d"), (PAST, unsure, "b")):
-        found = sees(replica("c", "abcd"), a=GONE, b=b, d=d)
-        assert do.Push(target, A, has_gradient=False) in found
-    assert do.Push("b", A, has_gradient=False) in sees(replica("c"), a=GONE, b=unsure)
+        assert do.Push(target, A, has_gradient=False) in sees(replica("c", "abcd"), b=b, d=d)
+    assert do.Push("b", A, has_gradient=False) in sees(replica("c"), b=unsure)
 
 
 def test_the_last_one_leads_alone() -> None:
@@ -951,8 +925,7 @@ def test_of_several_backups_one_answers_as_the_others_live() -> None:
     assert do.Deny("push of c", A) in b.handle(on.Stepped("result", 1))
     found = b.handle(on.Asked("ask", "c", C, is_final=False))
     assert found == [do.LookInto("a"), do.Deny("ask", A)]
-    assert b.handle(on.Asked("ask", "c", C, is_final=True)) == found
-    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "a", C, is_final=True))
+    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "c", C, is_final=True))
 
 
 def test_a_pair_makes_no_announcements() -> None:
@@ -1015,12 +988,9 @@ def test_a_promise_of_before_the_last_count_is_none() -> None:
 
 def test_what_a_call_of_a_lower_ballot_brings_does_not_count() -> None:
     c = replica("c")
-    sees(c, a=GONE)
     c.handle(on.Asked("ask", "b", B, is_final=True))
     assert not c.handle(result_of("a", "old result", A))
-    assert not c.handle(result_of("b", "old result", A))
     u = mirroring()
-    u.handle(on.StoodStill())
     assert not u.handle(result_of("c", "old result", Ballot(0, "c")))
     assert u.shard.state is MIRRORING
 
@@ -1035,8 +1005,7 @@ def test_of_two_pushes_to_a_copying_backup_the_second_is_held() -> None:
 
 def test_only_a_ballots_primary_announces_it() -> None:
     c = replica("c", "abcd")
-    sees(c, a=GONE)
-    assert do.Deny("ask", A) in c.handle(on.Asked("ask", "d", B, is_final=True))
+    assert c.handle(on.Asked("ask", "d", B, is_final=True)) == [do.Deny("ask", A)]
 
 
 def test_who_leads_agrees_to_no_takeover() -> None:
@@ -1085,7 +1054,7 @@ def test_a_failed_push_of_before_excuses_nobody() -> None:
     u.handle(on.PushFailed("c"))
     assert "Sum" not in kinds(u.handle(pushed("b")))
     c = replica("c")
-    sees(c, a=GONE, b=PAST)
+    sees(c, b=PAST)
     assert not c.handle(on.PushFailed("a"))
 
 
@@ -1129,10 +1098,7 @@ def test_no_state_is_spoiled_where_there_was_no_step() -> None:
     a.handle(pushed("b", num_tokens=0))
     a.handle(on.Summed(None, 1))
     a.handle(on.ClipKnown(1))
-    a.handle(on.StoodStill())
-    found = a.handle(on.Asked("ask", "b", B, is_final=True))
-    assert do.Agree("ask", B) in found
-    assert do.Spoiled() not in found
+    assert do.Spoiled() not in a.handle(on.Asked("ask", "b", B, is_final=True))
 
 
 def test_the_host_of_the_result_dies_too() -> None:
@@ -1227,173 +1193,3 @@ def test_after_standing_still_a_primary_asks_who_has_contributed() -> None:
     u.handle(on.Denied("b", C))
     assert u.shard.state is FOLLOWING, "it has been overthrown"
     assert u.shard.is_spoiled
-
-
-# ---- what others say of a primary that lives ----------------------------------------------------
-
-
-def test_nobody_overthrows_a_primary_that_another_one_reaches() -> None:
-    """Whatever is said: it looks into the primary, and answers by what it finds."""
-    c = replica("c", "abcd")
-    refused = [do.LookInto("a"), do.Deny("call", A)]
-    assert c.handle(on.Asked("call", "b", B, is_final=True)) == refused
-    assert c.handle(replace(pushed("d", B), call="call")) == refused
-    assert c.handle(on.MirrorCame("call", "b", B, "step", fits=True)) == refused
-    assert not c.handle(on.Denied("b", B))
-    assert not c.handle(result_of("b", "another"))
-    assert not c.handle(on.MovedOn("b"))
-    assert (c.shard.state, c.shard.ballot, c.shard.pushing) == (FOLLOWING, A, "a")
-    sees(c, a=GONE)
-    assert do.Agree("call", B) in c.handle(on.Asked("call", "b", B, is_final=True))
-
-
-def test_nobody_overthrows_a_primary_with_its_own_word() -> None:
-    """The gradients and the step that it has are as good as before."""
-    for u in (replica("a", "abcd"), clipping(peers="abcd"), mirroring(peers="abcd")):
-        state = u.shard.state
-        assert do.Deny("call", A) in u.handle(on.Asked("call", "b", B, is_final=True))
-        assert do.Spoiled() not in u.handle(result_of("b", "another"))
-        u.handle(on.MovedOn("b"))
-        u.handle(on.Denied("b", Ballot(9, "b")))
-        assert (u.shard.state, u.shard.ballot, u.shard.left) == (state, A, frozenset("b"))
-
-
-def test_who_said_that_it_would_promise_does_so_though_the_primary_is_back() -> None:
-    c = replica("c")
-    sees(c, a=GONE)
-    assert c.handle(on.Asked("ask", "b", B, is_final=False)) == [do.Agree("ask", B)]
-    sees(c)
-    assert do.Agree("ask", B) in c.handle(on.Asked("ask", "b", B, is_final=True))
-
-
-def test_a_primary_that_has_stood_still_gives_way() -> None:
-    for u in (replica("a"), clipping(), stepping(), mirroring()):
-        u.handle(on.StoodStill())
-        assert do.Agree("ask", B) in u.handle(on.Asked("ask", "b", B, is_final=True))
-
-
-def test_a_primary_whose_device_hangs_gives_way_and_one_that_has_the_step_does_not() -> None:
-    for u in (replica("a"), clipping(), stepping()):
-        u.handle(on.Overdue())
-        assert do.Agree("ask", B) in u.handle(on.Asked("ask", "b", B, is_final=True))
-    u = mirroring()
-    u.handle(on.Overdue())
-    assert do.Deny("ask", A) in u.handle(on.Asked("ask", "b", B, is_final=True))
-
-
-def test_who_promises_nothing_is_waited_for_while_most_of_the_others_have_not_promised() -> None:
-    u = mirroring(peers="abcd")
-    assert ask(("b", "c", "d"), A, is_final=True, count=1) in u.handle(on.Denied("d", C))
-    u.handle(on.Confirmed("b", 1))
-    assert not u.handle(agreed("b", A, is_final=True, count=1))
-    assert do.Adopt("result", is_own=True) in u.handle(agreed("c", A, is_final=True, count=1))
-
-
-def test_one_that_promises_nothing_holds_a_result_up_no_longer_than_one_that_hangs() -> None:
-    u = mirroring()
-    u.handle(on.Denied("c", C))
-    u.handle(on.Confirmed("b", 1))
-    u.handle(agreed("b", A, is_final=True, count=1))
-    assert u.shard.state is MIRRORING
-    assert do.Adopt("result", is_own=True) in u.handle(on.Overdue())
-
-
-def test_a_backup_that_is_back_has_the_step_before_the_result_is_given_out() -> None:
-    u = mirroring(peers="abc")
-    u.handle(on.Denied("b", B))
-    for member in "bc":
-        u.handle(agreed(member, A, is_final=True, count=1))
-    assert u.shard.state is MIRRORING
-    assert do.Mirror("sum", ("b",), A, 1) in u.handle(on.Again())
-    assert do.Adopt("result", is_own=True) in u.handle(on.Confirmed("b", 1))
-
-
-def test_one_that_has_taken_over_hears_of_the_result_of_before() -> None:
-    b = replica("b")
-    sees(b, a=GONE)
-    b.handle(agreed("c", B, is_final=False))
-    assert b.shard.state is GATHERING
-    assert do.Adopt("result", is_own=False) in b.handle(result_of("c"))
-
-
-def test_a_primary_whom_all_have_left_gives_no_result_out() -> None:
-    u = mirroring()
-    u.handle(on.Overdue())
-    u.handle(on.Denied("b", Ballot(0, "b")))
-    u.handle(on.Denied("c", Ballot(0, "b")))
-    assert u.shard.left == frozenset("bc")
-    assert u.shard.state is MIRRORING
-
-
-def test_who_has_left_a_primary_is_told_by_its_ballot() -> None:
-    for u, count in ((replica("a"), 0), (mirroring(), 1)):
-        u.handle(pushed("b", Ballot(0, "b")))
-        u.handle(on.Denied("b", A))
-        assert not u.shard.left
-        u.handle(on.Denied("b", Ballot(0, "b")))
-        assert (u.shard.left, u.shard.count) == (frozenset("b"), count)
-        u.handle(on.Denied("b", Ballot(0, "b")))
-        assert u.shard.count == count
-    c = replica("c")
-    c.handle(on.Denied("b", Ballot(0, "b")))
-    assert not c.shard.left
-
-
-def test_a_promise_brings_no_second_step_to_a_backup() -> None:
-    u = mirroring()
-    assert not u.handle(agreed("b", A, is_final=True))
-    assert not u.shard.unmirrored
-
-
-def test_a_primary_says_itself_that_the_stage_has_moved_on() -> None:
-    c = replica("c")
-    assert do.Abandon() in c.handle(on.MovedOn("a"))
-
-
-def test_a_ballot_with_which_an_exchange_begins_overthrows_nobody() -> None:
-    """It is another's first primary. A backup that has the step of its own waits for that."""
-    first = first_ballot("b", is_holder=True)
-    c = replica("c")
-    assert do.Agree("ask", first) in c.handle(on.Asked("ask", "b", first, is_final=True))
-    b = copied()
-    assert b.handle(pushed("c", first)) == [do.Deny("push of c", A)]
-
-
-def test_a_primary_that_has_taken_over_is_heard_alone() -> None:
-    c = replica("c", "abcd")
-    sees(c, a=GONE)
-    c.handle(on.Asked("ask", "b", B, is_final=True))
-    assert not [x for x in c.handle(result_of("d")) if isinstance(x, do.Adopt)]
-    assert c.handle(on.Asked("ask", "d", Ballot(2, "d"), is_final=True)) == [do.Deny("ask", B)]
-
-
-def test_a_copy_stands_in_where_the_result_is_on_its_way_from_elsewhere() -> None:
-    b = copied()
-    sees(b, a=GONE, c=PAST)
-    assert b.shard.state is COPIED
-    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "c", C, is_final=True))
-
-
-def test_what_was_promised_holds_under_another_first_primary_and_not_after_a_takeover() -> None:
-    far, first = Ballot(9, "d"), first_ballot("b", is_holder=True)
-    for before, is_held in ((first, True), (B, False)):
-        c = replica("c", "abcd")
-        sees(c, a=GONE)
-        assert do.Agree("ask", far) in c.handle(on.Asked("ask", "d", far, is_final=False))
-        c.handle(on.Asked("ask", "b", before, is_final=True))
-        assert c.shard.ballot == before
-        found = c.handle(on.Asked("ask", "d", far, is_final=True))
-        assert (do.Agree("ask", far) in found) == is_held
-
-
-def test_who_is_past_the_exchange_is_heard_by_one_that_has_taken_over() -> None:
-    c = replica("c", "abcd")
-    sees(c, a=GONE)
-    c.handle(on.Asked("ask", "b", B, is_final=True))
-    assert not sees(c, a=GONE, d=PAST)
-    b = replica("b", "abcd")
-    sees(b, a=GONE)
-    for member in "cd":
-        b.handle(agreed(member, B, is_final=False))
-    assert b.shard.state is GATHERING
-    assert do.Push("c", B, has_gradient=False) in sees(b, a=GONE, c=PAST)

@@ -15,7 +15,7 @@ WORLDS, SCHEDULES = 60, 30
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_order_of_events_ends_with_one_result(name: str) -> None:
-    found = explore(SMALL[name], limit=700_000)
+    found = explore(SMALL[name], limit=300_000)
     print(f"{name}: {found.num_states} states")
     assert found.is_complete
 

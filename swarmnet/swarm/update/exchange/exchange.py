@@ -27,7 +27,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress
 from swarmnet.protocol.update.exchange_waits import Pauses, may_miss_members
-from swarmnet.protocol.update.roster import NO_BALLOT, SUSPECT, Ballot, MemberStatus, still_known
+from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus, still_known
 from swarmnet.protocol.update.shard_state import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
@@ -279,20 +279,10 @@ class Exchange:
                 self._pace.durations.straggled(event.sender)
             elif isinstance(event, on.Asked) and event.is_final:
                 self._leads(event.sender)
-            self.feed(shard, self._with_possible(shard, event))
+            self.feed(shard, event)
             return await future
         finally:
             self._callers.pop(call, None)
-
-    def _with_possible(self, shard: int, event: on.Event) -> on.Event:
-        """The event, with a ballot that counts for nothing in place of one with which no exchange
-        can have begun."""
-        if not isinstance(event, on.Pushed | on.Asked | on.Denied | on.MirrorCame):
-            return event
-        is_known = event.ballot == self.ballot(shard) or not event.ballot.is_first
-        if is_known or self._ownership.may_begin(self.number, shard, event.ballot):
-            return event
-        return replace(event, ballot=NO_BALLOT)
 
     def refresh(self) -> None:
         """Looks at who lives, and what they have declared."""
@@ -362,16 +352,6 @@ class Exchange:
         )
         for peer_id in found:
             self._hangs(peer_id)
-        if self.progress.is_overdue(
-            self._members.values(),
-            self._begun_at,
-            self._gossip.liveness.awake_s(),
-            waits.contributions_s,
-            waits.sum_s,
-        ):
-            for j, shard in shards.items():
-                if not shard.is_overdue:
-                    self.feed(j, on.Overdue())
 
     def _hangs(self, peer_id: str) -> None:
         """Nobody waits for the work of a peer here any more."""
@@ -487,9 +467,9 @@ class Exchange:
             self._gossip.liveness.probe(call.target)
         denied = ballot_in(error, shard)
         if has_moved_on(self.number, error):
-            self.feed(shard, on.MovedOn(call.target))
+            self.feed(shard, on.MovedOn())
         elif denied is not None:
-            self.feed(shard, self._with_possible(shard, on.Denied(call.target, denied)))
+            self.feed(shard, on.Denied(call.target, denied))
         else:
             self.feed(shard, on.PushFailed(call.target))
 
@@ -563,12 +543,10 @@ class Exchange:
                 self._gossip.liveness.probe(member)
             for j, asked in question.asked.items():
                 if has_moved_on(self.number, e):
-                    self.feed(j, on.MovedOn(member))
+                    self.feed(j, on.MovedOn())
                 elif is_final and has_not_begun(self.number, e):
                     # It follows nobody, and finds the result.
                     self.feed(j, on.Agreed(member, asked.ballot, is_final, asked.count))
-                elif is_final and not isinstance(e, DeadlineExceeded | TransportError):
-                    self.feed(j, on.Denied(member, NO_BALLOT))
             return
         for answer in answers:
             j, asked = answer.shard, answer.asked
@@ -577,7 +555,7 @@ class Exchange:
             elif answer.ballot == asked.ballot:
                 self.feed(j, on.Agreed(member, asked.ballot, is_final, asked.count))
             else:
-                self.feed(j, self._with_possible(j, on.Denied(member, answer.ballot)))
+                self.feed(j, on.Denied(member, answer.ballot))
 
     async def _result_of(
         self, shard: int, member: str, ballot: Ballot, told: ShardReply, values: Array | None
@@ -643,9 +621,7 @@ class Exchange:
             self._gossip.liveness.probe(backup)
             return on.MirrorFailed(backup, attempt)
         denied = ballot_in(error)
-        if denied is None:
-            return on.Refused(backup, attempt)
-        return self._with_possible(shard, on.Denied(backup, denied))
+        return on.Refused(backup, attempt) if denied is None else on.Denied(backup, denied)
 
     # ---- time -------------------------------------------------------------------------------
 

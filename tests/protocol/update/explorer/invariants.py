@@ -58,10 +58,8 @@ def check_backups(net: Interned, numbers: list[int], i: int) -> None:
     """The result is given out when every backup that lives to the primary has it: by a step, or,
     after a wrong suspicion, from another backup that gave its copy out."""
     own = net.locals.all[numbers[i]]
-    machine = net.machines[numbers[i]]
-    assert machine is not None
-    if net.scenario.pulls or own.result[1] is None or machine.shard.given_up():
-        return  # nobody waits for ever for a backup that goes by another ballot
+    if net.scenario.pulls or own.result[1] is None:
+        return
     for k, local in enumerate(numbers):
         if k == i or local == GONE or not net.is_waited_for(net.seen[numbers[i]][k]):
             continue

@@ -69,21 +69,8 @@ class Moves(Interned):
                 elif name == "late" and not (lazy and found):
                     late.append(self.after(world, numbers, bag, i, outcome))
         self.add_news(world, numbers, bag, rest, found, late)
-        if rest.hung and not (lazy and found):
-            self.add_overdue(world, numbers, bag, late)
         ends = self.ends_of_faults(world, numbers, bag, rest)
         return (found if found and lazy else found + late) + ends
-
-    def add_overdue(self, world: int, numbers: list[int], bag: int, late: list[int]) -> None:
-        """The peer whose device hangs notices itself that it has had the time of a primary."""
-        k = self.peers.index(self.scenario.hangs)
-        if numbers[k] == GONE or self.is_over[numbers[k]]:
-            return
-        actor = self.actor(numbers[k])
-        shard = actor.machine.shard
-        if shard.ballot.primary == actor.me and not shard.is_overdue:
-            actor.handle(on.Overdue())
-            late.append(self.after(world, numbers, bag, k, self.outcome(actor)))
 
     def add_news(
         self,

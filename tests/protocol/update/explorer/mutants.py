@@ -29,10 +29,6 @@ STATE_RULES = (
     "next_ballot",
     "target",
     "is_dead",
-    "is_without_primary",
-    "is_forsaken",
-    "_finished",
-    "given_up",
 )
 """Methods of the shard's state that decide something."""
 
