@@ -17,8 +17,10 @@ ALONE_S = PATIENCE_S
 
 
 def known_round(view: View) -> int:
-    """The newest round that any peer, live or not, is known to have served in."""
-    return max((r.round for r in view.records() if r.state != OBSERVING), default=0)
+    """The newest round that any peer, live or not, is known to have served in. One that serves no
+    stage yet only names a round."""
+    served = (r.round for r in view.records() if r.stage >= 0 and r.state != OBSERVING)
+    return max(served, default=0)
 
 
 def patience_s(view: View, stage: int, now: float) -> float:

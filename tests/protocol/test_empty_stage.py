@@ -49,3 +49,4 @@ def test_who_hears_of_nobody_of_a_run_that_has_begun_is_cut_off_rather() -> None
     assert patience_s(view, 0, NOW + 2 * SILENCE_S) == ALONE_S
     assert known_round(view) == 7
     assert known_round(view_of(other("a", round=7, state=OBSERVING))) == 0
+    assert known_round(view_of(other("a", round=7, state=JOINING, stage=-1))) == 0

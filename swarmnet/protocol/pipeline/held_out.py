@@ -57,6 +57,8 @@ def told(records: Iterable[Record], measurers: Collection[str]) -> dict[int, Hel
         measured = record.held_out
         if measured is None or not (record.has_data and record.measures):
             continue
+        if record.peer_id not in measurers and not any(c.launched for c in record.counts):
+            continue  # it has never fed, so that it has measured nothing
         r = measured.round
         asked = {*measurers, record.peer_id}
         launched = [p.peer_id for p in known if p.peer_id in asked and p.count(r).launched]
