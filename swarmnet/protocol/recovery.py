@@ -357,13 +357,9 @@ def stage_of(own: Iterable[Restorable], served: Sequence[tuple[bool, bool]]) -> 
 
 
 def history_of(live: Iterable[Record], own: int) -> int:
-    """The history of the run as it goes on now: the highest that more than half as many active
-    replicas say as say any other. So who name it anew at a time come to one name, and one that says
-    another beside most others changes nothing. `own`: this peer's, which may not be active yet."""
-    said = Counter(r.history for r in live if r.state == ACTIVE)
-    said[own] = max(said[own], 1)
-    most = max(said.values())
-    return max(history for history, num in said.items() if 2 * num > most)
+    """The history of the run as it goes on now, by what the active replicas say. `own`: this
+    peer's."""
+    return max([own, *(r.history for r in live if r.state == ACTIVE)])
 
 
 def new_history(records: Sequence[Record], incarnation: int) -> int:

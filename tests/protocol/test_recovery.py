@@ -329,17 +329,6 @@ def test_the_history_is_that_of_the_active_and_a_new_one_is_above_all() -> None:
     assert new_history([wrong], 5) == 5
 
 
-def test_a_history_that_one_says_beside_others_is_not_the_run_s() -> None:
-    honest = [Record(name, "run", 1, 1, state=ACTIVE, history=7) for name in "bcd"]
-    liar = Record("a", "run", 1, 1, state=ACTIVE, history=99)
-    assert history_of([*honest, liar], 7) == 7
-    assert history_of([*honest, liar], 3) == 7
-    assert history_of([liar, *honest[:2]], 7) == 7
-    anew = [replace(r, history=n) for n, r in enumerate(honest, 10)]
-    assert history_of(anew, 10) == 12, "all have named it anew at a time"
-    assert history_of([*honest, replace(liar, history=9), replace(liar, history=9)], 7) == 9
-
-
 def test_what_this_machine_has_beyond_the_run_is_left_behind() -> None:
     own = [offer(10, 0, history=1), offer(20, 0, history=1), offer(30, 0, history=2)]
     assert left_behind(own, 2, 5) == 20

@@ -162,9 +162,9 @@ class Record:
     restorable: tuple[Restorable, ...] = ()
     """Checkpoints of `stage` on its disk; only while it is joining."""
     history: int = 0
-    """Incarnation of the peer that began the present run, or continued it from a checkpoint. Which
-    is valid, `recovery.history_of` finds among those of the active replicas. Rounds of different
-    histories have nothing in common but their number."""
+    """Incarnation of the peer that began the present run, or continued it from a checkpoint. The
+    highest one among the active replicas is valid. Rounds of different histories have nothing in
+    common but their number."""
     credential: bytes = b""
     """What admits this peer to a closed run (see `swarmnet.admission`)."""
     samples: int = 0

@@ -297,8 +297,7 @@ class Recovery:
         if replica.local is None or not self._may_resume:
             return False
         self._may_resume = False
-        history = recovery.history_of(donors, donors[0].history)
-        donor = max((d for d in donors if d.history == history), key=lambda d: d.round)
+        donor = max(donors, key=lambda d: (d.history, d.round))
         offer = recovery.for_running(self.offers(replica.index), donor.round)
         if offer is None or not _is_same(replica, offer.round, donor.round):
             return False
