@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from swarmnet.batch import num_wanted
-from swarmnet.errors import Busy, NotReady, NotSent, ProtocolViolation, Stale, Taken
+from swarmnet.errors import NotReady, NotSent, ProtocolViolation, Stale, Taken
 from swarmnet.methods.microbatch import (
     ADMIT,
     COMMIT,
@@ -25,7 +25,6 @@ from swarmnet.methods.microbatch import (
 )
 from swarmnet.methods.receipt import Statement
 from swarmnet.ports import BACKWARD, FORWARD, StepKey
-from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
@@ -63,9 +62,6 @@ ANNOUNCE_CHANGE = 0.2
 protects from news with each microbatch (tests/swarm/lifecycle/test_speed.py)."""
 MAX_EVENTS = 64
 """That wait for their peer; one more is left out, for those before it say nearly the same."""
-MAX_FLIGHTS = 8
-"""Of one slot and one feeder at one replica. A feeder gives one up before it begins the next, and
-each has been work for the device."""
 MAX_TOKENS_PER_TARGET = 16
 """What a custom model counts as tokens need not be one for each number of its targets."""
 
@@ -211,14 +207,11 @@ class StepService:
         return flight
 
     def _check_slot(self, replica: Replica, step: StepRequest) -> None:
-        """Raises `Taken` where another flight of the slot is here and may count, `Busy` where its
-        feeder has begun it too often. A flight of a feeder that is gone, or that its feeder has
-        given up for this one, never will."""
+        """Raises `Taken` where another flight of the slot is here and may count. A flight of a
+        feeder that is gone, or that its feeder has given up for this one, never will."""
         others = replica.ledger.other_flights((step.round, step.microbatch_id))
         if any(entry.state == COMMITTED for entry in others):
             raise Taken("the slot counts already", counted=True)
-        if sum(entry.feeder == step.feeder for entry in others) >= MAX_FLIGHTS:
-            raise Busy("too many flights of one slot", backlog_s=FIRST_PAUSE_S)
         for entry in others:
             if entry.feeder == step.feeder or self._is_lost(entry.feeder):
                 continue

@@ -9,7 +9,7 @@ import pytest
 from swarmnet.errors import Refused, Taken
 from swarmnet.methods.microbatch import Commit
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.pipeline.step import MAX_FLIGHTS, Contested
+from swarmnet.swarm.pipeline.step import Contested
 from tests.swarm.one_replica import WORK_S, OneReplica
 
 SLOT = 5
@@ -56,21 +56,6 @@ def test_a_flight_that_never_comes_back_keeps_a_slot_for_no_longer_than_others_t
         with pytest.raises(Taken) as raised:
             await a.step(AGAIN)
         assert raised.value.details["counted"] is True
-        await pair.close()
-
-    run(scenario())
-
-
-def test_a_feeder_has_few_flights_of_one_slot() -> None:
-    async def scenario() -> None:
-        pair = OneReplica()
-        a = pair.caller("a", 1e9)
-        for n in range(MAX_FLIGHTS):
-            await a.step(n << 16 | SLOT)
-        with pytest.raises(asyncio.TimeoutError):
-            async with asyncio.timeout(30.0):
-                await a.step(99 << 16 | SLOT)
-        await a.step(FIRST + 1)
         await pair.close()
 
     run(scenario())
