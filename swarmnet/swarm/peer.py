@@ -321,6 +321,7 @@ class Peer:
         finally:
             await self._tasks.close()
             await self.steps.close()
+            await self.dispatcher.close()
             self._let_go()
 
     def stop(self) -> None:

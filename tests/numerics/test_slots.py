@@ -87,7 +87,7 @@ def test_with_a_feeder_killed_in_each_round_every_slot_counts_or_is_named(
             now = asyncio.get_running_loop().time()
             state = progress.round_progress(view, r, now, num_slots)
             assert state.committed == num_slots, f"seed {seed}, round {r}"
-            doubled += sum(len(by) - 1 for by in progress.doubled(view, r).values())
+            doubled += sum(len(by) - 1 for by in progress.doubled(view, r, now).values())
         await swarm.until_round(12)
         named = sum(
             record.args[1].count(",") + 1 for record in caplog.records if SAID in record.msg

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.failure_detector import SILENCE_S, TICK_S
-from swarmnet.protocol.membership.records import NO_STAMP, Stamp
+from swarmnet.protocol.membership.records import NO_STAMP, Record, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.moments import Since
 
 PUSH_FANOUT = 16
 """Peers to which urgent news is pushed at most."""
+COUNTED_PART = 0.5
+"""Of the exchanges of records, those that are with peers that count, however many others there
+are."""
 
 
 REFUTE_EVERY_S = TICK_S
@@ -43,18 +46,24 @@ class GossipSettings:
 
 
 class GossipPace:
-    """The intervals of gossip in a swarm of the present size."""
+    """The intervals of gossip in a swarm of the present size: of the peers that count."""
 
     def __init__(self, settings: GossipSettings, view: View) -> None:
         self._settings = settings
         self._view = view
+        self._num_counted: int | None = None
         self.interval_s = settings.interval_s
         self.heartbeat_s = settings.heartbeat_s
 
     @property
+    def _num_peers(self) -> int:
+        known = len(self._view)
+        return known if self._num_counted is None else min(known, self._num_counted)
+
+    @property
     def is_small(self) -> bool:
         """A push reaches every peer."""
-        return len(self._view) <= PUSH_FANOUT
+        return self._num_peers <= PUSH_FANOUT
 
     @property
     def publish_every_s(self) -> float:
@@ -66,13 +75,14 @@ class GossipPace:
         """About how long it takes until news that is not urgent is known everywhere."""
         if self.is_small:
             return 0.0
-        return self.interval_s * math.log2(len(self._view)) + self.publish_every_s
+        return self.interval_s * math.log2(max(1, self._num_peers)) + self.publish_every_s
 
-    def adapt(self, num_live: int) -> None:
-        """Sets the intervals for a swarm of `num_live` peers, and after what silence the view
-        counts a peer as dead. What a peer sends and hears in a second then does not grow with the
-        swarm."""
-        settings, part = self._settings, max(1.0, num_live / PUSH_FANOUT)
+    def adapt(self, num_counted: int) -> None:
+        """Sets the intervals for a swarm of `num_counted` live peers that count, and after what
+        silence the view counts a peer as dead. What a peer sends and hears in a second then does
+        not grow with the swarm."""
+        self._num_counted = num_counted
+        settings, part = self._settings, max(1.0, num_counted / PUSH_FANOUT)
         self.interval_s = part * settings.interval_s
         self.heartbeat_s = part * settings.heartbeat_s
         self._view.set_silence(part * settings.silence_s)
@@ -148,9 +158,11 @@ class Refutations:
 
 
 def partner(view: View, connected: Iterable[str], rng: random.Random, now: float) -> str | None:
-    """A random live peer, to exchange records with. `connected`: machines to which a channel is
-    open, where no peer is live."""
-    own, live = view.own_peer_id, view.live(now)
+    """A random live peer, to exchange records with: every other time one that counts, where not
+    all do. `connected`: machines to which a channel is open, where no peer is live."""
+    own, live, counted = view.own_peer_id, view.live(now), view.counted(now)
+    if len(counted) < len(live) and len(counted) > 1 and rng.random() < COUNTED_PART:
+        live = counted
     if len(live) > 1:
         drawn = rng.choice(live).peer_id
         if drawn != own and view.reaches(drawn, now):
@@ -163,16 +175,19 @@ def partner(view: View, connected: Iterable[str], rng: random.Random, now: float
 def push_targets(
     view: View, connected: Iterable[str], fanout: int, rng: random.Random, now: float
 ) -> list[str]:
-    """All live peers, or, where these are more than `PUSH_FANOUT`, `fanout` of them. Half of these
-    are the first of the feeders, so that some peer has all the urgent news and sees at once that a
-    round is over; the others are drawn. `connected`: as of `partner`."""
+    """All live peers that count, with others up to `PUSH_FANOUT`, or, where more count, `fanout`
+    of them. Half of these are the first of the feeders, so that some peer has all the urgent news
+    and sees at once that a round is over; the others are drawn. `connected`: as of `partner`."""
+
+    def reached(records: Iterable[Record]) -> list[str]:
+        return [p for r in records if (p := r.peer_id) != own and view.reaches(p, now)]
+
     own = view.own_peer_id
-    live = [r.peer_id for r in view.live(now) if r.peer_id != own]
-    live = [p for p in live if view.reaches(p, now)]
+    live = reached(view.counted(now))
     if len(live) <= PUSH_FANOUT:
-        live = sorted({*live, *connected} - {own})
-    if len(live) <= PUSH_FANOUT:
-        return live
+        others = sorted({*reached(view.live(now)), *connected} - {own, *live})
+        room = PUSH_FANOUT - len(live)
+        return sorted([*live, *(others if len(others) <= room else rng.sample(others, room))])
     first = first_targets(view, fanout, now)
     drawn = rng.sample(live, fanout)
     return [*first, *(p for p in drawn if p not in first)][:fanout]

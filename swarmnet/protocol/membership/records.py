@@ -30,6 +30,10 @@ MAX_RESTORABLE = 16
 """Checkpoints that a peer offers at most."""
 MAX_STRIKES = 32
 """Senders of bad contributions that a record names at most."""
+VOUCH_BYTES = 8
+"""Of the name of a peer in vouches: the first bytes of the BLAKE2b hash of its id."""
+MAX_VOUCHES = 64
+"""Peers for which one vouches, at most."""
 MAX_UNREACHED = 32
 """Peers that a record names as out of its reach, at most."""
 
@@ -199,6 +203,8 @@ class Record:
     `MAX_UNREACHED`."""
     serves_data: bool = False
     """Gives the tokens of the run's data to members that ask."""
+    vouches: bytes = b""
+    """Peers that it has seen at work (see `protocol.membership.reputation`), by name, ascending."""
     measures: bool = True
     """Its data have a part that is held out: as a feeder it can measure losses on that."""
 
@@ -250,6 +256,8 @@ class Record:
             raise ValueError("the strikes of a record are out of range")
         if len(self.unreached) > MAX_UNREACHED or any(len(p) > MAX_TEXT for p in self.unreached):
             raise ValueError("too many or too long ids of peers that a peer cannot reach")
+        if len(self.vouches) > MAX_VOUCHES * VOUCH_BYTES or len(self.vouches) % VOUCH_BYTES:
+            raise ValueError("vouches of an impossible length")
         if len(self.switches) > MAX_SWITCHES:
             raise ValueError("too many switches in a record")
         if len(self.paused) > MAX_TEXT:

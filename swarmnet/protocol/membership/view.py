@@ -24,10 +24,21 @@ from swarmnet.protocol.membership.indices import (
     StageIndex,
 )
 from swarmnet.protocol.membership.reach import Reach
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, LEFT, Record, Stamp
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    JOINING,
+    LEAVING,
+    LEFT,
+    OBSERVING,
+    Record,
+    Stamp,
+)
+from swarmnet.protocol.membership.reputation import Level, Reputation
 
 T = TypeVar("T")
 
+MANY_NEWCOMERS = 8
+"""That come to a swarm at a time, where few are known."""
 MAX_PEERS = 16_384
 """Known peers at most."""
 
@@ -50,11 +61,11 @@ class View:
         self.agreement = Agreement(own_peer_id)
         self._records: dict[str, Record] = {}
         self._index = StageIndex()
-        self._answers = AnswerCache(
-            lambda stage, now: self.detector.next_silence_at(self._index.ids(stage), now)
-        )
+        self.reputation = Reputation(own_peer_id)
+        """To be read by others; what was seen of a peer is told to the view."""
+        self._answers = AnswerCache(self._lapses_at)
         self._newest_round = 0
-        """Of any record of another peer, ever."""
+        """Of any record of another peer, ever, whatever that is worth."""
         self.reach = Reach(
             own_peer_id,
             self.detector,
@@ -107,8 +118,13 @@ class View:
         self.reach.merged(before, record, now)
         if before is None or _told(before) != _told(record):
             self.agreement.heard(record)
-        if record.round > self._newest_round and peer_id != self.own_peer_id:
-            self._newest_round = record.round
+        if peer_id == self.own_peer_id:
+            if before is not None and record.round > before.round:
+                self._heed(self.reputation.round_began(now))
+            return True
+        self._newest_round = max(self._newest_round, record.round)
+        if record.vouches != (b"" if before is None else before.vouches):
+            self._heed(self.reputation.vouched(peer_id, record.vouches))
         return True
 
     def get(self, peer_id: str) -> Record | None:
@@ -147,13 +163,61 @@ class View:
         return self.detector.gone_s(peer_id, now)
 
     def live(self, now: float, stage: int = ALL) -> Sequence[Record]:
-        """Records of the live peers of a stage, or of all live peers, by peer id."""
+        """Records of the live peers of a stage, or of all live peers, by peer id, whether they
+        count or not."""
         return self.remembered(stage, "live", now, lambda: self._live_in(stage, now))
 
-    def replicas(self, stage: int, now: float) -> Sequence[Record]:
-        """Live replicas that serve `stage` now, by peer id."""
+    def is_flooded(self, now: float) -> bool:
+        """Whether more peers are to show that they work than newcomers usually are: as many as
+        those that count, or `MANY_NEWCOMERS` where these are fewer. Only then they have to show it
+        before they count."""
+        return self.remembered(ALL, "flooded", now, lambda: self._is_flooded(now))
+
+    def counted(self, now: float, stage: int = ALL) -> Sequence[Record]:
+        """Those of the live peers that count here, by peer id: all but observers, and in a flood of
+        names those that `reputation` knows."""
         return self.remembered(
-            stage, "replicas", now, lambda: [r for r in self.live(now, stage) if r.is_replica]
+            stage,
+            "counted",
+            now,
+            lambda: [r for r in self.live(now, stage) if self._counts(r, now)],
+        )
+
+    def replicas(self, stage: int, now: float) -> Sequence[Record]:
+        """Live replicas that serve `stage` now and count, by peer id. Where none of them counts,
+        all do: the stage has no others."""
+
+        def found() -> list[Record]:
+            there = [r for r in self.live(now, stage) if r.is_replica]
+            return self._counting(there, now)
+
+        return self.remembered(stage, "replicas", now, found)
+
+    def on_trial(self, stage: int, now: float) -> Sequence[Record]:
+        """Live replicas that serve `stage`, or are about to (by the digests of their parameters),
+        can be called, and are still to show that they work, by peer id."""
+        return self.remembered(stage, "on trial", now, lambda: self._on_trial(stage, now))
+
+    def is_to_show(self, stage: int, now: float) -> bool:
+        """Whether the own peer has to show that it works before it counts in a stage: there are
+        others through which microbatches go."""
+        own = self.own_peer_id
+        return (
+            self.is_flooded(now)
+            and not self.reputation.counts(own, now)
+            and any(r.peer_id != own for r in self.replicas(stage, now))
+        )
+
+    def has_newcomers(self, stage: int, now: float) -> bool:
+        """Whether anybody joins a stage in a flood of names, or has joined and is on trial."""
+        return self.is_flooded(now) and self.remembered(
+            stage,
+            "newcomers",
+            now,
+            lambda: (
+                bool(self.on_trial(stage, now))
+                or any(r.state == JOINING for r in self.live(now, stage))
+            ),
         )
 
     def in_reach(self, stage: int, now: float) -> Sequence[Record]:
@@ -167,13 +231,26 @@ class View:
         )
 
     def members(self, stage: int, now: float) -> Sequence[Record]:
-        """Live peers of `stage`, joining and leaving ones included, by peer id."""
-        return self.remembered(
-            stage,
-            "members",
-            now,
-            lambda: [r for r in self.live(now, stage) if r.state in (JOINING, ACTIVE, LEAVING)],
-        )
+        """Live peers of `stage` by peer id, leaving ones included, and joining ones, which do not
+        have to count. Where no other one counts, all do."""
+
+        def found() -> list[Record]:
+            there = self.live(now, stage)
+            joining = [r for r in there if r.state == JOINING]
+            serving = self._counting([r for r in there if r.state in (ACTIVE, LEAVING)], now)
+            return sorted((*joining, *serving), key=lambda r: r.peer_id)
+
+        return self.remembered(stage, "members", now, found)
+
+    def takes_part(self, peer_id: str, now: float) -> bool:
+        """Whether a known peer counts, or counted when it was last heard of; or serves a stage
+        that has no peers which do."""
+        if self.reputation.counts(peer_id, now):
+            return True
+        record = self._records.get(peer_id)
+        if record is None or record.state == OBSERVING:
+            return False
+        return not self.is_flooded(now) or record in self.replicas(record.stage, now)
 
     def lost(self, stage: int, now: float) -> list[Record]:
         """Records of peers of `stage` that are known, and not live or out of reach, by peer id."""
@@ -182,12 +259,12 @@ class View:
         return [self._records[p] for p in self._index.ids(stage) if p not in live]
 
     def is_past(self, round_index: int, now: float) -> bool:
-        """Another live replica, of any stage, has begun a later round."""
+        """Another live replica that counts, of any stage, has begun a later round."""
         if self._newest_round <= round_index:
             return False
         own = self.own_peer_id
         return any(
-            r.round > round_index and r.is_replica and r.peer_id != own for r in self.live(now)
+            r.round > round_index and r.is_replica and r.peer_id != own for r in self.counted(now)
         )
 
     def remembered(self, stage: int, name: object, now: float, ask: Callable[[], T]) -> T:
@@ -205,13 +282,14 @@ class View:
         another `after_s`: a peer that forgets later would bring them back."""
         self.digest.expire(now, after_s)
         since = now - after_s
+        newest = max((r.round for r in self.counted(now)), default=0)
         old = [
             p
             for p in self._index.ids(ALL)
             if self.detector.heard_at(p) <= since
             and p != self.own_peer_id
             and not self.is_live(p, now)
-            and not self._has_counted(p)
+            and not (self.reputation.counts(p, now) and self._has_counted(p, newest))
         ]
         for peer_id in old:
             self._forget(peer_id, now)
@@ -223,19 +301,76 @@ class View:
         if peer_id in self._records and peer_id != self.own_peer_id:
             self._forget(peer_id, now)
 
+    # -- what was seen of them -------------------------------------------------------------
+
+    def met(self, peer_id: str) -> None:
+        """Records were exchanged with a peer to which this one turned."""
+        self._heed(self.reputation.met(peer_id))
+
+    def delivered(self, peer_id: str, now: float) -> bool:
+        """A peer was seen at work (see `Reputation.delivered`); True where it counts only now."""
+        is_news = self.reputation.delivered(peer_id, self._records, now)
+        self._heed(is_news)
+        return is_news
+
+    def failed(self, peer_id: str) -> None:
+        """A peer did not do what it was waited for (see `Reputation.failed`)."""
+        self._heed(self.reputation.failed(peer_id))
+
+    def lied(self, peer_id: str) -> None:
+        """There is evidence that a peer has lied (see `Reputation.lied`)."""
+        self._heed(self.reputation.lied(peer_id))
+
     # -- within ----------------------------------------------------------------------------
+
+    def _heed(self, is_news: bool) -> None:
+        """Who counts has changed."""
+        if is_news:
+            self._answers.clear()
+
+    def _lapses_at(self, stage: int, now: float) -> float:
+        """When an answer about a stage may change of itself."""
+        silent_at = self.detector.next_silence_at(self._index.ids(stage), now)
+        return min(silent_at, self.reputation.grace_ends_at(now))
+
+    def _is_flooded(self, now: float) -> bool:
+        counts = self.reputation.counts
+        serving = [r for r in self.live(now) if r.state != OBSERVING]
+        num_known = sum(counts(r.peer_id, now) for r in serving)
+        return len(serving) - num_known > max(MANY_NEWCOMERS, num_known)
+
+    def _counts(self, record: Record, now: float) -> bool:
+        if record.state == OBSERVING:
+            return record.peer_id == self.own_peer_id
+        return self.reputation.counts(record.peer_id, now) or not self.is_flooded(now)
+
+    def _counting(self, there: list[Record], now: float) -> list[Record]:
+        """Those that count; where none does, all."""
+        return [r for r in there if self._counts(r, now)] or there
+
+    def _on_trial(self, stage: int, now: float) -> list[Record]:
+        counting = {r.peer_id for r in self.replicas(stage, now)}
+        barred, lost = Level.BARRED, self.detector.is_lost
+        if not self.is_flooded(now):
+            return []
+        return [
+            r
+            for r in self.live(now, stage)
+            if (r.is_replica or (r.state == JOINING and r.digests))
+            and r.peer_id not in counting
+            and not self.reputation.counts(r.peer_id, now)
+            and self.reputation.level(r.peer_id) is not barred
+            and not lost(r.peer_id)
+        ]
 
     def _live_in(self, stage: int, now: float) -> list[Record]:
         records, sound = self._records, self.detector.sound(self._index.ids(stage), now)
         return [r for p in sound if (r := records[p]).state != LEFT]
 
-    def _has_counted(self, peer_id: str) -> bool:
-        """The record of a peer has samples of a round that may not have ended."""
-        newest = self._newest_round
-        own = self._records.get(self.own_peer_id)
-        if own is not None:
-            newest = max(newest, own.round)
-        return any(c.committed and c.round >= newest for c in self._records[peer_id].counts)
+    def _has_counted(self, peer_id: str, newest_round: int) -> bool:
+        """The record of a peer that counts has samples of a round that may not have ended."""
+        counts = self._records[peer_id].counts
+        return any(c.committed and c.round >= newest_round for c in counts)
 
     def _make_room(self, now: float) -> bool:
         """Forgets the peer that has been silent longest when the view is full; False where all
@@ -251,6 +386,7 @@ class View:
 
     def _forget(self, peer_id: str, now: float) -> None:
         record = self._records.pop(peer_id)
+        self.reputation.forget(peer_id)
         self._index.remove(peer_id, record.stage)
         self.reach.forget(record)
         self.digest.forget(peer_id, now)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.assignment import feeders
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, RoundCount
 from swarmnet.protocol.membership.view import ALL, View
 from swarmnet.protocol.slots import all_slots, share_of, slots_in
 
@@ -70,11 +70,17 @@ def is_launched(view: View, round_index: int, now: float, num_slots: int) -> boo
     return not round_progress(view, round_index, now, num_slots).missing
 
 
+def _counts(view: View, round_index: int, now: float) -> list[tuple[str, RoundCount]]:
+    """By peer id, of those that take part in the run."""
+    told = view.counters.by_peer(round_index)
+    return [(peer_id, count) for peer_id, count in told if view.takes_part(peer_id, now)]
+
+
 def _united(view: View, round_index: int, now: float, num_slots: int) -> RoundProgress:
     launched = committed = num_flights = tokens = 0
     loss_sum = 0.0
     all_sealed = True
-    for peer_id, count in view.counters.by_peer(round_index):
+    for peer_id, count in _counts(view, round_index, now):
         committed |= count.committed.mask | count.settled.mask
         num_flights += len(count.committed)
         tokens += count.tokens
@@ -100,23 +106,25 @@ def _united(view: View, round_index: int, now: float, num_slots: int) -> RoundPr
     )
 
 
-def is_committed_elsewhere(view: View, round_index: int, slot: int, own_peer_id: str) -> bool:
+def is_committed_elsewhere(
+    view: View, round_index: int, slot: int, own_peer_id: str, now: float
+) -> bool:
     """Whether another feeder has committed a slot, as far as is known here."""
     return any(
         slot in count.committed
-        for peer_id, count in view.counters.by_peer(round_index)
+        for peer_id, count in _counts(view, round_index, now)
         if peer_id != own_peer_id
     )
 
 
-def doubled(view: View, round_index: int) -> dict[int, list[str]]:
+def doubled(view: View, round_index: int, now: float) -> dict[int, list[str]]:
     """Slots that several feeders committed, over different replicas: they are in the update as
     often. By slot, the feeders' ids, ascending."""
     once = twice = 0
-    for _, count in view.counters.by_peer(round_index):
+    counts = _counts(view, round_index, now)
+    for _, count in counts:
         twice |= once & count.committed.mask
         once |= count.committed.mask
-    counts = view.counters.by_peer(round_index) if twice else ()
     return {slot: [p for p, c in counts if slot in c.committed] for slot in slots_in(twice)}
 
 
@@ -178,7 +186,7 @@ def newest_round(view: View, now: float, stage: int | None = None) -> int:
     none."""
     if stage is not None:
         return _newest(view.members(stage, now))
-    return view.remembered(ALL, "newest round", now, lambda: _newest(view.live(now)))
+    return view.remembered(ALL, "newest round", now, lambda: _newest(view.counted(now)))
 
 
 def _newest(records: Sequence[Record]) -> int:

@@ -15,9 +15,11 @@ from swarmnet.methods.table import METHODS
 from swarmnet.protocol import empty_stage
 from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
-from swarmnet.protocol.moments import Since
+from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.pipeline.trials import SAMPLED_ROUNDS
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.departure import Departure
@@ -41,6 +43,11 @@ from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
+
+TRIED_S = ANSWER_S
+"""How long a newcomer waits to be tried before it says that it serves. It protects swarms of short
+rounds from a newcomer that nobody waits for yet, and that would fall behind at once
+(tests/swarm/pipeline/test_first_round.py)."""
 
 
 @dataclass
@@ -175,7 +182,26 @@ class ServedStage:
                 await self.gossip.changed.wait(LOOK_AGAIN_S)
         if self.weights is not None:
             self.weights.forget_moments()  # others have begun the stage
-        return await self._announce() if replica.phase.is_declaring else []
+        if not replica.phase.is_declaring:
+            return []
+        await self._show_parameters()
+        return await self._announce()
+
+    async def _show_parameters(self) -> None:
+        """Before others are asked to wait for this replica: shows to those that do not know it what
+        it has, so that they can try it (`protocol.membership.reputation`). Returns when it counts,
+        or has waited for long."""
+        gossip, loop = self.gossip, asyncio.get_running_loop()
+        end, view, replica = Deadline.after(loop.time(), TRIED_S), gossip.view, self.replica
+        if not view.is_to_show(replica.index, loop.time()):
+            return
+        await replica.measure_digests()
+        gossip.update(round=replica.round, digests=replica.digests, urgent=True)
+        while view.is_to_show(replica.index, loop.time()) and not end.is_over(loop.time()):
+            newest = progress.newest_round(view, loop.time(), replica.index)
+            if newest >= replica.round + SAMPLED_ROUNDS:  # it will be found to be behind
+                return
+            await gossip.changed.wait(LOOK_AGAIN_S)
 
     async def _announce(self) -> list[Happened]:
         """A round has begun here."""

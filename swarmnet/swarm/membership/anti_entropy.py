@@ -97,6 +97,7 @@ class AntiEntropy:
             await self._records.take_all(peer_id, theirs.records, is_asked=True)
         except Busy as e:
             log.debug("the records of %s: %s", peer_id[-8:], e)
+        self._view.met(peer_id)
         self._liveness.hear(theirs.suspicions)
         wanted = self._fitting(theirs.wanted)
         if wanted:

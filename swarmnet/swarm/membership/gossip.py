@@ -130,7 +130,7 @@ class Gossip:
 
     def _tend(self) -> None:
         """Heartbeat, the own addresses as they are now, and forgetting."""
-        self._pace.adapt(len(self.view.live(asyncio.get_running_loop().time())))
+        self._pace.adapt(len(self.view.counted(asyncio.get_running_loop().time())))
         if not self.quiet:
             self.tell_addresses()
         self.own_record.beat()
@@ -164,6 +164,13 @@ class Gossip:
     def add_total(self, name: str, amount: int = 1) -> None:
         """Adds to one of the own record's totals."""
         self.own_record.add_total(name, amount)
+
+    def worked(self, peer_id: str) -> None:
+        """A peer was seen at work (see `protocol.membership.reputation`). Where it counts only now,
+        all are told."""
+        if self.view.delivered(peer_id, asyncio.get_running_loop().time()):
+            self.update(vouches=self.view.reputation.vouches(), urgent=True)
+            self.changed.notify_all()
 
     def tell_addresses(self) -> None:
         """Puts those that the transport has now into the own record."""

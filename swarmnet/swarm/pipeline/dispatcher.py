@@ -44,6 +44,7 @@ from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.swarm.calls import call, notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.flights import Track
+from swarmnet.swarm.pipeline.trials import TrialPasses
 from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Handler, Request
@@ -131,6 +132,13 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self.transport = self.gossip.transport
+        own = self.gossip.own
+        rng = random.Random(f"trials|{own.peer_id}|{own.incarnation}")
+        self._trials = TrialPasses(self.gossip, rng)
+
+    async def close(self) -> None:
+        """Ends what it has under way of its own accord."""
+        await self._trials.close()
 
     def handle(self, method: Method[Any, Any], handler: Handler) -> None:
         """Serves a method of this peer's stage, to others and to itself."""
@@ -278,6 +286,8 @@ class Dispatcher:
             router.abandoned(peer_id, _now())
             raise
         router.succeeded(peer_id, _now(), hop.sent_at)
+        self.gossip.worked(peer_id)
+        self._trials.came_back(message.body, message.arrays, body)
         return Passed(peer_id, body, grad_inputs)
 
     async def _call_patiently(self, hop: _Hop, message: Message[StepRequest]) -> Message[StepReply]:

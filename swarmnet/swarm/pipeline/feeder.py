@@ -144,7 +144,7 @@ class Feeder:
         the first by id says so, else the first of all."""
         view, now = self.gossip.view, asyncio.get_running_loop().time()
         own = []
-        for slot, by in progress.doubled(view, r).items():
+        for slot, by in progress.doubled(view, r, now).items():
             live = [p for p in by if view.is_live(p, now)] or assignment.feeders(view, now)
             if live[:1] == [self.gossip.own.peer_id]:
                 own.append(slot)
@@ -304,8 +304,8 @@ class Feeder:
                     request, (batch.inputs, batch.targets), passed, passed.reply.receipt
                 )
                 is_refused = mine.is_refused(the_id, passed.reply.path)
-                view, own_id = self.gossip.view, own.peer_id
-                if progress.is_committed_elsewhere(view, mine.round, slot, own_id):
+                view, now = self.gossip.view, asyncio.get_running_loop().time()
+                if progress.is_committed_elsewhere(view, mine.round, slot, own.peer_id, now):
                     self._never_launched(mine, slot)
                 elif not is_refused:
                     self._committed(mine, the_id, passed.reply)

@@ -44,7 +44,7 @@ class InferService:
         if infer.stage and not self._origins.may_bring(request.remote, "", infer.stage):
             raise NotReady(f"{request.remote[-8:]} may not pass on to stage {infer.stage}")
         if infer.round >= 0:
-            await replica.enter(infer.round, self._limits.enter_wait_s)
+            await replica.enter(infer.round, self._limits.enter_wait_s, leaves_nothing=True)
         inputs, targets = _arrays(infer, request.message.arrays)
         last = infer.stage == replica.stage.num_stages - 1
         wanted = targets if last else None

@@ -467,6 +467,8 @@ class StepService:
             entry = replica.ledger.commit(key)
             if entry is None or entry.state == RUNNING:
                 continue
+            if sender == entry.feeder:  # who has no use for what its callers sent in vain
+                self.gossip.worked(entry.caller)
             self._settle(replica, key)
             if entry.next_peer is not None:
                 onward.setdefault(entry.next_peer, []).append(microbatch_id)

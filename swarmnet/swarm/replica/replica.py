@@ -124,12 +124,15 @@ class Replica:
     def is_closed(self, round_index: int) -> bool:
         return self.phase.is_closed(round_index)
 
-    async def enter(self, round_index: int, wait_s: float) -> None:
-        """Returns when `round_index` is open here. Raises `Stale` where it is over, `NotReady`
-        where it does not begin within `wait_s`."""
+    async def enter(self, round_index: int, wait_s: float, *, leaves_nothing: bool = False) -> None:
+        """Returns when `round_index` is open here; for what leaves nothing in a gradient, before
+        others know of it. Raises `Stale` where it is over, `NotReady` where it does not begin
+        within `wait_s`."""
 
         def open_or_over() -> bool:
-            return self.round > round_index or self.phase.lets_in(round_index)
+            phase = self.phase
+            lets_in = phase.takes(round_index) if leaves_nothing else phase.lets_in(round_index)
+            return self.round > round_index or lets_in
 
         if not open_or_over() and self.is_closed(round_index):
             raise Stale(f"round {round_index} is closed here", round=self.round)

@@ -93,12 +93,12 @@ def test_slots_that_two_feeders_have() -> None:
     view = view_of(a, b)
     state = round_progress(view, R, 0.0, 16)
     assert (state.launched, state.committed, state.missing, state.drained) == (16, 16, 0, True)
-    assert doubled(view, R) == {8: ["a", "b"]}
-    assert is_committed_elsewhere(view, R, 8, "a")
-    assert not is_committed_elsewhere(view, R, 7, "a")
+    assert doubled(view, R, 0.0) == {8: ["a", "b"]}
+    assert is_committed_elsewhere(view, R, 8, "a", 0.0)
+    assert not is_committed_elsewhere(view, R, 7, "a", 0.0)
     found = RoundCount(R, slots(8, 8), slots(9, 7), True, settled=slots(8, 1))
     view.merge(record("b", 1, has_data=True, round=R).with_count(found), 0.0)
-    assert doubled(view, R) == {}
+    assert doubled(view, R, 0.0) == {}
     assert round_progress(view, R, 0.0, 16).drained
 
 
@@ -165,7 +165,7 @@ def test_every_round_drains_at_every_survivor(
     assert all(s.drained for s in states)
     assert {s.committed for s in states} == {num_slots}
     if not dies_at:
-        assert doubled(views[alive[0]], R) == {}
+        assert doubled(views[alive[0]], R, now) == {}
 
 
 def test_many_feeders_take_what_others_come_to_late() -> None:

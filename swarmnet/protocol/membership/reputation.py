@@ -1,0 +1,239 @@
+"""Who counts: what this peer has seen others do, and the word of those it has seen work. Pure.
+
+An identity is free, so a record makes nobody a member. A peer counts here once this one has seen
+it work: a microbatch came back through it, or one that it sent was committed, or it found the right
+loss in a trial pass (`protocol.pipeline.trials`). Its word then helps others (`Record.vouches`):
+whoever it has seen work itself counts here too, but the word of those does not go further. So a
+peer that has proved itself can bring in `MAX_VOUCHES` others at most.
+
+Where a peer has seen nobody work yet, it goes by the swarm that it finds. A newcomer to one that
+works (its introducers vouch for somebody) believes its introducers, those for whom they vouch, and
+so on. Where nobody vouches for anybody, all begin together, and all count. Who counted when the
+first proof came goes on counting for a while, since no peer works with all others at once.
+
+Known ideas: trust by own experience and by the word of those trusted (Kamvar et al. 2003,
+"EigenTrust"), which is here bounded to one step; newcomers pay with work before they are believed
+(Friedman and Resnick 2001, "The social cost of cheap pseudonyms")."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable
+from enum import IntEnum
+from functools import lru_cache
+
+from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.records import MAX_VOUCHES, VOUCH_BYTES
+
+MAX_INTRODUCERS = 3
+MAX_NEEDED_BITS = 16
+GRACE_S = 60.0
+GRACE_ROUNDS = 3
+"""Who counted before anything was proved here goes on counting for so long: the longer of the two.
+It protects those that begin a run together from being left out before they have worked with all
+others (tests/protocol/membership/test_reputation.py)."""
+
+
+class Level(IntEnum):
+    """What is known here of a peer."""
+
+    BARRED = -1
+    """It has lied."""
+    UNKNOWN = 0
+    VOUCHED = 1
+    """Somebody who is proven has seen it work."""
+    PROVEN = 2
+    """This peer has seen it work."""
+
+
+@lru_cache(maxsize=1 << 15)
+def name_of(peer_id: str) -> bytes:
+    """A peer as records name it in their vouches: `VOUCH_BYTES` bytes."""
+    return hashlib.blake2b(peer_id.encode(), digest_size=VOUCH_BYTES).digest()
+
+
+def names_in(vouches: bytes) -> list[bytes]:
+    """The names in a record's vouches."""
+    return [vouches[i : i + VOUCH_BYTES] for i in range(0, len(vouches), VOUCH_BYTES)]
+
+
+class Reputation:
+    """Of one peer's view of all others.
+
+    What `counts` answers changes only when a method here returns True, and at `grace_ends_at`."""
+
+    def __init__(self, own_peer_id: str) -> None:
+        self._own_peer_id = own_peer_id
+        self._vouches: dict[str, frozenset[bytes]] = {}
+        """By who vouches."""
+        self._proven: dict[str, None] = {}
+        """The one that was proven last at the end."""
+        self._supported: Counter[bytes] = Counter()
+        """How many of the proven peers vouch for one."""
+        self._failures: Counter[str] = Counter()
+        self._needed: dict[str, int] = {}
+        """Of peers that failed: how often each has to be seen at work to count again."""
+        self._barred: set[str] = set()
+        """Machines."""
+        self._has_met = False
+        self._introducers: dict[str, None] = {}
+        self._introduced: frozenset[bytes] | None = None
+        """Those in whom a newcomer believes; None: to be found anew."""
+        self._founders: frozenset[str] = frozenset()
+        self._rounds_left = GRACE_ROUNDS
+        self._grace_until = 0.0
+
+    # ---- answers --------------------------------------------------------------------------------
+
+    @property
+    def is_proven(self) -> bool:
+        """Somebody has been seen at work."""
+        return bool(self._proven)
+
+    def level(self, peer_id: str) -> Level:
+        """What is known of a peer."""
+        if machine_of(peer_id) in self._barred:
+            return Level.BARRED
+        if peer_id in self._proven:
+            return Level.PROVEN
+        return Level.VOUCHED if name_of(peer_id) in self._supported else Level.UNKNOWN
+
+    def counts(self, peer_id: str, now: float) -> bool:
+        """Whether a peer takes part in the run, as this one sees it. The own one counts where the
+        others would have it."""
+        level = self.level(peer_id)
+        if level is not Level.UNKNOWN:
+            return level > Level.UNKNOWN
+        if not self._proven:
+            return not self._introducers or self._is_introduced(peer_id)
+        in_grace = now < self._grace_until or self._rounds_left > 0
+        return in_grace and peer_id in self._founders
+
+    def grace_ends_at(self, now: float) -> float:
+        """When answers change of themselves; infinity where they do not."""
+        ends = self._proven and self._founders and not self._rounds_left
+        return self._grace_until if ends and now < self._grace_until else math.inf
+
+    def vouches(self) -> bytes:
+        """For whom this peer vouches: those that were proven last, as a record names them."""
+        newest = list(self._proven)[-MAX_VOUCHES:]
+        return b"".join(sorted(map(name_of, newest)))
+
+    # ---- what has been seen ---------------------------------------------------------------------
+
+    def met(self, peer_id: str) -> bool:
+        """Records were exchanged with a peer to which this one turned. The first such peers
+        introduce a newcomer, where they vouch for somebody."""
+        if self._proven or peer_id in self._introducers:
+            return False
+        is_first, self._has_met = not self._has_met, True
+        may_introduce = is_first or bool(self._introducers)
+        if not may_introduce or peer_id not in self._vouches:
+            return False
+        if len(self._introducers) == MAX_INTRODUCERS:
+            return False
+        self._introducers[peer_id] = None
+        self._introduced = None
+        return True
+
+    def vouched(self, by: str, vouches: bytes) -> bool:
+        """The record of `by` vouches for these now."""
+        names, before = frozenset(names_in(vouches)), self._vouches.get(by, frozenset())
+        if names == before:
+            return False
+        self._vouches[by] = names
+        if not names:
+            del self._vouches[by]
+        self._introduced = None
+        if by in self._proven:
+            self._support(names - before, 1)
+            self._support(before - names, -1)
+            return True
+        return bool(self._introducers) and not self._proven
+
+    def delivered(self, peer_id: str, known: Iterable[str], now: float) -> bool:
+        """A peer was seen at work. `known`: all peers of the view; those that count when the first
+        proof comes are the founders."""
+        if peer_id == self._own_peer_id or peer_id in self._proven:
+            return False
+        if machine_of(peer_id) in self._barred:
+            return False
+        self._needed[peer_id] = needed = self._needed.get(peer_id, 1) - 1
+        if needed:
+            return False
+        del self._needed[peer_id]
+        if not self._proven and not self._founders:
+            self._founders = frozenset(p for p in known if self.counts(p, now))
+            self._grace_until = now + GRACE_S
+        self._proven[peer_id] = None
+        self._support(self._vouches.get(peer_id, ()), 1)
+        return True
+
+    def failed(self, peer_id: str) -> bool:
+        """A peer did not do what it was waited for: it has to be seen at work again to count, each
+        time twice as often."""
+        self._failures[peer_id] += 1
+        self._needed[peer_id] = 1 << min(self._failures[peer_id], MAX_NEEDED_BITS)
+        was_founder = peer_id in self._founders
+        self._founders -= {peer_id}
+        return self._disprove(peer_id) or was_founder
+
+    def lied(self, peer_id: str) -> bool:
+        """There is evidence that a peer has lied: its machine does not count any more."""
+        machine = machine_of(peer_id)
+        if machine in self._barred:
+            return False
+        self._barred.add(machine)
+        for seat in [p for p in self._proven if machine_of(p) == machine]:
+            self._disprove(seat)
+        return True
+
+    def round_began(self, now: float) -> bool:
+        """Another round has begun here."""
+        if not self._proven or not self._rounds_left:
+            return False
+        self._rounds_left -= 1
+        return not self._rounds_left
+
+    def forget(self, peer_id: str) -> None:
+        """A peer has been gone for long. What a machine is barred for is not forgotten."""
+        self._disprove(peer_id)
+        self._vouches.pop(peer_id, None)
+        self._introducers.pop(peer_id, None)
+        self._needed.pop(peer_id, None)
+        del self._failures[peer_id]
+        self._introduced = None
+
+    # ---- within ---------------------------------------------------------------------------------
+
+    def _disprove(self, peer_id: str) -> bool:
+        if peer_id not in self._proven:
+            return False
+        del self._proven[peer_id]
+        self._support(self._vouches.get(peer_id, ()), -1)
+        return True
+
+    def _support(self, names: Iterable[bytes], sign: int) -> None:
+        for name in names:
+            self._supported[name] += sign
+            if not self._supported[name]:
+                del self._supported[name]
+
+    def _is_introduced(self, peer_id: str) -> bool:
+        if self._introduced is None:
+            self._introduced = self._find_introduced()
+        return peer_id in self._introducers or name_of(peer_id) in self._introduced
+
+    def _find_introduced(self) -> frozenset[bytes]:
+        """Those for whom the introducers vouch, those for whom these vouch, and so on."""
+        who = {name_of(p): p for p in self._vouches}
+        frontier = [n for p in self._introducers for n in self._vouches.get(p, ())]
+        found: set[bytes] = set()
+        while frontier:
+            name = frontier.pop()
+            if name not in found:
+                found.add(name)
+                frontier += self._vouches.get(who.get(name, ""), ())
+        return frozenset(found)

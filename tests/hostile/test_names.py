@@ -1,0 +1,67 @@
+"""One machine with many names, which are free: what their records say changes nothing, and honest
+newcomers are found among them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from swarmnet.methods.contact import PING
+from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, RoundCount
+from swarmnet.protocol.slots import SlotSet, all_slots
+from tests.hostile.attacker import Attacker
+from tests.hostile.trial import NUM_REPLICAS, NUM_STAGES, trial
+from tests.swarm.harness import Swarm
+
+MANY = 200
+WHERE = ("/memory",)
+
+
+async def observe(attacker: Attacker, swarm: Swarm) -> None:
+    """Names that only exist."""
+    for _ in range(MANY):
+        name = attacker.name()
+        name.tell(attacker.victims, name.record(state=OBSERVING, addresses=WHERE))
+
+
+async def feed(attacker: Attacker, swarm: Swarm) -> None:
+    """Names that launch everything and commit nothing."""
+    names = [attacker.name() for _ in range(MANY)]
+    for name in names:
+        name.answer(PING, lambda body: None)
+    while True:
+        r = max(swarm.rounds())
+        launched = RoundCount(r, SlotSet.of(all_slots(8)))
+        for name in names:
+            says = {"state": ACTIVE, "stage": 0, "round": r, "has_data": True, "addresses": WHERE}
+            name.tell(attacker.victims, name.record(**says, counts=(launched,)))
+        await asyncio.sleep(1.0)
+
+
+@pytest.mark.parametrize("attack", [observe, feed])
+def test_many_names_are_worth_nothing(
+    attack: Callable[[Attacker, Swarm], Awaitable[None]],
+) -> None:
+    async def attack_and_join(attacker: Attacker, swarm: Swarm) -> None:
+        work = asyncio.get_running_loop().create_task(attack(attacker, swarm))
+        try:
+            await asyncio.sleep(1.0)
+            swarm.start("newcomer")
+            await asyncio.get_running_loop().create_future()
+        finally:
+            work.cancel()
+
+    def look(swarm: Swarm, attacker: Attacker) -> None:
+        newest = max(swarm.rounds())
+        assert all(r >= newest - 2 for r in swarm.rounds()), swarm.describe()
+        now = asyncio.get_running_loop().time()
+        for member in swarm.members.values():
+            counted = {r.peer_id for r in member.peer.view.counted(now)}
+            assert counted >= set(swarm.members), member.peer_id
+        assert len(swarm.members) == NUM_STAGES * NUM_REPLICAS + 1
+        assert not swarm.total("samples_lost")
+
+    pace = trial(attack_and_join, look=look)
+    assert pace.held(), pace

@@ -1,0 +1,202 @@
+"""Who counts: by what was seen of a peer, and by the word of those that were seen at work."""
+
+from __future__ import annotations
+
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    JOINING,
+    MAX_VOUCHES,
+    VOUCH_BYTES,
+    Record,
+    RoundCount,
+)
+from swarmnet.protocol.membership.reputation import (
+    GRACE_ROUNDS,
+    GRACE_S,
+    MAX_INTRODUCERS,
+    Level,
+    Reputation,
+    name_of,
+)
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline.progress import round_progress
+from swarmnet.protocol.slots import SlotSet
+from tests.protocol.making import record
+
+LATER = 2 * GRACE_S
+
+
+def vouches(*peer_ids: str) -> bytes:
+    return b"".join(sorted(map(name_of, peer_ids)))
+
+
+def working(own: str = "me", *proven: str) -> Reputation:
+    """Of a peer whose grace is over, and which has seen these at work."""
+    found = Reputation(own)
+    for peer_id in proven:
+        found.delivered(peer_id, (), 0.0)
+    for _ in range(GRACE_ROUNDS):
+        found.round_began(LATER)
+    return found
+
+
+def test_all_count_where_nobody_has_been_seen_at_work() -> None:
+    reputation = Reputation("me")
+    assert reputation.counts("a", 0.0)
+    assert reputation.counts("me", 0.0)
+    assert reputation.level("a") is Level.UNKNOWN
+
+
+def test_who_was_seen_at_work_counts_and_an_unknown_one_does_not() -> None:
+    reputation = working("me", "a")
+    assert reputation.counts("a", LATER)
+    assert not reputation.counts("b", LATER)
+    assert reputation.delivered("b", (), LATER)
+    assert reputation.counts("b", LATER)
+    assert not reputation.delivered("b", (), LATER), "nothing new"
+
+
+def test_the_word_of_one_that_was_seen_at_work_counts_and_no_other_word() -> None:
+    reputation = working("me", "a")
+    assert reputation.vouched("a", vouches("b"))
+    assert not reputation.vouched("b", vouches("c")), "of a second one it changes nothing"
+    assert not reputation.vouched("liar", vouches("liar", "d"))
+    assert reputation.level("b") is Level.VOUCHED
+    counted = [p for p in ("b", "c", "d", "liar") if reputation.counts(p, LATER)]
+    assert counted == ["b"]
+
+
+def test_a_word_is_taken_back_and_ends_with_the_trust_in_who_gave_it() -> None:
+    reputation = working("me", "a", "z", "other")
+    reputation.vouched("a", vouches("b", "c"))
+    reputation.vouched("z", vouches("c"))
+    reputation.vouched("a", vouches("b"))
+    assert reputation.counts("b", LATER)
+    assert reputation.counts("c", LATER)
+    assert reputation.failed("a")
+    assert not reputation.counts("b", LATER)
+    assert reputation.counts("c", LATER)
+    assert reputation.lied("z")
+    assert not reputation.counts("c", LATER)
+
+
+def test_the_own_peer_counts_as_the_others_would_have_it() -> None:
+    reputation = working("me", "a")
+    assert not reputation.counts("me", LATER)
+    reputation.vouched("a", vouches("me"))
+    assert reputation.counts("me", LATER)
+
+
+def test_who_counted_at_the_first_proof_goes_on_for_a_while() -> None:
+    reputation = Reputation("me")
+    reputation.delivered("a", ("me", "b", "c"), 10.0)
+    assert all(reputation.counts(p, 10.0) for p in ("me", "b", "c"))
+    assert not reputation.counts("newcomer", 10.0)
+    assert reputation.counts("b", 10.0 + LATER), "no round has begun since"
+    for _ in range(GRACE_ROUNDS):
+        reputation.round_began(11.0)
+    assert reputation.grace_ends_at(11.0) == 10.0 + GRACE_S
+    assert reputation.counts("b", 11.0)
+    assert not reputation.counts("b", 10.0 + GRACE_S)
+
+
+def test_whoever_fails_has_to_work_again_and_twice_as_often_each_time() -> None:
+    reputation, needed = working("me", "a", "b"), []
+    for _ in range(3):
+        reputation.failed("b")
+        times = 1
+        while not reputation.delivered("b", (), LATER):
+            times += 1
+        needed.append(times)
+    assert needed == [2, 4, 8]
+
+
+def test_a_liar_does_not_count_again_under_any_seat() -> None:
+    reputation = working("me", "a", "b", "b/2")
+    reputation.vouched("a", vouches("b"))
+    assert reputation.lied("b/2")
+    assert not reputation.delivered("b", (), LATER)
+    assert reputation.level("b") is reputation.level("b/2") is Level.BARRED
+    assert not reputation.counts("b", LATER)
+    reputation.forget("b")
+    assert reputation.level("b") is Level.BARRED
+
+
+def test_a_newcomer_goes_by_those_that_introduce_it_and_their_friends() -> None:
+    """Until it has seen somebody at work itself, and a while longer."""
+    reputation = Reputation("me")
+    reputation.vouched("s", vouches("a"))
+    reputation.vouched("a", vouches("b"))
+    reputation.vouched("liar", vouches("liar", "other"))
+    assert reputation.counts("liar", 0.0), "nothing is known yet"
+    assert reputation.met("s")
+    counted = {p for p in ("s", "a", "b", "liar", "other", "me") if reputation.counts(p, 0.0)}
+    assert counted == {"s", "a", "b"}
+    reputation.vouched("b", vouches("me"))
+    assert reputation.counts("me", 0.0)
+    reputation.delivered("x", ("s", "a", "b", "liar", "me"), 0.0)
+    counted = {p for p in ("s", "a", "b", "liar", "x", "me") if reputation.counts(p, 0.0)}
+    assert counted == {"s", "a", "b", "x", "me"}
+
+
+def test_only_the_first_that_are_met_introduce_and_only_where_they_vouch() -> None:
+    reputation = Reputation("me")
+    assert not reputation.met("new"), "it vouches for nobody: all begin together"
+    reputation.vouched("liar", vouches("other"))
+    assert not reputation.met("liar")
+    assert reputation.counts("anybody", 0.0)
+    reputation = Reputation("me")
+    for i in range(MAX_INTRODUCERS + 2):
+        reputation.vouched(f"s{i}", vouches(f"f{i}"))
+    assert [reputation.met(f"s{i}") for i in range(MAX_INTRODUCERS + 1)][-1] is False
+
+
+def test_one_vouches_for_few() -> None:
+    reputation = working("me", *(f"p{i}" for i in range(MAX_VOUCHES + 20)))
+    told = reputation.vouches()
+    assert len(told) == MAX_VOUCHES * VOUCH_BYTES
+    assert name_of(f"p{MAX_VOUCHES + 19}") in told
+    assert name_of("p0") not in told
+
+
+# ---- what a view makes of it --------------------------------------------------------------------
+
+
+def view_of(*records: Record, proven: tuple[str, ...]) -> View:
+    """Of "me", long after these were seen at work."""
+    view = View("me")
+    for r in records:
+        view.merge(r, 0.0)
+    for peer_id in proven:
+        view.delivered(peer_id, 0.0)
+    return view
+
+
+def test_a_flood_of_names_changes_nothing() -> None:
+    mine = record("me", stage=0, state=ACTIVE, round=5, has_data=True)
+    view = view_of(mine, record("a", stage=1, state=ACTIVE, round=5), proven=("a",))
+    everything = RoundCount(5, SlotSet.of(0xFF), SlotSet.of(0xFF), True, tokens=1000)
+    for i in range(200):
+        liar = record(f"liar-{i}", stage=i % 2, state=ACTIVE, round=9, has_data=True)
+        view.merge(liar.with_count(everything), 1.0)
+    assert [r.peer_id for r in view.counted(1.0)] == ["a", "me"]
+    assert [r.peer_id for r in view.replicas(0, 1.0)] == ["me"]
+    assert [r.peer_id for r in view.members(1, 1.0)] == ["a"]
+    assert len(view.on_trial(0, 1.0)) == 100
+    assert not view.is_past(5, 1.0)
+    assert round_progress(view, 5, 1.0, 8).committed == 0
+
+
+def test_a_stage_that_has_no_others_takes_whoever_comes() -> None:
+    mine = record("me", stage=0, state=ACTIVE)
+    view = view_of(mine, record("a", stage=1, state=ACTIVE), proven=("a",))
+    view.merge(record("b", stage=2, state=ACTIVE), 1.0)
+    assert [r.peer_id for r in view.replicas(2, 1.0)] == ["b"]
+    assert not view.on_trial(2, 1.0)
+
+
+def test_newcomers_of_a_stage_are_seen_while_they_join() -> None:
+    mine = record("me", stage=0, state=ACTIVE)
+    view = view_of(mine, record("a", stage=1, state=ACTIVE), proven=("a",))
+    view.merge(record("b", stage=1, state=JOINING), 1.0)
+    assert [r.peer_id for r in view.members(1, 1.0)] == ["a", "b"]
