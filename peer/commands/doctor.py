@@ -34,7 +34,7 @@ from swarmnet.methods.contact import (
 )
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
-from swarmnet.protocol.membership.addresses import peer_of
+from swarmnet.protocol.dialing.addresses import peer_of
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.runtime.options import ANY_INTERFACE
 from swarmnet.spec import RunSpec, load_spec

@@ -19,7 +19,7 @@ from peer.observe.text import short_id
 from peer.observe.view_model import ViewModel
 from peer.options import ScreenName
 from swarmnet.errors import UserError
-from swarmnet.protocol.membership.addresses import others_to_name, peer_of
+from swarmnet.protocol.dialing.addresses import others_to_name, peer_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.text import listed

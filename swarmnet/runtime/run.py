@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet.protocol.membership.addresses import of_all
+from swarmnet.protocol.dialing.addresses import of_all
 from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import held_out

@@ -43,7 +43,7 @@ PASSES = (FORWARD, BACKWARD)
 MAX_DEPARTING = 1
 """Passages that the device thread has done and the coding thread has not: what waits keeps its
 tensors, and a GPU must not be given more work than is known to be wanted
-(tests/training/test_passages.py)."""
+(tests/training/passes/test_passages.py)."""
 CLOSE_TIMEOUT_S = 10.0
 """How long closing waits for the piece of work that runs."""
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from swarmnet.errors import AddressError, DeadlineExceeded, TransportError, Unreachable
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import TICKET
-from swarmnet.protocol.membership.addresses import full_address, peer_of
-from swarmnet.protocol.membership.dial_book import at_seen_host
+from swarmnet.protocol.dialing.addresses import full_address, peer_of
+from swarmnet.protocol.dialing.dial_book import at_seen_host
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import seat_id, split_seat
 from swarmnet.protocol.rate import RateLimiter

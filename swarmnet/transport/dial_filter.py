@@ -1,6 +1,6 @@
 """The one place by which every address passes that this machine dials.
 
-`protocol.membership.dial_book` decides; here it is told what streams show of other peers, and where
+`protocol.dialing.dial_book` decides; here it is told what streams show of other peers, and where
 this machine is now. The carrier knows of a peer only what it may dial: that is said anew before
 each stream that is opened.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from swarmnet.protocol.membership.dial_book import DialBook
-from swarmnet.protocol.membership.zones import Here
+from swarmnet.protocol.dialing.dial_book import DialBook
+from swarmnet.protocol.dialing.zones import Here
 from swarmnet.transport.base import ByteStream, Carrier
 
 

@@ -38,7 +38,7 @@ from cryptography.x509.oid import NameOID
 
 from swarmnet.errors import AddressError, Unreachable
 from swarmnet.methods.contact import Ticket
-from swarmnet.protocol.membership.addresses import STAGGER_S
+from swarmnet.protocol.dialing.addresses import STAGGER_S
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
 from swarmnet.transport.base import ByteStream
 from swarmnet.transport.racing import race

@@ -17,7 +17,7 @@ from peer.options import default_spec_path
 from swarmnet.errors import AddressError, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import SpecReply
-from swarmnet.protocol.membership.addresses import STAGGER_S
+from swarmnet.protocol.dialing.addresses import STAGGER_S
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.joining.beside import (

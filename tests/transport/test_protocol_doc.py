@@ -17,15 +17,14 @@ from swarmnet import errors, identity
 from swarmnet.methods import method, microbatch, ranges
 from swarmnet.methods.table import METHODS
 from swarmnet.protocol import backoff, codecs, slots, timing, upgrade
+from swarmnet.protocol.dialing import dial_book, zones
 from swarmnet.protocol.membership import (
-    dial_book,
     failure_detector,
     intake,
     pace,
     records,
     stranger_room,
     view,
-    zones,
 )
 from swarmnet.protocol.pipeline import feeding, progress
 from swarmnet.protocol.update import members, placement

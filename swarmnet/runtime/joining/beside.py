@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol.membership.addresses import peer_of
+from swarmnet.protocol.dialing.addresses import peer_of
 from swarmnet.runtime.joining.racing import NoneAnswers, race
 from swarmnet.runtime.joining.ready import Ready, Written, files_in, read_ready, ready_in
 from swarmnet.runtime.text import shown_run

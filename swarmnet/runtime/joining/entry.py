@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from swarmnet.errors import UserError
 from swarmnet.identity import Identity as Key
-from swarmnet.protocol.membership.addresses import in_turns, peer_of
+from swarmnet.protocol.dialing.addresses import in_turns, peer_of
 from swarmnet.runtime.joining.beside import (
     Beside,
     find_other_run,

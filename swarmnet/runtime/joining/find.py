@@ -17,7 +17,7 @@ from pathlib import Path
 
 from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
 from swarmnet.files import text_of
-from swarmnet.protocol.membership.addresses import by_peer, in_turns, peer_of
+from swarmnet.protocol.dialing.addresses import by_peer, in_turns, peer_of
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.racing import LOOK_S, NoneAnswers, nothing_new, race
 from swarmnet.runtime.joining.ready import Written, files_in, parse_ready

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.files import write_whole
-from swarmnet.protocol.membership.addresses import of_all, peer_of
+from swarmnet.protocol.dialing.addresses import of_all, peer_of
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, OBSERVING
 from swarmnet.protocol.membership.view import View
@@ -102,7 +102,7 @@ class KnownPeers:
         return dict(reversed(self.peers.items()))
 
     def addresses(self) -> list[str]:
-        """Of all of them, as they are to be tried (`protocol.membership.addresses`), the latest met
+        """Of all of them, as they are to be tried (`protocol.dialing.addresses`), the latest met
         first."""
         return of_all(self.latest_first(), self.own())
 

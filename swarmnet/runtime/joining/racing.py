@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol.membership.addresses import stagger_s
+from swarmnet.protocol.dialing.addresses import stagger_s
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.methods.records import SignedRecord
-from swarmnet.protocol.membership.addresses import of_all, peer_of
+from swarmnet.protocol.dialing.addresses import of_all, peer_of
 from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S

@@ -21,6 +21,7 @@ from swarmnet.methods.contact import (
     RelayGrant,
 )
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from swarmnet.protocol.dialing.zones import FIRST_PORT, may_dial_somewhere
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reachability import (
     RelayPlaces,
@@ -33,7 +34,6 @@ from swarmnet.protocol.membership.reachability import (
     possible_relays,
 )
 from swarmnet.protocol.membership.records import LEFT, Record
-from swarmnet.protocol.membership.zones import FIRST_PORT, may_dial_somewhere
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.relay_room import gives_place, network_of
 from swarmnet.protocol.timing import ANSWER_S, LAPSES, UPKEEP_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from swarmnet.protocol.membership.addresses import OwnHosts, is_bridge
+from swarmnet.protocol.dialing.addresses import OwnHosts, is_bridge
 
 ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Of documentation (RFC 5737, RFC 3849). Nothing is sent there: a UDP socket that is connected only

@@ -22,7 +22,7 @@ from typing import Any
 
 from swarmnet.errors import AddressError, TransportError, Unreachable, WrongProtocol
 from swarmnet.identity import Identity
-from swarmnet.protocol.membership.addresses import full_address, to_tell
+from swarmnet.protocol.dialing.addresses import full_address, to_tell
 from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL, ByteStream
 from swarmnet.transport.libp2p.daemon_process import DaemonProcess
 from swarmnet.transport.libp2p.dial_reasons import OTHER_PROTOCOL, DialReasons

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet.errors import AddressError, SwarmnetError, TransportError, Unreachable
 from swarmnet.identity import Identity
-from swarmnet.protocol.membership.addresses import to_tell
+from swarmnet.protocol.dialing.addresses import to_tell
 from swarmnet.transport.base import PROTOCOL_NAME, ByteStream
 from swarmnet.transport.libp2p.interfaces import own_hosts
 from swarmnet.transport.libp2p.trio_thread import ThreadEnded, TrioThread

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address
 from typing import TypeVar
 
-from swarmnet.protocol.membership.addresses import to_dial
-from swarmnet.protocol.membership.zones import (
+from swarmnet.protocol.dialing.addresses import to_dial
+from swarmnet.protocol.dialing.zones import (
     Here,
     Host,
     Target,

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from swarmnet.protocol.membership.zones import CIRCUIT, Here, Host, may_dial_address
+from swarmnet.protocol.dialing.zones import CIRCUIT, Here, Host, may_dial_address
 from swarmnet.protocol.timing import ANSWER_S
 
 STAGGER_S = 0.25
 """Between the starts of two attempts (RFC 8305, section 5). It protects peers from dials that the
-one before makes needless (tests/protocol/membership/test_addresses.py)."""
+one before makes needless (tests/protocol/dialing/test_addresses.py)."""
 BRIDGE = re.compile(
     r"(docker|docker_gwbridge|podman|cni|cilium|flannel|lxcbr|lxdbr|virbr|vmnet|vboxnet|veth)\w*$"
     r"|br-[0-9a-f]{12}$"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnet.protocol.membership.dial_book import (
+from swarmnet.protocol.dialing.dial_book import (
     HOST_BURST,
     MAX_ADDRESSES,
     MAX_TARGETS,
@@ -12,7 +12,7 @@ from swarmnet.protocol.membership.dial_book import (
     DialBook,
     at_seen_host,
 )
-from swarmnet.protocol.membership.zones import Here
+from swarmnet.protocol.dialing.zones import Here
 
 
 def at(host: str, port: int = 4001) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.protocol.membership.addresses import (
+from swarmnet.protocol.dialing.addresses import (
     STAGGER_S,
     OwnHosts,
     by_peer,

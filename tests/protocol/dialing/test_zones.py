@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.protocol.membership.zones import (
+from swarmnet.protocol.dialing.zones import (
     FIRST_PORT,
     LOOPBACK,
     NOWHERE,

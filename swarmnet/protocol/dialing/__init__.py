@@ -1,0 +1,1 @@
+"""The addresses that peers name, and which of them are dialled."""
