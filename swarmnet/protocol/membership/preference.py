@@ -35,8 +35,4 @@ def in_order(view: View, peer_ids: Iterable[str], rng: random.Random, now: float
 def matters(view: View, peer_id: str, now: float) -> bool:
     """Whether a peer serves or feeds in the run, by what was seen of it (`reputation`)."""
     record = view.get(peer_id)
-    return (
-        record is not None
-        and record.stage != OBSERVER_STAGE
-        and view.reputation.counts(peer_id, now)
-    )
+    return record is not None and record.stage != OBSERVER_STAGE and view.reputation.counts(peer_id)

@@ -18,7 +18,6 @@ Known ideas: trust by own experience and by the word of those trusted (Kamvar et
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable
 from enum import IntEnum
@@ -29,11 +28,9 @@ from swarmnet.protocol.membership.records import MAX_VOUCHES, VOUCH_BYTES
 
 MAX_INTRODUCERS = 3
 MAX_NEEDED_BITS = 16
-GRACE_S = 60.0
-GRACE_ROUNDS = 3
-"""Who counted before anything was proved here goes on counting for so long: the longer of the two.
-It protects those that begin a run together from being left out before they have worked with all
-others (tests/protocol/membership/test_reputation.py)."""
+GRACE_ROUNDS = 32
+"""Who counted before anything was proved here goes on counting for so long: those that begin a run
+together have worked with all others by then."""
 
 
 class Level(IntEnum):
@@ -62,7 +59,7 @@ def names_in(vouches: bytes) -> list[bytes]:
 class Reputation:
     """Of one peer's view of all others.
 
-    What `counts` answers changes only when a method here returns True, and at `grace_ends_at`."""
+    What `counts` answers changes only when a method here returns True."""
 
     def __init__(self, own_peer_id: str) -> None:
         self._own_peer_id = own_peer_id
@@ -83,7 +80,6 @@ class Reputation:
         """Those in whom a newcomer believes; None: to be found anew."""
         self._founders: frozenset[str] = frozenset()
         self._rounds_left = GRACE_ROUNDS
-        self._grace_until = 0.0
 
     # ---- answers --------------------------------------------------------------------------------
 
@@ -100,7 +96,7 @@ class Reputation:
             return Level.PROVEN
         return Level.VOUCHED if name_of(peer_id) in self._supported else Level.UNKNOWN
 
-    def counts(self, peer_id: str, now: float) -> bool:
+    def counts(self, peer_id: str) -> bool:
         """Whether a peer takes part in the run, as this one sees it. The own one counts where the
         others would have it."""
         level = self.level(peer_id)
@@ -108,13 +104,7 @@ class Reputation:
             return level > Level.UNKNOWN
         if not self._proven:
             return not self._introducers or self._is_introduced(peer_id)
-        in_grace = now < self._grace_until or self._rounds_left > 0
-        return in_grace and peer_id in self._founders
-
-    def grace_ends_at(self, now: float) -> float:
-        """When answers change of themselves; infinity where they do not."""
-        ends = self._proven and self._founders and not self._rounds_left
-        return self._grace_until if ends and now < self._grace_until else math.inf
+        return self._rounds_left > 0 and peer_id in self._founders
 
     def vouches(self) -> bytes:
         """For whom this peer vouches: those that were proven last, as a record names them."""
@@ -153,7 +143,7 @@ class Reputation:
             return True
         return bool(self._introducers) and not self._proven
 
-    def delivered(self, peer_id: str, known: Iterable[str], now: float) -> bool:
+    def delivered(self, peer_id: str, known: Iterable[str]) -> bool:
         """A peer was seen at work. `known`: all peers of the view; those that count when the first
         proof comes are the founders."""
         if peer_id == self._own_peer_id or peer_id in self._proven:
@@ -165,8 +155,7 @@ class Reputation:
             return False
         del self._needed[peer_id]
         if not self._proven and not self._founders:
-            self._founders = frozenset(p for p in known if self.counts(p, now))
-            self._grace_until = now + GRACE_S
+            self._founders = frozenset(p for p in known if self.counts(p))
         self._proven[peer_id] = None
         self._support(self._vouches.get(peer_id, ()), 1)
         return True
@@ -190,7 +179,7 @@ class Reputation:
             self._disprove(seat)
         return True
 
-    def round_began(self, now: float) -> bool:
+    def round_began(self) -> bool:
         """Another round has begun here."""
         if not self._proven or not self._rounds_left:
             return False

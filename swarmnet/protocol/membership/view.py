@@ -63,7 +63,9 @@ class View:
         self._index = StageIndex()
         self.reputation = Reputation(own_peer_id)
         """To be read by others; what was seen of a peer is told to the view."""
-        self._answers = AnswerCache(self._lapses_at)
+        self._answers = AnswerCache(
+            lambda stage, now: self.detector.next_silence_at(self._index.ids(stage), now)
+        )
         self._newest_round = 0
         """Of any record of another peer, ever, whatever that is worth."""
         self.reach = Reach(
@@ -120,7 +122,7 @@ class View:
             self.agreement.heard(record)
         if peer_id == self.own_peer_id:
             if before is not None and record.round > before.round:
-                self._heed(self.reputation.round_began(now))
+                self._heed(self.reputation.round_began())
             return True
         self._newest_round = max(self._newest_round, record.round)
         if record.vouches != (b"" if before is None else before.vouches):
@@ -204,7 +206,7 @@ class View:
         own = self.own_peer_id
         return (
             self.is_flooded(now)
-            and not self.reputation.counts(own, now)
+            and not self.reputation.counts(own)
             and any(r.peer_id != own for r in self.replicas(stage, now))
         )
 
@@ -245,7 +247,7 @@ class View:
     def takes_part(self, peer_id: str, now: float) -> bool:
         """Whether a known peer counts, or counted when it was last heard of; or serves a stage
         that has no peers which do."""
-        if self.reputation.counts(peer_id, now):
+        if self.reputation.counts(peer_id):
             return True
         record = self._records.get(peer_id)
         if record is None or record.state == OBSERVING:
@@ -289,7 +291,7 @@ class View:
             if self.detector.heard_at(p) <= since
             and p != self.own_peer_id
             and not self.is_live(p, now)
-            and not (self.reputation.counts(p, now) and self._has_counted(p, newest))
+            and not (self.reputation.counts(p) and self._has_counted(p, newest))
         ]
         for peer_id in old:
             self._forget(peer_id, now)
@@ -307,9 +309,9 @@ class View:
         """Records were exchanged with a peer to which this one turned."""
         self._heed(self.reputation.met(peer_id))
 
-    def delivered(self, peer_id: str, now: float) -> bool:
+    def delivered(self, peer_id: str) -> bool:
         """A peer was seen at work (see `Reputation.delivered`); True where it counts only now."""
-        is_news = self.reputation.delivered(peer_id, self._records, now)
+        is_news = self.reputation.delivered(peer_id, self._records)
         self._heed(is_news)
         return is_news
 
@@ -328,21 +330,16 @@ class View:
         if is_news:
             self._answers.clear()
 
-    def _lapses_at(self, stage: int, now: float) -> float:
-        """When an answer about a stage may change of itself."""
-        silent_at = self.detector.next_silence_at(self._index.ids(stage), now)
-        return min(silent_at, self.reputation.grace_ends_at(now))
-
     def _is_flooded(self, now: float) -> bool:
         counts = self.reputation.counts
         serving = [r for r in self.live(now) if r.state != OBSERVING]
-        num_known = sum(counts(r.peer_id, now) for r in serving)
+        num_known = sum(counts(r.peer_id) for r in serving)
         return len(serving) - num_known > max(MANY_NEWCOMERS, num_known)
 
     def _counts(self, record: Record, now: float) -> bool:
         if record.state == OBSERVING:
             return record.peer_id == self.own_peer_id
-        return self.reputation.counts(record.peer_id, now) or not self.is_flooded(now)
+        return self.reputation.counts(record.peer_id) or not self.is_flooded(now)
 
     def _counting(self, there: list[Record], now: float) -> list[Record]:
         """Those that count; where none does, all."""
@@ -358,7 +355,7 @@ class View:
             for r in self.live(now, stage)
             if (r.is_replica or (r.state == JOINING and r.digests))
             and r.peer_id not in counting
-            and not self.reputation.counts(r.peer_id, now)
+            and not self.reputation.counts(r.peer_id)
             and self.reputation.level(r.peer_id) is not barred
             and not lost(r.peer_id)
         ]

@@ -168,7 +168,7 @@ class Gossip:
     def worked(self, peer_id: str) -> None:
         """A peer was seen at work (see `protocol.membership.reputation`). Where it counts only now,
         all are told."""
-        if self.view.delivered(peer_id, asyncio.get_running_loop().time()):
+        if self.view.delivered(peer_id):
             self.update(vouches=self.view.reputation.vouches(), urgent=True)
             self.changed.notify_all()
 

@@ -12,7 +12,6 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.reputation import (
     GRACE_ROUNDS,
-    GRACE_S,
     MAX_INTRODUCERS,
     Level,
     Reputation,
@@ -23,8 +22,6 @@ from swarmnet.protocol.pipeline.progress import round_progress
 from swarmnet.protocol.slots import SlotSet
 from tests.protocol.making import record
 
-LATER = 2 * GRACE_S
-
 
 def vouches(*peer_ids: str) -> bytes:
     return b"".join(sorted(map(name_of, peer_ids)))
@@ -34,26 +31,26 @@ def working(own: str = "me", *proven: str) -> Reputation:
     """Of a peer whose grace is over, and which has seen these at work."""
     found = Reputation(own)
     for peer_id in proven:
-        found.delivered(peer_id, (), 0.0)
+        found.delivered(peer_id, ())
     for _ in range(GRACE_ROUNDS):
-        found.round_began(LATER)
+        found.round_began()
     return found
 
 
 def test_all_count_where_nobody_has_been_seen_at_work() -> None:
     reputation = Reputation("me")
-    assert reputation.counts("a", 0.0)
-    assert reputation.counts("me", 0.0)
+    assert reputation.counts("a")
+    assert reputation.counts("me")
     assert reputation.level("a") is Level.UNKNOWN
 
 
 def test_who_was_seen_at_work_counts_and_an_unknown_one_does_not() -> None:
     reputation = working("me", "a")
-    assert reputation.counts("a", LATER)
-    assert not reputation.counts("b", LATER)
-    assert reputation.delivered("b", (), LATER)
-    assert reputation.counts("b", LATER)
-    assert not reputation.delivered("b", (), LATER), "nothing new"
+    assert reputation.counts("a")
+    assert not reputation.counts("b")
+    assert reputation.delivered("b", ())
+    assert reputation.counts("b")
+    assert not reputation.delivered("b", ()), "nothing new"
 
 
 def test_the_word_of_one_that_was_seen_at_work_counts_and_no_other_word() -> None:
@@ -62,7 +59,7 @@ def test_the_word_of_one_that_was_seen_at_work_counts_and_no_other_word() -> Non
     assert not reputation.vouched("b", vouches("c")), "of a second one it changes nothing"
     assert not reputation.vouched("liar", vouches("liar", "d"))
     assert reputation.level("b") is Level.VOUCHED
-    counted = [p for p in ("b", "c", "d", "liar") if reputation.counts(p, LATER)]
+    counted = [p for p in ("b", "c", "d", "liar") if reputation.counts(p)]
     assert counted == ["b"]
 
 
@@ -71,33 +68,31 @@ def test_a_word_is_taken_back_and_ends_with_the_trust_in_who_gave_it() -> None:
     reputation.vouched("a", vouches("b", "c"))
     reputation.vouched("z", vouches("c"))
     reputation.vouched("a", vouches("b"))
-    assert reputation.counts("b", LATER)
-    assert reputation.counts("c", LATER)
+    assert reputation.counts("b")
+    assert reputation.counts("c")
     assert reputation.failed("a")
-    assert not reputation.counts("b", LATER)
-    assert reputation.counts("c", LATER)
+    assert not reputation.counts("b")
+    assert reputation.counts("c")
     assert reputation.lied("z")
-    assert not reputation.counts("c", LATER)
+    assert not reputation.counts("c")
 
 
 def test_the_own_peer_counts_as_the_others_would_have_it() -> None:
     reputation = working("me", "a")
-    assert not reputation.counts("me", LATER)
+    assert not reputation.counts("me")
     reputation.vouched("a", vouches("me"))
-    assert reputation.counts("me", LATER)
+    assert reputation.counts("me")
 
 
 def test_who_counted_at_the_first_proof_goes_on_for_a_while() -> None:
     reputation = Reputation("me")
-    reputation.delivered("a", ("me", "b", "c"), 10.0)
-    assert all(reputation.counts(p, 10.0) for p in ("me", "b", "c"))
-    assert not reputation.counts("newcomer", 10.0)
-    assert reputation.counts("b", 10.0 + LATER), "no round has begun since"
+    reputation.delivered("a", ("me", "b", "c"))
+    assert all(reputation.counts(p) for p in ("me", "b", "c"))
+    assert not reputation.counts("newcomer")
     for _ in range(GRACE_ROUNDS):
-        reputation.round_began(11.0)
-    assert reputation.grace_ends_at(11.0) == 10.0 + GRACE_S
-    assert reputation.counts("b", 11.0)
-    assert not reputation.counts("b", 10.0 + GRACE_S)
+        assert reputation.counts("b")
+        reputation.round_began()
+    assert not reputation.counts("b")
 
 
 def test_whoever_fails_has_to_work_again_and_twice_as_often_each_time() -> None:
@@ -105,7 +100,7 @@ def test_whoever_fails_has_to_work_again_and_twice_as_often_each_time() -> None:
     for _ in range(3):
         reputation.failed("b")
         times = 1
-        while not reputation.delivered("b", (), LATER):
+        while not reputation.delivered("b", ()):
             times += 1
         needed.append(times)
     assert needed == [2, 4, 8]
@@ -115,9 +110,9 @@ def test_a_liar_does_not_count_again_under_any_seat() -> None:
     reputation = working("me", "a", "b", "b/2")
     reputation.vouched("a", vouches("b"))
     assert reputation.lied("b/2")
-    assert not reputation.delivered("b", (), LATER)
+    assert not reputation.delivered("b", ())
     assert reputation.level("b") is reputation.level("b/2") is Level.BARRED
-    assert not reputation.counts("b", LATER)
+    assert not reputation.counts("b")
     reputation.forget("b")
     assert reputation.level("b") is Level.BARRED
 
@@ -128,14 +123,14 @@ def test_a_newcomer_goes_by_those_that_introduce_it_and_their_friends() -> None:
     reputation.vouched("s", vouches("a"))
     reputation.vouched("a", vouches("b"))
     reputation.vouched("liar", vouches("liar", "other"))
-    assert reputation.counts("liar", 0.0), "nothing is known yet"
+    assert reputation.counts("liar"), "nothing is known yet"
     assert reputation.met("s")
-    counted = {p for p in ("s", "a", "b", "liar", "other", "me") if reputation.counts(p, 0.0)}
+    counted = {p for p in ("s", "a", "b", "liar", "other", "me") if reputation.counts(p)}
     assert counted == {"s", "a", "b"}
     reputation.vouched("b", vouches("me"))
-    assert reputation.counts("me", 0.0)
-    reputation.delivered("x", ("s", "a", "b", "liar", "me"), 0.0)
-    counted = {p for p in ("s", "a", "b", "liar", "x", "me") if reputation.counts(p, 0.0)}
+    assert reputation.counts("me")
+    reputation.delivered("x", ("s", "a", "b", "liar", "me"))
+    counted = {p for p in ("s", "a", "b", "liar", "x", "me") if reputation.counts(p)}
     assert counted == {"s", "a", "b", "x", "me"}
 
 
@@ -144,7 +139,7 @@ def test_only_the_first_that_are_met_introduce_and_only_where_they_vouch() -> No
     assert not reputation.met("new"), "it vouches for nobody: all begin together"
     reputation.vouched("liar", vouches("other"))
     assert not reputation.met("liar")
-    assert reputation.counts("anybody", 0.0)
+    assert reputation.counts("anybody")
     reputation = Reputation("me")
     for i in range(MAX_INTRODUCERS + 2):
         reputation.vouched(f"s{i}", vouches(f"f{i}"))
@@ -168,7 +163,7 @@ def view_of(*records: Record, proven: tuple[str, ...]) -> View:
     for r in records:
         view.merge(r, 0.0)
     for peer_id in proven:
-        view.delivered(peer_id, 0.0)
+        view.delivered(peer_id)
     return view
 
 
