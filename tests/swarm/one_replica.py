@@ -38,6 +38,8 @@ SIZES = Sizes(num_shards=1, activation_numbers=250_000, width=250)
 WORK_S = 3.0
 """Of the replica's device, for a microbatch."""
 CALLEE = "replica"
+NEWEST = 1 << 40
+"""Version of what replicas know of a caller, which says something else itself."""
 
 
 def ignore(event: object, **facts: Any) -> None:
@@ -160,7 +162,8 @@ class OneReplica:
         caller = Caller(self, name, upload_bytes_per_s)
         now = asyncio.get_running_loop().time()
         caller.gossip.view.merge(self.announced, now)
-        self._feeders.append(replace(caller.gossip.own, stage=0, has_data=True))
+        feeder = replace(caller.gossip.own, stage=0, has_data=True, version=NEWEST)
+        self._feeders.append(feeder)
         for steps in (self.steps, *self.others):
             steps.gossip.view.merge(self._feeders[-1], now)
         return caller

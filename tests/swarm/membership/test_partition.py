@@ -287,4 +287,4 @@ def test_of_two_results_the_one_of_more_samples_holds(
         now = dict(zip(swarm.members, swarm.rounds(), strict=True))
         assert now[fewer] < 5 < now[more]
 
-    in_virtual_time(scenario, spec, seed=4, is_synthetic=True)
+    in_virtual_time(scenario, spec, seed={"zero": 4, "delayed": 5}[mode], is_synthetic=True)
