@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from swarmnet.protocol.membership.records import OBSERVER_STAGE
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE
 from swarmnet.protocol.membership.view import View
 
 
@@ -33,6 +33,13 @@ def in_order(view: View, peer_ids: Iterable[str], rng: random.Random, now: float
 
 
 def matters(view: View, peer_id: str, now: float) -> bool:
-    """Whether a peer serves or feeds in the run, by what was seen of it (`reputation`)."""
+    """Whether a peer serves or feeds in the run, as far as this one can tell: it says so, there is
+    a channel to it, and it has not failed to answer."""
     record = view.get(peer_id)
-    return record is not None and record.stage != OBSERVER_STAGE and view.reputation.counts(peer_id)
+    return (
+        record is not None
+        and record.stage != OBSERVER_STAGE
+        and record.state in (JOINING, ACTIVE, LEAVING)
+        and view.detector.has_channel(peer_id)
+        and view.reaches(peer_id, now)
+    )
