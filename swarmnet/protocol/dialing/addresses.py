@@ -134,16 +134,19 @@ def in_turns(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(a for turn in turns for a in turn if a is not None))
 
 
-def of_all(peers: Mapping[str, Sequence[str]], own: Iterable[str]) -> list[str]:
-    """The addresses of several peers in dialling order, each with its peer id at its end: those
-    that may be dialled (`zones`) from a machine that publishes the addresses `own`."""
-    told = list(own)
-    here = Here.at(told)
+def of_all(
+    peers: Mapping[str, Sequence[str]], own: Iterable[str], *, is_told: bool = False
+) -> list[str]:
+    """The addresses of several peers in dialling order, each with its id at its end. `is_told`:
+    others name them, so only those that may be dialled (`zones`) from a machine that publishes the
+    addresses `own`."""
+    published = list(own)
+    here = Here.at(published)
     return in_turns(
         [
             full_address(a, peer_id)
-            for a in to_dial(addresses, told)
-            if may_dial_address(a, None, here)
+            for a in to_dial(addresses, published)
+            if not is_told or may_dial_address(a, None, here)
         ]
         for peer_id, addresses in peers.items()
     )

@@ -120,7 +120,7 @@ class Directory:
                 for record in self._gossip.view.records()[:MAX_FOUND]
                 if record.peer_id != self._gossip.own.peer_id
             }
-            known = of_all(told, self._gossip.transport.addresses())
+            known = of_all(told, self._gossip.transport.addresses(), is_told=True)
             try:
                 await self.close()
                 await self.start(known or self._initial)

@@ -71,9 +71,11 @@ def test_who_is_to_use_an_address_hears_of_others_where_it_may_be_the_wrong_one(
 def test_peers_take_turns() -> None:
     peers = {"a": [LAN, PUBLIC], "b": [f"{VPN}/p2p/b", LOOPBACK], "c": []}
     own = [at("192.168.1.8"), at("10.8.0.3")]
-    assert of_all(peers, own) == [f"{LAN}/p2p/a", f"{VPN}/p2p/b", f"{PUBLIC}/p2p/a"]
-    assert of_all(peers, [PUBLIC]) == [f"{PUBLIC}/p2p/a"], "where this machine is itself"
-    assert by_peer(of_all(peers, own)) == {
+    assert of_all(peers, own, is_told=True) == [f"{LAN}/p2p/a", f"{VPN}/p2p/b", f"{PUBLIC}/p2p/a"]
+    assert of_all(peers, [PUBLIC], is_told=True) == [f"{PUBLIC}/p2p/a"], (
+        "where this machine is itself"
+    )
+    assert by_peer(of_all(peers, own, is_told=True)) == {
         "a": [f"{LAN}/p2p/a", f"{PUBLIC}/p2p/a"],
         "b": [f"{VPN}/p2p/b"],
     }
