@@ -157,11 +157,16 @@ class OneReplica:
             transport, View(name, silence_s=1e9), OpenSigner(), record, random.Random(name)
         )
 
-    def caller(self, name: str, upload_bytes_per_s: float = SLOW_BYTES_PER_S) -> Caller:
-        """One that the replica knows, and that knows the replica."""
+    def caller(
+        self, name: str, upload_bytes_per_s: float = SLOW_BYTES_PER_S, *, feeds: bool = True
+    ) -> Caller:
+        """One that knows the replica, and that the replica knows as a feeder, whatever else it
+        says; or not yet."""
         caller = Caller(self, name, upload_bytes_per_s)
         now = asyncio.get_running_loop().time()
         caller.gossip.view.merge(self.announced, now)
+        if not feeds:
+            return caller
         feeder = replace(caller.gossip.own, stage=0, has_data=True, version=NEWEST)
         self._feeders.append(feeder)
         for steps in (self.steps, *self.others):

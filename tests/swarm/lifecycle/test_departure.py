@@ -25,7 +25,7 @@ def departure_of(pair: OneReplica) -> Departure:
 
 def other_holds(pair: OneReplica, shards: list[int], state: str = ACTIVE) -> None:
     """The record of another replica of the stage arrives."""
-    other = pair.caller("other", 1e9).gossip.own
+    other = pair.caller("other", 1e9, feeds=False).gossip.own
     there = replace(other, version=9, stage=0, state=state, holds=bitmap(shards, 1))
     pair.gossip.view.merge(there, asyncio.get_running_loop().time())
 

@@ -81,7 +81,7 @@ def test_a_history_that_is_named_otherwise_is_told() -> None:
     async def scenario() -> None:
         opened = Opened(b"\0")
         await opened.open(3)
-        other = opened.pair.caller("other", 1e9)
+        other = opened.pair.caller("other", 1e9, feeds=False)
         other.gossip.update(history=7)
         opened.gossip.records.take(other.gossip.own_record.seal())
         await opened.open(4)
