@@ -265,8 +265,8 @@ class RunMonitor:
 
     def _observe_counts(self, records: Sequence[Record]) -> None:
         """Merges the feeders' counters by maximum, and forgets rounds that are told."""
-        replicas = [s.record for s in self._seen.values() if s.live and s.record.is_replica]
-        newest = max((r.round for r in replicas), default=0)
+        reached = self._reached()
+        newest = max((r for _, r in reached), default=0)
         self._newest = max(self._newest, min(newest, self.rounds))
         first = max(0, self._newest - KEPT_ROUNDS) if self._next is None else self._next
         for record in records:
@@ -282,7 +282,7 @@ class RunMonitor:
                 self._counts[key] = wanted
             else:
                 del self._counts[key]
-        if self._next is None and replicas:
+        if self._next is None and reached:
             whole = (r for r in range(first, self._newest) if self._is_whole(r))
             self._next = next(whole, self._newest)
 
@@ -362,12 +362,22 @@ class RunMonitor:
             if seen.live and seen.record.state != OBSERVING and seen.record.stage >= 0
         ]
 
+    def _reached(self) -> list[tuple[int, int]]:
+        """(stage, round) of each replica that lives, and of each that said goodbye in that round:
+        at the end of a run they may all have left between two looks."""
+        return [
+            (seen.served, seen.record.round)
+            for seen in self._seen.values()
+            if seen.served != OBSERVER_STAGE
+            and (seen.record.state == LEFT or (seen.live and seen.record.is_replica))
+        ]
+
     # -- telling ---------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
-        """Every stage has a live replica that has made the run's last update."""
-        ready = {r.stage for r in self._serving() if r.is_replica and r.round >= self.rounds}
+        """Every stage has a replica that has made the run's last update."""
+        ready = {stage for stage, r in self._reached() if r >= self.rounds}
         return all(stage in ready for stage in range(self.num_stages))
 
     @property

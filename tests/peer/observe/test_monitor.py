@@ -92,6 +92,15 @@ def test_a_round_is_told_once_when_committed_and_left_behind() -> None:
     assert onlooker.rounds(a, b) == []
 
 
+def test_the_last_round_is_told_where_all_leave_at_once_after_it() -> None:
+    onlooker = Onlooker(rounds=1)
+    a, b = record("a", 0, counts=(count(0, 8),)), record("b", 1)
+    assert onlooker.rounds(a, b) == []
+    a, b = (replace(r, round=1, stage=-1, state=LEFT) for r in (a, b))
+    assert onlooker.rounds(a, b) == [0]
+    assert onlooker.monitor.all_told
+
+
 def test_what_others_did_before_this_onlooker_came_is_no_news() -> None:
     """A newcomer sees itself first, and hears of the others later."""
     onlooker = Onlooker()
