@@ -34,6 +34,7 @@ from peer.observe.events import (
 from peer.observe.text import short_id
 from peer.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
 from swarmnet.printable import printable
+from swarmnet.protocol.membership.assignment import measurers_among
 from swarmnet.protocol.membership.data_holders import only_holder
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
@@ -480,8 +481,8 @@ def newest_held_out(
 ) -> Measured | None:
     """The newest held-out measurement in a run of so many rounds, by a peer whose turn it was, as
     far as is known. None can be of a later round. `live`: those of the records that serve now."""
-    measurers = [r.peer_id for r in live if r.is_replica and r.has_data and r.measures]
-    measured = [h for h in told(records, measurers).values() if h.round <= rounds]
+    turns = measurers_among(live)
+    measured = [h for h in told(records, turns).values() if h.round <= rounds]
     return max(measured, key=lambda h: h.round, default=None)
 
 

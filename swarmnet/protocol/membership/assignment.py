@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -182,6 +182,15 @@ def measurers(view: View, now: float) -> Sequence[str]:
     """Those of the feeders, in the same order, that have held-out data to measure losses on."""
     records = [view.get(peer_id) for peer_id in feeders(view, now)]
     return [record.peer_id for record in records if record is not None and record.measures]
+
+
+def measurers_among(live: Iterable[Record]) -> Sequence[str]:
+    """`measurers`, for an onlooker that has the records of those that live, and no view."""
+    with_data = sorted(
+        (r for r in live if r.has_data and r.state == ACTIVE), key=lambda r: r.peer_id
+    )
+    first = [r for r in with_data if r.stage == 0] or with_data[:1]
+    return [r.peer_id for r in first if r.measures]
 
 
 @dataclass(frozen=True, slots=True)

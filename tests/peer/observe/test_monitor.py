@@ -25,6 +25,7 @@ from peer.observe.events import (
 )
 from peer.observe.monitor import MAX_FORGOTTEN, RunMonitor, newest_held_out
 from peer.observe.text import sentence
+from swarmnet.protocol.membership.assignment import measurers, measurers_among
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     JOINING,
@@ -35,6 +36,7 @@ from swarmnet.protocol.membership.records import (
     Record,
     RoundCount,
 )
+from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.sync_modes import Switch
 from tests.protocol.making import counted
 
@@ -343,6 +345,19 @@ def test_the_held_out_curve_is_told_once_a_round() -> None:
     assert summary.held_out_last.bits_per_byte == 2.9
     assert summary.rounds == 2
     assert onlooker.monitor.all_told
+
+
+def test_only_feeders_have_a_turn_to_measure_the_last_parameters() -> None:
+    """Nobody launches anything with these, so that only the turn tells who has measured."""
+    rounds, last = 8, HeldOut(8, 2.0, 2.9)
+    others = [record(p, 1, round=rounds, has_data=True) for p in "bcdefgh"]
+    measured = record("a", 0, round=rounds, has_data=True, held_out=last)
+    assert newest_held_out([measured, *others], [measured, *others], rounds) == last
+    for among in ((measured, *others), others):
+        view = View("o", silence_s=1e9)
+        for one in among:
+            view.merge(one, 0.0)
+        assert measurers_among(among) == measurers(view, 0.0)
 
 
 def test_a_false_round_hides_no_held_out_loss() -> None:
