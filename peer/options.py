@@ -418,7 +418,7 @@ class TextOptions:
         ),
     ] = None
     invite: InviteOption = ""
-    transport: TransportOption = "p2pd"
+    transport: TransportOption = "auto"
     debug: DebugOption = False
 
 
@@ -463,7 +463,7 @@ class StatusOptions:
     address: Annotated[str, typer.Argument(metavar="ADDR", help="Any peer of the run.")]
     as_json: JsonOption = False
     watch: Annotated[bool, typer.Option(help="Keep looking, until Ctrl-C.")] = False
-    transport: TransportOption = "p2pd"
+    transport: TransportOption = "auto"
     debug: DebugOption = False
 
 
@@ -484,7 +484,7 @@ class DoctorOptions:
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the peer will keep its state.")
     ] = None
-    transport: TransportOption = "p2pd"
+    transport: TransportOption = "auto"
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = (
         False
     )
@@ -517,7 +517,7 @@ class InviteOptions:
     ] = ""
     rounds: RoundsOption = None
     seed: SeedOption = None
-    transport: TransportOption = "p2pd"
+    transport: TransportOption = "auto"
     debug: DebugOption = False
 
 
@@ -604,7 +604,7 @@ class DashboardOptions:
     host: Annotated[
         str, typer.Option(help="Address to show it on; by default for this machine only.")
     ] = LOOPBACK
-    transport: TransportOption = "p2pd"
+    transport: TransportOption = "auto"
     debug: DebugOption = False
 
 
@@ -666,5 +666,5 @@ class ExportLinkOptions:
     """How `swarmnet export` reaches a live run."""
 
     invite: InviteOption = ""
-    transport: TransportOption = "p2pd"
+    transport: TransportOption = "auto"
     debug: DebugOption = False

@@ -35,6 +35,7 @@ from swarmnet.methods.contact import (
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.protocol.dialing.addresses import peer_of
+from swarmnet.runtime.carriers import carrier_of, here, runs_p2pd
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.runtime.options import ANY_INTERFACE
 from swarmnet.spec import RunSpec, load_spec
@@ -45,13 +46,6 @@ from swarmnet.wire import Array, Message
 
 MARKS = {GOOD: "[green]ok  [/]", WARNING: "[yellow]warn[/]", BAD: "[red]BAD [/]", SKIPPED: "--  "}
 MIN_PYTHON = (3, 11)
-P2PD_PLATFORMS = (
-    ("Linux", "x86_64"),
-    ("Linux", "aarch64"),
-    ("Darwin", "x86_64"),
-    ("Darwin", "arm64"),
-)
-"""For which hivemind's wheels have the daemon."""
 LOW_MEMORY_BYTES = 2 << 30
 LOW_DISK_BYTES = 1 << 30
 CHECKPOINTS_KEPT = 3
@@ -128,9 +122,9 @@ def check_python() -> list[Finding]:
     if sys.version_info < MIN_PYTHON:
         return [Finding("Python", BAD, version, "install Python 3.11 or newer")]
     found = [Finding("Python", GOOD, f"{version} on {platform.system()} {platform.machine()}")]
-    if (platform.system(), platform.machine()) not in P2PD_PLATFORMS:
-        mend = f"start peers with --transport py-libp2p ({install_command(PY_LIBP2P)})"
-        text = "p2pd, the default network daemon, is not built for this platform"
+    if not runs_p2pd():
+        text = f"hivemind's network daemon does not run on {here()}: peers use py-libp2p"
+        mend = f"nothing, once py-libp2p is installed ({install_command(PY_LIBP2P)})"
         found.append(Finding("platform", WARNING, text, mend))
     return found
 
@@ -294,7 +288,7 @@ async def _ask(
     hosts = {_host(a) for a in own}
     named = {_host(a) for a in given if peer_of(a) == peer_id}
     is_here = all(host in hosts or is_loopback(host) for host in named)
-    can_compare = options.transport == "p2pd"
+    can_compare = carrier_of(options.transport) == "p2pd"
     nat = check_nat(transport, peer_id, can_compare=can_compare, own_hosts=hosts, is_here=is_here)
     for check in (
         check_way_in(transport, peer_id, own, is_here=is_here),

@@ -84,7 +84,7 @@ async def export_live(
     addresses: Sequence[str],
     out: Path,
     *,
-    transport: TransportName = "p2pd",
+    transport: TransportName = "auto",
     invite: str = "",
     wanted: Wanted = Wanted(),
 ) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from swarmnet.identity import Identity as Key
 from swarmnet.identity import verify
+from swarmnet.runtime.carriers import carrier_of, here
 from swarmnet.runtime.options import TransportName
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.libp2p.interfaces import outward_hosts
 from swarmnet.version import __version__
+
+log = logging.getLogger("swarmnet.net")
 
 T = TypeVar("T")
 
@@ -61,12 +65,14 @@ async def open_net(
     direct = None if direct_port is None else DirectListener(host, direct_port)
     carrier: Any
     p2p: Callable[[], Any] | None
-    if name == "p2pd":
+    if carrier_of(name) == "p2pd":
         from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
         carrier = P2pdCarrier(key, host=host, port=port, announce=announce, shares_port=shares_port)
         p2p, on_restart = lambda: carrier.p2p, carrier.on_restart
     else:
+        if name == "auto":
+            log.warning("hivemind's network daemon does not run on %s: py-libp2p carries", here())
         from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
 
         carrier = PyLibp2pCarrier(key, host=host, port=port, announce=announce)

@@ -67,7 +67,7 @@ class Observer:
         cls,
         addresses: Sequence[str],
         *,
-        transport: TransportName = "p2pd",
+        transport: TransportName = "auto",
         host: str = "127.0.0.1",
         patience_s: float | None = JOIN_ATTEMPTS_S,
         invite: str = "",

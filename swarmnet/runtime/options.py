@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from swarmnet.errors import UserError
 from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
 
-TransportName = Literal["p2pd", "py-libp2p"]
+TransportName = Literal["auto", "p2pd", "py-libp2p"]
 LocalName = Literal["tensor", "fsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
@@ -38,7 +38,9 @@ class Option:
 
 TransportOption = Annotated[
     TransportName,
-    Option(help="What carries the bytes; peers with either train together."),
+    Option(
+        help="What carries the bytes; peers with either train together. auto: p2pd where it runs."
+    ),
 ]
 RoundsOption = Annotated[
     int | None, Option(min=1, metavar="N", help="Length of the run, in place of the spec's.")
@@ -212,7 +214,7 @@ class LinkOptions:
 
     panel: ClassVar[str] = NETWORK
 
-    transport: TransportOption = "p2pd"
+    transport: TransportOption = "auto"
     direct: Annotated[
         bool,
         Option("--no-direct", help="Move everything over libp2p; no direct TLS connections."),

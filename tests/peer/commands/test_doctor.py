@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import platform
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_platform_without_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
     assert "py-libp2p" in only(doctor.check_python(), "platform").mend
 
 
