@@ -27,7 +27,7 @@ from swarmnet.runtime.machine import build_machine
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
 from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
-from swarmnet.runtime.stuck import until_stuck
+from swarmnet.runtime.stuck import until_copied, until_one, until_stuck
 from swarmnet.swarm.membership.discovery import Directory
 from swarmnet.swarm.membership.relaying import Relaying
 from swarmnet.swarm.peer import Machine, Peer
@@ -208,7 +208,8 @@ class RunningPeer:
         life = asyncio.get_running_loop().create_task(self.seats.run(self._neighbours))
         threads: dict[str, Any] = {"device": self.machine.device, "averaging": self.machine.worker}
         try:
-            await until_over(life, self._group, until_stuck(threads))
+            copied = until_copied(self.peer.gossip, self.options.state_dir)
+            await until_over(life, self._group, until_one(until_stuck(threads), copied))
         except asyncio.CancelledError:
             if not self.options.is_quiet:
                 _say("handing over and leaving, as soon as others have what only this peer has")

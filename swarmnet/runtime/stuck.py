@@ -1,14 +1,22 @@
-"""A device or a disk that hangs: the peer that goes on talking while it does nothing is worse for
-the others than one that is gone, for they wait for what it has promised."""
+"""When a peer ends though nobody stops it.
+
+A device or a disk hangs: the peer that goes on talking while it does nothing is worse for the
+others than one that is gone, for they wait for what it has promised. Or another process has its
+identity: others hear two peers in one, and believe whichever speaks last."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Protocol
+import time
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 from swarmnet.errors import UserError
+from swarmnet.printable import printable
 from swarmnet.protocol.pipeline.dispatching import LONGEST_CALL_S
+from swarmnet.runtime.options import UsageError
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.training.device import Piece
 
 STUCK_S = LONGEST_CALL_S
@@ -54,3 +62,27 @@ async def until_stuck(threads: Mapping[str, Working]) -> None:
                     "does not answer: this peer ends, so that others take its place. Look at the "
                     "device, or the disk of its state folder, and start it again"
                 )
+
+
+async def until_copied(gossip: Gossip, state_dir: Path) -> None:
+    """Raises `UsageError` when a process that began later lives and has this peer's identity."""
+    while gossip.records.copy is None:
+        await gossip.changed.wait(LOOK_S)
+    copy = gossip.records.copy
+    where = printable(copy.addresses[0]) if copy.addresses else "an unknown address"
+    since = time.strftime("%d %B %H:%M", time.localtime(copy.incarnation / 1000))
+    raise UsageError(
+        f"the identity of this peer runs elsewhere too, at {where}, since {since}: this one ends. "
+        f"Was {state_dir} copied? Start this one with another --state-dir, or end the other one"
+    )
+
+
+async def until_one(*watches: Coroutine[Any, Any, None]) -> None:
+    """Until the first of them raises, which this raises then; ends the others."""
+    tasks = [asyncio.ensure_future(watch) for watch in watches]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.processes.running import Command, Machine, tiny_run
@@ -58,3 +60,21 @@ def test_a_run_goes_on_after_all_of_it_died(running: Machine) -> None:
     after = [event["loss"] for event in again.events("round")][before:]
     assert max(after) < (losses[0] + min(losses)) / 2, "the loss goes on where it was"
     assert all(peer.process.poll() is None for peer in peers), running.describe()
+
+
+def test_of_two_with_one_identity_the_elder_says_so_and_ends(running: Machine) -> None:
+    path = tiny_run(running.folder, rounds=100_000)
+    peers = running.start_swarm(path, [("--stage", "1"), ("--stage", "1")])
+    running.until_all_are_in(peers, 3)
+    first, elder, other = peers
+    shutil.copytree(elder.folder / elder.name, running.folder / "copy")
+    data = ("--data", str(running.folder / "text.txt"))
+    copy = running.start_peer("copy", "--join", first.address, *data, "--stage", "1")
+    assert running.wait(elder) == 2, "a start anew does not mend it"
+    line = elder.errors()[-1]
+    assert "runs elsewhere" in line
+    assert str(running.folder / elder.name) in line
+    assert "/tcp/" in line, "where the other one is"
+    seen = len(rounds_of(first))
+    running.until(lambda: len(rounds_of(first)) >= seen + 5)
+    assert all(p.process.poll() is None for p in (first, other, copy)), running.describe()

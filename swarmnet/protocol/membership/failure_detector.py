@@ -35,6 +35,7 @@ from enum import Enum
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
+from swarmnet.protocol.moments import Since
 
 SILENCE_S = 8.0
 """The lease of a peer of which there is no news. It protects from a peer that dies without anybody
@@ -385,3 +386,25 @@ class FailureDetector:
         heard_at, since = self._heard_at, now - self.silence_s
         heard = [at for p in peer_ids if (at := heard_at[p]) >= since]
         return min(heard, default=now) + self.silence_s
+
+
+class CopyDetector:
+    """Whether another process lives that has this peer's identity, in a copied state folder.
+
+    All records of an identity are by who has its key. One of a later start than this process's is
+    of a process that began since, or that has died and whose clock was ahead. Only a living one
+    makes new versions for longer than a peer may be silent."""
+
+    def __init__(self) -> None:
+        self._seen: Stamp = NO_STAMP
+        self._since = Since()
+
+    def heard(self, stamp: Stamp, own_incarnation: int, now: float, silence_s: float) -> bool:
+        """A record of this peer's identity has come, with that stamp. True: it is of a process
+        that lives and began later than this one. So the elder learns it, and one of them stays."""
+        if stamp[0] <= own_incarnation or stamp <= self._seen:
+            return False
+        if stamp[0] > self._seen[0]:
+            self._since.begin(now)
+        self._seen = stamp
+        return self._since.is_older(now, silence_s)

@@ -17,6 +17,7 @@ from swarmnet.admission import Admission
 from swarmnet.errors import Busy, Forged, ProtocolViolation
 from swarmnet.methods.records import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.membership.failure_detector import CopyDetector
 from swarmnet.protocol.membership.intake import LIKELY, MEMBERS, OTHERS, batches, cost
 from swarmnet.protocol.membership.pace import GossipPace, Publishing
 from swarmnet.protocol.membership.peer_ids import machine_of
@@ -294,6 +295,9 @@ class KnownRecords:
         self._envelopes: dict[str, SignedRecord] = {}
         self._strangers = StrangerRoom()
         self._listeners: list[Callable[[Record], None]] = []
+        self._copies = CopyDetector()
+        self.copy: Record | None = None
+        """Of a later process that lives and has this peer's identity."""
 
     def on_news(self, listener: Callable[[Record], None]) -> None:
         """`listener(record)` for every record of another peer that is news."""
@@ -360,6 +364,7 @@ class KnownRecords:
         if record.peer_id == self._own.peer_id:
             if record.stamp > self._own.record.stamp:
                 self._own.follow(record.version)
+                self._look_for_copy(record)
             return False
         present = self._view.get(record.peer_id)
         if not self._view.merge(record, asyncio.get_running_loop().time()):
@@ -373,6 +378,13 @@ class KnownRecords:
         for listener in self._listeners:
             listener(record)
         return True
+
+    def _look_for_copy(self, record: Record) -> None:
+        now = asyncio.get_running_loop().time()
+        own = self._own.record.incarnation
+        if self._copies.heard(record.stamp, own, now, self._view.silence_s):
+            self.copy = record
+            self._news.tell()
 
     def _count(self, record: Record, machine: str) -> None:
         """The memory of a record that a machine has brought, where its peer does not matter; where

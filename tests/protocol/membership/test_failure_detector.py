@@ -16,6 +16,7 @@ from swarmnet.protocol.membership.failure_detector import (
     SUSPECT_S,
     TICK_S,
     Changed,
+    CopyDetector,
     FailureDetector,
     LateCallees,
     Look,
@@ -258,3 +259,18 @@ def test_a_late_callee_is_looked_at_the_less_often_the_longer_its_calls_take() -
     assert not late.is_due("b", 0.0, 100.0, 1.5 * 100.0 * PROBE_PART)
     late.forget("b")
     assert late.is_due("b", 0.0, 100.0, 1.5 * 100.0 * PROBE_PART)
+
+
+def test_only_a_later_process_that_goes_on_making_versions_is_a_living_copy() -> None:
+    own, late, silence_s = 10, 12, 8.0
+
+    def heard(*news: tuple[float, tuple[int, int]]) -> list[bool]:
+        copies = CopyDetector()
+        return [copies.heard(stamp, own, now, silence_s) for now, stamp in news]
+
+    assert heard((0, (late, 1)), (4, (late, 2)), (8, (late, 3))) == [False, False, True]
+    # One that died is heard of as long as its last records spread.
+    assert not any(heard((0, (late, 7)), (7, (late, 9)), (90, (late, 8)), (100, (late, 9))))
+    # The process before this one; and one that is started again and again.
+    assert not any(heard((0, (own - 1, 1)), (50, (own - 1, 2))))
+    assert heard((0, (late, 1)), (9, (late + 1, 1)), (18, (late + 1, 2))) == [False, False, True]

@@ -44,6 +44,20 @@ def test_a_newer_record_is_news_and_an_older_one_is_not() -> None:
     run(scenario())
 
 
+def test_a_living_copy_of_the_own_identity_is_known_and_a_dead_one_is_not() -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        late = replace(record("a"), incarnation=site.own.record.incarnation + 1, addresses=("x",))
+        assert not site.records.take(signed(replace(late, version=3)))
+        await asyncio.sleep(100.0)
+        assert not site.records.take(signed(replace(late, version=3)))
+        assert site.records.copy is None, "nothing new of it: it has died"
+        assert not site.records.take(signed(replace(late, version=4)))
+        assert site.records.copy == replace(late, version=4)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("false", "why"),
     [
