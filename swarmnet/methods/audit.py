@@ -73,4 +73,5 @@ RECOMPUTE = Method(
     body_bytes=LIST_BYTES,
     arrays=Arrays.MICROBATCH,
     quota=AUDITS,
+    ends_with_caller=True,
 )

@@ -109,6 +109,9 @@ class Method(Generic[RequestT, ReplyT]):
     """None: as often as a channel takes calls."""
     progress: type = NoneType
     """Class of the bodies of progress messages; `NoneType`: there are none."""
+    ends_with_caller: bool = False
+    """Nobody but its caller has any use for the work: it ends when that waits no more. The work of
+    other calls goes on, for another call may join it."""
 
     def request_in(self, body: Any) -> RequestT:
         """The body of a call that has come. Raises `ProtocolViolation`, like the next two."""

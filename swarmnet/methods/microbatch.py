@@ -255,6 +255,7 @@ INFER = Method(
     Caller.ADMITTED,
     body_bytes=LIST_BYTES,
     arrays=Arrays.MICROBATCH,
+    ends_with_caller=True,
 )
 GENERATE = Method(
     "generate", GenerateRequest, GenerateReply, Caller.ADMITTED, arrays=Arrays.MICROBATCH

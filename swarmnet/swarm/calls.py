@@ -21,7 +21,10 @@ def serve(
     handler: Callable[[Request[RequestT]], Awaitable[Message[ReplyT]]],
 ) -> None:
     """As `Transport.handle`. The body has been decoded by the gate (`membership.callers`)."""
-    transport.handle(method.name, handler)
+    if method.ends_with_caller:
+        transport.handle(method.name, handler, ends_with_caller=True)
+    else:
+        transport.handle(method.name, handler)
 
 
 async def call(

@@ -133,9 +133,10 @@ class Transport(Protocol):
     def set_run(self, run_id: str) -> None:
         """Says to every present and future channel which run this peer belongs to."""
 
-    def handle(self, method: str, handler: Handler) -> None:
+    def handle(self, method: str, handler: Handler, *, ends_with_caller: bool = False) -> None:
         """Serves `method`. An exception that is a `RemoteError` goes to the caller as it is, a
-        `ProtocolViolation` as `Refused`, any other is logged here and goes as a `RemoteError`."""
+        `ProtocolViolation` as `Refused`, any other is logged here and goes as a `RemoteError`.
+        `ends_with_caller`: the handler is cancelled when its caller waits no more, or is gone."""
 
     def guard(self, gate: Gate) -> None:
         """Asks `gate` about every call from now on. Raises `ValueError` where a method is served,

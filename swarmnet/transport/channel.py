@@ -112,8 +112,8 @@ class ChannelTransport:
         self.run_id = run_id
         self.channels.set_run(run_id)
 
-    def handle(self, method: str, handler: Handler) -> None:
-        self.handlers.add(method, handler)
+    def handle(self, method: str, handler: Handler, *, ends_with_caller: bool = False) -> None:
+        self.handlers.add(method, handler, ends_with_caller=ends_with_caller)
 
     def guard(self, gate: Gate) -> None:
         self.handlers.guard(gate)
@@ -316,8 +316,8 @@ class Seat:
         if run_id != self._machine.run_id:
             self._machine.set_run(run_id)
 
-    def handle(self, method: str, handler: Handler) -> None:
-        self._machine.handlers.add(method, handler, self.seat)
+    def handle(self, method: str, handler: Handler, *, ends_with_caller: bool = False) -> None:
+        self._machine.handlers.add(method, handler, self.seat, ends_with_caller=ends_with_caller)
 
     def guard(self, gate: Gate) -> None:
         self._machine.handlers.guard(gate, self.seat)

@@ -30,6 +30,8 @@ class Handlers:
         self._first: dict[str, Handler] = {}
         self._by_seat: dict[int, dict[str, Handler]] = {0: self._first}
         self._gates: dict[int, Gate] = {}
+        self._ending: set[str] = set()
+        """Methods whose work ends with its caller."""
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self._num_running: dict[str, int] = {}
 
@@ -51,12 +53,16 @@ class Handlers:
         for method in self._by_seat.get(seat, ()):
             self._must_know(method, seat)
 
-    def add(self, method: str, handler: Handler, seat: int = 0) -> None:
+    def add(
+        self, method: str, handler: Handler, seat: int = 0, *, ends_with_caller: bool = False
+    ) -> None:
         """Serves `method` at a seat; without effect where the seat was removed. Raises `ValueError`
         where the seat's gate does not know the method."""
         if seat in self._by_seat:
             self._must_know(method, seat)
             self._by_seat[seat][method] = handler
+            if ends_with_caller:
+                self._ending.add(method)
 
     def _must_know(self, method: str, seat: int) -> None:
         gate = self._gates.get(seat)
@@ -72,6 +78,10 @@ class Handlers:
         if method in self._first:
             return True
         return any(method in handlers for handlers in self._by_seat.values())
+
+    def ends_with_caller(self, method: str) -> bool:
+        """Is the handler of a method to be cancelled when its caller waits no more?"""
+        return method in self._ending
 
     def has_standing(self, machine: str) -> bool:
         """Whether a peer on that machine has been let in here; everyone where there is no gate."""

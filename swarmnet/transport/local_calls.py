@@ -31,8 +31,8 @@ class LocalCalls:
         message: Message,
         on_progress: Callable[[Message], None] | None,
     ) -> Message:
-        """Like any handler, the handler runs on when the caller gives up. Raises as a call over
-        the wire would: `RemoteError` or `ChannelClosed`."""
+        """As over the wire, the handler of most methods runs on when the caller gives up. Raises as
+        a call over the wire would: `RemoteError` or `ChannelClosed`."""
         if self._handlers.is_closed:
             raise ChannelClosed("this transport is closed")
 
@@ -53,6 +53,8 @@ class LocalCalls:
             if task.cancelled():
                 raise ChannelClosed("this transport is closed") from None
             task.add_done_callback(_seen)
+            if self._handlers.ends_with_caller(method):
+                task.cancel()
             raise
 
     def notify(self, route: Route, run_id: str, method: str, message: Message) -> None:

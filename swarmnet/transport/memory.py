@@ -305,6 +305,8 @@ class MemoryTransport:
         self._connected = Listeners()
         self._disconnected = Listeners()
         self._bans = Bans()
+        self._ending: dict[tuple[str, int], asyncio.Task[None]] = {}
+        """What is being served and ends with its caller."""
 
     # ---- the port ---------------------------------------------------------------------------
 
@@ -314,8 +316,8 @@ class MemoryTransport:
     def set_run(self, run_id: str) -> None:
         self.run_id = run_id
 
-    def handle(self, method: str, handler: Handler) -> None:
-        self._handlers.add(method, handler)
+    def handle(self, method: str, handler: Handler, *, ends_with_caller: bool = False) -> None:
+        self._handlers.add(method, handler, ends_with_caller=ends_with_caller)
 
     def guard(self, gate: Gate) -> None:
         self._handlers.guard(gate)
@@ -381,6 +383,8 @@ class MemoryTransport:
                     return await future
                 finally:
                     self.calls.remove(call_id)
+                    if future.cancelled() and remote.ends_with_caller(method):
+                        self._give_up(remote, call_id)
         except TimeoutError:
             text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
             raise DeadlineExceeded(text) from None
@@ -472,6 +476,9 @@ class MemoryTransport:
         if self._links.pop(peer_id, 0) == 0:
             return
         self.calls.lose("the connection was lost", peer_id)
+        for (caller, _), work in list(self._ending.items()):
+            if caller == peer_id:
+                work.cancel()
         asyncio.get_running_loop().call_soon(self._disconnected.tell, peer_id)
 
     def die(self) -> None:
@@ -487,6 +494,24 @@ class MemoryTransport:
         self.calls.lose("closed here")
 
     # ---- messages ---------------------------------------------------------------------------
+
+    def ends_with_caller(self, method: str) -> bool:
+        """As `Handlers.ends_with_caller`."""
+        return self._handlers.ends_with_caller(method)
+
+    def _give_up(self, remote: MemoryTransport, call_id: int) -> None:
+        """Tells a callee that nobody waits for its answer."""
+
+        def arrived() -> None:
+            remote.given_up(self.peer_id, call_id)
+
+        self._hub.send(self.peer_id, remote.peer_id, OVERHEAD_BYTES, arrived)
+
+    def given_up(self, caller: str, call_id: int) -> None:
+        """A caller waits no more for what ends with it."""
+        work = self._ending.get((caller, call_id))
+        if work is not None:
+            work.cancel()
 
     def _send(
         self,
@@ -518,7 +543,12 @@ class MemoryTransport:
         """A request has arrived."""
         if self.has_banned(caller.peer_id):
             return  # its connection was closed, and the call has failed
-        self._handlers.start(caller.peer_id, self._serve(caller, call_id, method, message))
+        work = self._serve(caller, call_id, method, message)
+        task = self._handlers.start(caller.peer_id, work)
+        if self.ends_with_caller(method):
+            key = (caller.peer_id, call_id)
+            self._ending[key] = task
+            task.add_done_callback(lambda _: self._ending.pop(key, None))
 
     def notified(self, caller: MemoryTransport, method: str, message: Message) -> None:
         """A notification has arrived."""

@@ -308,6 +308,35 @@ def test_a_cancelled_call_is_over_at_once(play: Callable[[Scenario], None]) -> N
     play(scenario)
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_work_that_is_for_its_caller_alone_ends_with_it(
+    play: Callable[[Scenario], None], is_killed: bool
+) -> None:
+    async def scenario(w: World) -> None:
+        entered, left = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: Request) -> Message:
+            entered.set()
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                left.set()
+            raise AssertionError
+
+        w.b.handle("slow", slow, ends_with_caller=True)
+        task = asyncio.create_task(w.call("slow"))
+        await entered.wait()
+        if is_killed:
+            await w.kind.kill(w.a)
+        else:
+            task.cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            await left.wait()
+        await asyncio.gather(task, return_exceptions=True)
+
+    play(scenario)
+
+
 def test_a_peer_that_is_not_there(play: Callable[[Scenario], None]) -> None:
     async def scenario(w: World) -> None:
         missing = identity(9).peer_id

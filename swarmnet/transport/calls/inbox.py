@@ -157,7 +157,9 @@ class Inbox:
         return not is_stuck
 
     def clear(self) -> None:
-        """Nothing more arrives: forgets the messages that are not complete."""
+        """Nothing more arrives: forgets the messages that are not complete, and ends the work that
+        is for nobody else."""
+        self._served.end()
         self._close_opening()
         for hold in self._holds.values():
             self._holdings.give_back(hold)

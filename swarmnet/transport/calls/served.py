@@ -38,6 +38,9 @@ class Service(Standing, Protocol):
     def serves(self, method: str) -> bool:
         """Is there a handler?"""
 
+    def ends_with_caller(self, method: str) -> bool:
+        """Is the handler of a method to be cancelled when its caller waits no more?"""
+
     def allows(self, remote: str) -> bool:
         """Counts a call of a peer; False where it calls too often."""
 
@@ -94,10 +97,14 @@ class Serving:
     """The method that it is counted under."""
     is_cancelled: bool = False
     """The caller waits no more."""
+    work: asyncio.Task[None] | None = None
+    """Where that ends with its caller, from its beginning."""
 
     def cancel(self) -> None:
         """The caller gives it up: its reply is not sent."""
         self.is_cancelled = True
+        if self.work is not None:
+            self.work.cancel()
 
 
 class ServedCalls:
@@ -179,17 +186,24 @@ class ServedCalls:
             self._service.start(remote, work)
 
     def cancel(self, call_id: int) -> None:
-        """The caller gave up: its reply is not sent."""
+        """The caller gave up: its reply is not sent, and work ends that is for nobody else."""
         serving = self._serving.get(call_id)
         if serving is not None:
             serving.cancel()
         else:
             self._caller.withdraw_reply(call_id)
 
+    def end(self) -> None:
+        """The channel is gone: its calls have no caller any more."""
+        for serving in self._serving.values():
+            serving.cancel()
+
     async def _serve(
         self, call_id: int, method: str, message: Message, hold: Hold, route: Route
     ) -> None:
         serving, caller = self._serving[call_id], self._caller
+        ends_with_caller = self._service.ends_with_caller(method)
+        serving.work = asyncio.current_task() if ends_with_caller else None
 
         def progress(note: Message) -> None:
             if caller.is_open and not serving.is_cancelled and call_id in self._serving:
@@ -200,6 +214,8 @@ class ServedCalls:
                     log.warning("progress of %s was not sent: %s", method, e)
 
         try:
+            if serving.is_cancelled and ends_with_caller:
+                return
             if not self._replies.may_ask(caller.remote, asyncio.get_running_loop().time()):
                 raise Busy(UNREAD, backlog_s=FIRST_PAUSE_S)
             reply = await self._service.answer(
@@ -212,7 +228,8 @@ class ServedCalls:
                     outgoing(REPLY, call_id, head, reply.arrays, method, is_background=behind)
                 )
         except asyncio.CancelledError:
-            self._send_error(call_id, serving.books, NotReady("given up here"))
+            if not serving.is_cancelled:
+                self._send_error(call_id, serving.books, NotReady("given up here"))
             raise
         except SwarmnetError as e:
             self._send_error(call_id, serving.books, as_remote(e))

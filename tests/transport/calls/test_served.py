@@ -105,6 +105,41 @@ def test_a_cancelled_request_is_not_answered() -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("turns", [0, 3])
+@pytest.mark.parametrize("is_channel_gone", [False, True])
+def test_work_that_is_for_its_caller_alone_ends_with_it(turns: int, is_channel_gone: bool) -> None:
+    """Before the handler has begun, or later: what the call held is given back."""
+
+    async def scenario(w: World) -> None:
+        ended = list[str]()
+
+        async def lasts(request: Request) -> Message:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                ended.append(request.method)
+            raise AssertionError
+
+        w.handlers.add("lasts", lasts, ends_with_caller=True)
+        w.request(1, "lasts")
+        w.request(2, "wait")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if is_channel_gone:
+            w.served.end()
+        else:
+            w.served.cancel(1)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert ended == ["lasts"] * bool(turns)
+        assert 1 not in w.served
+        assert 2 in w.served, "which others may join"
+        await w.finish()
+        assert w.holdings.held_by("peer") == 0
+
+    play(scenario)
+
+
 @pytest.mark.parametrize(
     ("where", "name", "limit"), [(module, "MAX_OPEN_CALLS", 1), (holdings, "MEMBER_BYTES", 5000)]
 )
