@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +38,7 @@ from peer.options import (
 from swarmnet.errors import NotNow, SwarmnetError, UserError
 from swarmnet.printable import printable
 from swarmnet.runtime.options import PeerChoices, UsageError
+from swarmnet.system import WINDOWS, end_with_parent
 from swarmnet.version import __version__
 
 T = TypeVar("T")
@@ -161,9 +163,7 @@ def peer(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> N
     `swarmnet peer --join ADDR` joins. Ctrl-C finishes what is under way and leaves.
     """
     if output.parent_pid is not None:
-        from peer.loop import end_with_parent
-
-        end_with_parent(output.parent_pid)
+        end_with_parent(output.parent_pid, signal.SIGTERM)
     from peer.commands.peer import serve
 
     serve(choices, limits, output)
@@ -347,6 +347,9 @@ def _as_text(text: str | None) -> str | None:
 def run_command(arguments: Sequence[str]) -> int:
     """Runs one command line (without the program's name); returns the exit code."""
     never_fail()
+    if sys.platform == "win32":
+        _complain(WINDOWS)
+        return EXIT_USAGE
     try:
         code = the_command()(list(arguments), prog_name="swarmnet", standalone_mode=False)
     except ClickException as error:

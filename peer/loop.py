@@ -12,20 +12,21 @@ it.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
-import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+import swarmnet.system as system
+from swarmnet.system import ending_signals
 
 T = TypeVar("T")
 
 ORPHAN_GRACE_S = 10
-"""A peer whose parent died has this long to end before the kernel ends it."""
+"""A peer whose parent died has this long to end, from the SIGTERM that it gets then, before an
+alarm that nothing in the process can hold up ends it."""
 SIGNALS_BEFORE_EXIT = 3
-PR_SET_PDEATHSIG = 1
 
 
 class Stopped(Exception):
@@ -33,15 +34,25 @@ class Stopped(Exception):
 
 
 def run(main: Coroutine[Any, Any, T], parent_pid: int | None = None) -> T:
-    """Runs `main` in a fresh event loop (uvloop). Raises `Stopped` where a signal ended it; a
+    """Runs `main` in a fresh event loop. Raises `Stopped` where a signal ended it; a
     coroutine that returns in spite of the signal has ended well. Where `parent_pid` is given and
     gone when the signal comes, what is left of this process is bounded by `ORPHAN_GRACE_S`."""
-    import uvloop
-
-    outcome = uvloop.run(_supervise(main, parent_pid))
+    with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
+        outcome = runner.run(_supervise(main, parent_pid))
     if isinstance(outcome, Stopped):
         raise outcome
     return outcome
+
+
+def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where that is installed; None: Python's own."""
+    if system.PORTABLE:
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 async def _supervise(main: Coroutine[Any, Any, T], parent_pid: int | None) -> T | Stopped:
@@ -58,9 +69,8 @@ async def _supervise(main: Coroutine[Any, Any, T], parent_pid: int | None) -> T 
             signal.alarm(ORPHAN_GRACE_S)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            loop.add_signal_handler(number, stop)
+    for number in ending_signals():
+        loop.add_signal_handler(number, stop)
     threads = ThreadPoolExecutor(thread_name_prefix="beside")
     loop.set_default_executor(threads)
     try:
@@ -72,16 +82,3 @@ async def _supervise(main: Coroutine[Any, Any, T], parent_pid: int | None) -> T 
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         loop.set_default_executor(ThreadPoolExecutor(1))  # which the loop waits for when it closes
-
-
-def end_with_parent(parent_pid: int) -> None:
-    """From now on this process ends when its parent does, however that ends (Linux).
-
-    The kernel sends SIGTERM, so that what can be tidied is, and an alarm that nothing in this
-    process can hold up follows."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the line above
-        os._exit(1)

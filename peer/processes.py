@@ -2,7 +2,7 @@
 
 Every child is a real `swarmnet peer` in a session of its own, so that Ctrl-C reaches the parent
 only, which then ends the children in order. If the parent is killed the kernel ends them
-(`peer.loop.end_with_parent`), and the folder is removed by the next `swarmnet local`.
+(`swarmnet.system.end_with_parent`), and the folder is removed by the next `swarmnet local`.
 """
 
 from __future__ import annotations

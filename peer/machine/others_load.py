@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from peer.machine.memory_cap import tree_cpu_s
+from swarmnet.system import has_nvidia_driver
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -66,7 +67,7 @@ class _Gpus:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
             self._nvml = pynvml
         except ImportError:
-            if psutil.LINUX and _has_nvidia():
+            if psutil.LINUX and has_nvidia_driver():
                 log.warning(
                     "--pause-when-busy watches the CPU only; to watch the GPU too: "
                     "pip install nvidia-ml-py"
@@ -90,9 +91,3 @@ class _Gpus:
             used = sum(sum(values) / len(values) for values in by_pid.values())
             busiest = max(busiest, used / 100)
         return min(1.0, busiest)
-
-
-def _has_nvidia() -> bool:
-    import os
-
-    return os.path.exists("/proc/driver/nvidia")

@@ -13,12 +13,12 @@ import os
 import resource
 import signal
 from contextlib import suppress
-from pathlib import Path
 from typing import BinaryIO
 
 from swarmnet.errors import UserError
 from swarmnet.parsing import alarm
 from swarmnet.parsing.frames import LENGTH_BYTES, GivenFiles, Kept, most_bytes, packed, unpacked
+from swarmnet.system import give_way_for_memory
 
 MAX_TEXT = 400
 
@@ -29,8 +29,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # of Linux: who takes too much is the first to go
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    give_way_for_memory()
     calls, kept = os.fdopen(0, "rb"), Kept()
     while (frame := _read(calls)) is not None:
         answer, goes_on = _answer(frame, kept)

@@ -6,6 +6,7 @@ import importlib.util
 import platform
 from typing import Literal
 
+import swarmnet.system as system
 from swarmnet.runtime.options import TransportName
 
 P2PD_PLATFORM = ("Linux", "x86_64")
@@ -14,7 +15,7 @@ P2PD_PLATFORM = ("Linux", "x86_64")
 
 def runs_p2pd() -> bool:
     """hivemind's daemon is installed, and built for this machine."""
-    is_built = (platform.system(), platform.machine()) == P2PD_PLATFORM
+    is_built = (platform.system(), platform.machine()) == P2PD_PLATFORM and not system.PORTABLE
     return is_built and importlib.util.find_spec("hivemind") is not None
 
 

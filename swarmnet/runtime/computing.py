@@ -3,13 +3,13 @@ says, else what its memory allows. Said to the person in one line."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet.errors import UserError
 from swarmnet.runtime.options import PeerOptions, UsageError
 from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
+from swarmnet.system import free_bytes_in_container
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 OFFLOAD_FOLDER = "activations"
 """In the state folder."""
-CGROUP = Path("/sys/fs/cgroup")
-FILE_CACHE = ("inactive_file", "active_file")
-"""In `memory.stat`."""
 
 
 def free_bytes_of(device: torch.device | str) -> int:
@@ -30,27 +27,7 @@ def free_bytes_of(device: torch.device | str) -> int:
 
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, _free_in_container())
-
-
-def _free_in_container() -> int:
-    try:
-        limit, used = (
-            int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-    except (OSError, ValueError):  # there is none, or it has no limit
-        return 1 << 62
-    return max(0, min(limit, limit - used + _file_cache_bytes()))
-
-
-def _file_cache_bytes() -> int:
-    """What the kernel keeps of files counts as used, and is given up when memory is wanted."""
-    try:
-        words = (CGROUP / "memory.stat").read_text().split()
-    except OSError:
-        return 0
-    sizes = dict(zip(words[::2], words[1::2], strict=False))
-    return sum(int(sizes.get(name, 0)) for name in FILE_CACHE)
+    return min(psutil.virtual_memory().available, free_bytes_in_container())
 
 
 def choose_computing(

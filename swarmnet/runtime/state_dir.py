@@ -7,7 +7,6 @@ ends.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from swarmnet.errors import UserError
 from swarmnet.files import write_whole
+from swarmnet.system import is_locked, try_lock
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -77,12 +77,9 @@ def is_claimed(state_dir: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return is_locked(lock)
     finally:
         os.close(lock)
-    return False
 
 
 def _first_free(root: Path) -> tuple[Path, int]:
@@ -102,14 +99,13 @@ def _claim(path: Path) -> int | None:
     except OSError as error:
         raise UserError(f"cannot use the state folder {path}: {error.strerror}") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
+        if try_lock(lock):
+            return lock
     except OSError as error:  # not every network file system has locks
         os.close(lock)
         raise UserError(
             f"cannot lock the state folder {path}: {error.strerror}; name a --state-dir on a "
             "local disk"
         ) from None
-    return lock
+    os.close(lock)
+    return None

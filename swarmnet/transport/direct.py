@@ -21,14 +21,11 @@ import datetime
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import socket
 import ssl
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cryptography import x509
@@ -40,6 +37,7 @@ from swarmnet.errors import AddressError, Unreachable
 from swarmnet.methods.contact import Ticket
 from swarmnet.protocol.dialing.addresses import STAGGER_S
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
+from swarmnet.system import machine_secret, secret_file
 from swarmnet.transport.base import ByteStream
 from swarmnet.transport.racing import race
 
@@ -73,11 +71,10 @@ VALID_DAYS = 3650
 def machine_proof(token: bytes, asker: str) -> bytes:
     """Shows to the peer that asked for a ticket, where that is on the same machine, that this
     process is there; to nobody else, so that nobody can show it as his own."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    except OSError:
+    secret = machine_secret()
+    if not secret:
         return b""
-    said = boot_id + asker.encode()
+    said = secret + asker.encode()
     return hashlib.blake2b(said, key=token, digest_size=32, person=b"sw-machine").digest()
 
 
@@ -142,28 +139,9 @@ class Certificate:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_3
         self.context.num_tickets = 0  # every connection has a token of its own: none is resumed
-        _load(self.context, secret + pem)
+        with secret_file(secret + pem) as path:  # Python's ssl reads certificates from files only
+            self.context.load_cert_chain(path)
         _straighten(self.context)
-
-
-def _load(context: ssl.SSLContext, pem: bytes) -> None:
-    """Python's ssl reads certificates from files only: one that lies in memory, where there is
-    such a thing."""
-    if hasattr(os, "memfd_create"):
-        handle = os.memfd_create("certificate", os.MFD_CLOEXEC)
-        try:
-            os.write(handle, pem)
-            context.load_cert_chain(f"/proc/self/fd/{handle}")
-        finally:
-            os.close(handle)
-        return
-    handle, path = tempfile.mkstemp()  # mode 0600
-    try:
-        os.write(handle, pem)
-        context.load_cert_chain(path)
-    finally:
-        os.close(handle)
-        os.unlink(path)
 
 
 def client_context() -> ssl.SSLContext:

@@ -72,36 +72,6 @@ def test_a_death_is_told_once(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-ORPHAN = """
-import subprocess, sys
-child = '''
-import os, sys, time
-sys.path[:0] = {path!r}
-from peer.loop import end_with_parent
-end_with_parent(int(sys.argv[1]))
-print(os.getpid(), flush=True)
-time.sleep(120)
-'''
-import os
-subprocess.run([sys.executable, "-c", child, str(os.getpid())])
-"""
-
-
-def test_a_child_ends_when_its_parent_is_killed() -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", ORPHAN.format(path=[p for p in sys.path if p])],
-        stdout=subprocess.PIPE,
-    )
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    # the pipe's other end is the child's: it ends when the child does
-    assert parent.stdout.read() == b""
-    parent.stdout.close()
-    assert pid != parent.pid
-
-
 def test_folders_of_dead_predecessors_are_removed_and_others_are_not(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

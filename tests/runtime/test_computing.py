@@ -70,7 +70,7 @@ def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import torch
 
     whole = free_bytes_of(torch.device("cpu"))
-    monkeypatch.setattr("swarmnet.runtime.computing.CGROUP", tmp_path)
+    monkeypatch.setattr("swarmnet.system.CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
     assert free_bytes_of(torch.device("cpu")) == 600_000

@@ -9,7 +9,6 @@ is removed when a new one is written.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -25,6 +24,7 @@ import xxhash
 
 from swarmnet.errors import DataError
 from swarmnet.files import write_whole
+from swarmnet.system import try_lock, wait_for_lock
 from swarmnet.training.data.files import FoundFile
 from swarmnet.training.data.formats import cannot_read
 from swarmnet.training.data.store import ABOUT, Store
@@ -117,11 +117,9 @@ def usable_root() -> Path:
 def _alone(path: Path) -> Iterator[None]:
     """One process at a time."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file.fileno()):
             log.warning("[data] waiting for another process that tokenizes the same files")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            wait_for_lock(file.fileno())
         yield
 
 

@@ -18,7 +18,6 @@ made on purpose; whoever does so could as well feed what he likes.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ import xxhash
 from swarmnet.errors import DataError, ProtocolViolation
 from swarmnet.ports import DATA_PART_BYTES, SourceSize, WantedPart
 from swarmnet.spec import RunSpec, SourceSpec
+from swarmnet.system import try_lock
 from swarmnet.training.data.cache import SIZES, usable_root
 from swarmnet.training.data.encoding import Encoder
 from swarmnet.training.data.opening import Place, encoder_of, text_of
@@ -173,9 +173,7 @@ class ComingText:
         self._folder.mkdir(exist_ok=True)
         if self._lock is None:
             lock = self._folder.with_suffix(".lock").open("w")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(lock.fileno()):
                 lock.close()
                 return False
             self._lock = lock

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from swarmnet.errors import SpecError
 from swarmnet.ports import StepKey
 from swarmnet.spec import RunSpec
+from swarmnet.system import LOOPBACK_INTERFACE
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (
@@ -74,8 +75,8 @@ def open_default_group(
     """`fully_shard` takes a mesh, and that the default group of the process."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from swarmnet.errors import SwarmnetError, one_line
+from swarmnet.system import LOOPBACK_INTERFACE, anonymous_file
 from swarmnet.wire import Array
 
 BEAT_S = 0.5
@@ -73,7 +74,7 @@ class SharedFloats:
     def __init__(self, num_elements: int, fd: int | None = None) -> None:
         """`fd`: of the same memory in another process; it is closed here."""
         num_bytes = max(4 * num_elements, mmap.PAGESIZE)
-        self.fd = os.memfd_create("swarmnet") if fd is None else fd
+        self.fd = anonymous_file("swarmnet") if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, num_bytes)
         self._map = mmap.mmap(self.fd, num_bytes)
@@ -90,8 +91,8 @@ def open_process_group(
     device: torch.device, store_path: str, rank: int, num_ranks: int, timeout_s: float
 ) -> Any:
     """NCCL on GPUs, gloo over loopback on CPUs. Not global to the process."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = dist.FileStore(store_path, num_ranks)
     timeout = datetime.timedelta(seconds=timeout_s)
     if device.type == "cuda":

@@ -6,7 +6,6 @@ Started by `local_group`; nobody else runs it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -16,13 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 from swarmnet.errors import SwarmnetError, one_line
+from swarmnet.system import end_with_parent
 
 PR_SET_PDEATHSIG = 1
 
 
 def main(fd: int, rank: int, parent_pid: int) -> None:
     """The life of a rank."""
-    end_with_parent(parent_pid)
+    end_with_parent(parent_pid, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends the others
     link = Link(socket.socket(fileno=fd))
     code = 0
@@ -37,14 +37,6 @@ def main(fd: int, rank: int, parent_pid: int) -> None:
             link.broken(text)
             link.wait_for_end()
     os._exit(code)  # process groups may wait for others when they are torn down
-
-
-def end_with_parent(parent_pid: int) -> None:
-    """The kernel kills this process when the thread that started it ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the line above
-        os._exit(1)
 
 
 class Link:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 from swarmnet.errors import TransportError
+from swarmnet.system import try_lock, wait_for_lock
 
 MAX_SOCKET_PATH = 80
 RUNTIME_PREFIX = "swarmnet-p2pd-"
@@ -46,7 +46,7 @@ class RuntimeDir:
     def _make(self, base: Path) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{RUNTIME_PREFIX}{os.getpid()}-", dir=base))
         self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        wait_for_lock(self.lock)
 
     def close(self) -> None:
         """Idempotent."""
@@ -77,8 +77,7 @@ def _is_abandoned(path: Path) -> bool:
     except OSError:  # somebody else's
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
+        return try_lock(lock)
     except OSError:
         return False
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import time
 from contextlib import ExitStack
@@ -134,7 +135,7 @@ def test_a_file_system_without_locks_is_no_other_peer(
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("swarmnet.runtime.state_dir.fcntl.flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     for wanted in (None, tmp_path / "mine"):
         claiming = claimed_state_dir(wanted, tmp_path)
         with pytest.raises(UserError, match="No locks available"):

@@ -1,0 +1,189 @@
+"""What only Linux has, and what stands in for it elsewhere: one module for both ways.
+
+`PORTABLE` chooses: true on all other systems, and where the environment has `SWARMNET_PORTABLE`,
+for sandboxes that say they are Linux and lack a part of it. All else in swarmnet is the same
+everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PORTABLE = sys.platform != "linux" or bool(os.environ.get("SWARMNET_PORTABLE"))
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+WINDOWS = (
+    "Windows' own Python is not supported: install WSL (`wsl --install`), and swarmnet in a Linux "
+    "there"
+)
+
+PR_SET_PDEATHSIG = 1
+PARENT_LOOK_S = 0.5
+CGROUP = Path("/sys/fs/cgroup")
+FILE_CACHE = ("inactive_file", "active_file")
+"""In `memory.stat`."""
+WITHOUT_LIMIT = 1 << 62
+SECRET_BYTES = 32
+
+
+# ---- processes ------------------------------------------------------------------------------
+
+
+def end_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """From now on this process gets a signal when its parent ends, however that does. On Linux that
+    is when the *thread* of the parent ends that has started it."""
+    if PORTABLE:
+        threading.Thread(target=_watch, args=(parent_pid, number), daemon=True).start()
+    else:
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def _watch(parent_pid: int, number: signal.Signals) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(PARENT_LOOK_S)
+    os.kill(os.getpid(), number)
+
+
+def give_way_for_memory() -> None:
+    """When the system lacks memory, it ends this process first."""
+    if not PORTABLE:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Those with which people and systems end a command."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # ignored under nohup
+    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
+
+
+# ---- memory and files -----------------------------------------------------------------------
+
+
+def anonymous_file(name: str) -> int:
+    """The descriptor of an empty file without a path, for memory that several processes map."""
+    if not PORTABLE:
+        return os.memfd_create(name)
+    handle, path = tempfile.mkstemp(prefix=f"{name}-")
+    os.unlink(path)
+    return handle
+
+
+@contextlib.contextmanager
+def secret_file(contents: bytes) -> Iterator[str]:
+    """A path under which a library reads what no other user may; in memory where that can be. It
+    ends with the block."""
+    if PORTABLE:
+        handle, path = tempfile.mkstemp()  # mode 0600
+    else:
+        handle = os.memfd_create("secret", os.MFD_CLOEXEC)
+        path = f"/proc/self/fd/{handle}"
+    try:
+        os.write(handle, contents)
+        yield path
+    finally:
+        os.close(handle)
+        if PORTABLE:
+            os.unlink(path)
+
+
+def try_lock(handle: int) -> bool:
+    """Locks an open file until it is closed, however its process ends; False where another process
+    has it. Raises `OSError` on a file system without locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_for_lock(handle: int) -> None:
+    """Locks an open file, when whoever has it is through."""
+    import fcntl
+
+    fcntl.flock(handle, fcntl.LOCK_EX)
+
+
+def is_locked(handle: int) -> bool:
+    """Another process has locked that file; True too where nobody can tell."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+# ---- the machine ----------------------------------------------------------------------------
+
+
+def machine_secret() -> bytes:
+    """What all processes of this machine know, and nobody elsewhere; empty where there is nothing
+    of that kind. On Linux the boot's id, else a file of this user's."""
+    try:
+        if not PORTABLE:
+            return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        return _kept_secret(Path(tempfile.gettempdir()) / f"swarmnet-machine-{os.getuid()}")
+    except OSError:
+        return b""
+
+
+def _kept_secret(path: Path) -> bytes:
+    """Raises `OSError`, also where another user made the file."""
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    if not path.exists():
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+        with contextlib.suppress(FileExistsError):  # of several that begin, the first one's holds
+            os.link(beside, path)
+        os.unlink(beside)
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(handle, "rb") as file:
+        about = os.fstat(handle)
+        if about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{path} is not this user's alone")
+        return file.read(SECRET_BYTES)
+
+
+def free_bytes_in_container() -> int:
+    """Of memory, to the limit of the container that this runs in; `WITHOUT_LIMIT` for none."""
+    try:
+        limit, used = (
+            int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+    except (OSError, ValueError):
+        return WITHOUT_LIMIT
+    return max(0, min(limit, limit - used + _file_cache_bytes()))
+
+
+def _file_cache_bytes() -> int:
+    """What the kernel keeps of files counts as used, and is given up when memory is wanted."""
+    try:
+        words = (CGROUP / "memory.stat").read_text().split()
+    except OSError:
+        return 0
+    sizes = dict(zip(words[::2], words[1::2], strict=False))
+    return sum(int(sizes.get(name, 0)) for name in FILE_CACHE)
+
+
+def has_nvidia_driver() -> bool:
+    """The machine has NVIDIA's driver, whatever torch makes of it."""
+    if PORTABLE:
+        return shutil.which("nvidia-smi") is not None
+    return os.path.exists("/proc/driver/nvidia")
