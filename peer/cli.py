@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -37,6 +38,7 @@ from peer.options import (
 )
 from swarmnet.errors import NotNow, SwarmnetError, UserError
 from swarmnet.printable import printable
+from swarmnet.protocol.trouble import Kind
 from swarmnet.runtime.options import PeerChoices, UsageError
 from swarmnet.system import WINDOWS, end_with_parent
 from swarmnet.version import __version__
@@ -134,6 +136,21 @@ class _OneLine(logging.Formatter):
         return super().formatMessage(record)
 
 
+class _FewOfAKind(logging.Filter):
+    """Lets few lines from one place of the program through in a short while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: dict[tuple[str, int], Kind] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = (record.pathname, record.lineno)
+        more = self._kinds.setdefault(place, Kind()).line(time.monotonic())
+        if more:
+            record.msg, record.args = f"{record.getMessage()}{more}", ()
+        return more is not None
+
+
 class _Stderr(logging.Handler):
     """Writes to what `sys.stderr` is at the time, which a live screen replaces."""
 
@@ -149,6 +166,8 @@ def _log_to_stderr(debug: bool) -> None:
     handler = _Stderr()
     shape = "%(asctime)s %(name)s: %(message)s" if debug else "swarmnet: %(message)s"
     handler.setFormatter(_OneLine(shape))
+    if not debug:
+        handler.addFilter(_FewOfAKind())
     logger = logging.getLogger("swarmnet")
     logger.handlers = [handler]
     logger.propagate = False

@@ -1,10 +1,12 @@
-"""A trouble that lasts, such as a full disk, in few lines."""
+"""Few lines of one kind: about a trouble that lasts, such as a full disk, and about what others
+cause as often as they like."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
+from swarmnet.protocol.rate import TokenBucket
 
 SAY_AGAIN_S = LONGEST_PAUSE_S
 """Between two lines about one trouble. It protects the lines that say something else
@@ -35,3 +37,30 @@ class Trouble:
         self.said_at = None
         self.num_untold = 0
         return was_told
+
+
+LINES_AT_ONCE, LINES_PER_S = 20, 0.1
+"""Of one kind, at most: enough to see what is going on."""
+
+
+def _full() -> TokenBucket:
+    return TokenBucket(LINES_PER_S, LINES_AT_ONCE, LINES_AT_ONCE, 0.0)
+
+
+@dataclass(slots=True)
+class Kind:
+    """Lines from one place of the program. Anybody who finds a way to cause one can cause many, and
+    they would hide all others, and fill a disk."""
+
+    num_untold: int = 0
+    _bucket: TokenBucket = field(default_factory=_full)
+
+    def line(self, now: float) -> str | None:
+        """What the next one ends with; None where it is left out. `now`: seconds, of a clock that
+        begins at 0 or later."""
+        if not self._bucket.take(now):
+            self.num_untold += 1
+            return None
+        more = f" ({self.num_untold} more lines like it)" if self.num_untold else ""
+        self.num_untold = 0
+        return more

@@ -1,8 +1,8 @@
-"""A trouble that lasts is told at once, then rarely, and its end is told."""
+"""A trouble that lasts is told at once, then rarely, and its end is told. Lines are few."""
 
 from __future__ import annotations
 
-from swarmnet.protocol.trouble import SAY_AGAIN_S, Trouble
+from swarmnet.protocol.trouble import LINES_AT_ONCE, LINES_PER_S, SAY_AGAIN_S, Kind, Trouble
 
 
 def test_a_trouble_is_told_rarely() -> None:
@@ -17,3 +17,14 @@ def test_a_trouble_is_told_rarely() -> None:
     assert trouble.is_over()
     assert not trouble.is_over()
     assert trouble.failed(7.0 + SAY_AGAIN_S) == ""
+
+
+def test_of_one_kind_there_are_few_lines() -> None:
+    kind, minutes = Kind(), 10
+    told = [kind.line(100.0 + i / 1000) for i in range(60_000 * minutes)]
+    lines = [line for line in told if line is not None]
+    assert lines[:LINES_AT_ONCE] == [""] * LINES_AT_ONCE
+    assert len(lines) <= LINES_AT_ONCE + 60 * minutes * LINES_PER_S
+    assert "more lines like it" in lines[-1]
+    told_of = sum(int(line.split("(")[1].split()[0]) for line in lines if line)
+    assert told_of + len(lines) + kind.num_untold == len(told)

@@ -23,6 +23,7 @@ from peer.cli import run_command, the_command
 from peer.console import make_console, never_fail, without_controls
 from peer.observe.screen import Screen, dashboard
 from peer.observe.view_model import StageRow, ViewModel
+from swarmnet.protocol.trouble import LINES_AT_ONCE
 from tests.training.specs import small_spec
 
 COMMAND: Any = the_command()
@@ -150,3 +151,14 @@ def test_nothing_printed_escapes_the_filter(capsys: pytest.CaptureFixture[str]) 
     assert said.err.count("swarmnet: all is well") == 1
     assert r"\nswarmnet: all is well" in said.err
     assert not any(c in said.out + said.err for c in "\x1b\u202e\u200b")
+
+
+def test_what_others_cause_again_and_again_fills_no_log(capsys: pytest.CaptureFixture[str]) -> None:
+    run_command(["export", "--out", "x", "--state-dir", "/no/such"])  # the log is a command's now
+    log = logging.getLogger("swarmnet.peer")
+    for i in range(1000):
+        log.warning("stranger %d broke the protocol", i)
+    log.warning("a line of its own")
+    lines = capsys.readouterr().err.splitlines()
+    assert LINES_AT_ONCE <= sum("broke the protocol" in line for line in lines) < 100
+    assert "a line of its own" in lines[-1]
