@@ -29,6 +29,7 @@ from swarmnet.protocol.membership.records import (
     JOINING,
     LEAVING,
     LEFT,
+    MAX_VOUCHES,
     OBSERVING,
     Record,
     Stamp,
@@ -67,7 +68,9 @@ class View:
             lambda stage, now: self.detector.next_silence_at(self._index.ids(stage), now)
         )
         self._newest_round = 0
-        """Of any record of another peer, ever, whatever that is worth."""
+        """Of any record or call of another peer, ever, whatever that is worth."""
+        self._called: dict[str, int] = {}
+        """By peer, the newest round that it has asked for."""
         self.reach = Reach(
             own_peer_id,
             self.detector,
@@ -261,13 +264,35 @@ class View:
         return [self._records[p] for p in self._index.ids(stage) if p not in live]
 
     def is_past(self, round_index: int, now: float) -> bool:
-        """Another live replica that counts, of any stage, has begun a later round."""
-        if self._newest_round <= round_index:
-            return False
-        own = self.own_peer_id
-        return any(
-            r.round > round_index and r.is_replica and r.peer_id != own for r in self.counted(now)
-        )
+        """Others have begun a later round, as `shown_round` says."""
+        return self._newest_round > round_index and self.shown_round(now) > round_index
+
+    def shown_round(self, now: float) -> int:
+        """The newest round that others have begun, as far as they show it together: more than half
+        of all the others that serve, or of those of one stage, this peer included. A later one is
+        only the word of some. A stage that has gone on works on nothing older, so one is enough.
+        0 where nobody serves.
+
+        Only those are heard that `reputation` knows; where it knows no other one, all."""
+        return self.remembered(ALL, "shown round", now, lambda: self._shown_round(now))
+
+    def known(self, stage: int, now: float) -> Sequence[Record]:
+        """Members of a stage that serve it, or leave, and whose part of an exchange is waited for,
+        by peer id: this one, and those that `reputation` knows, by what it has seen of them and the
+        word of those seen at work. All members, where it knows no other one of them, where the run
+        has one stage, whose replicas see nothing of what others compute, and where there are more
+        peers than a record vouches for."""
+        serving = self.counted(now)
+        if len(serving) > MAX_VOUCHES or all(r.stage == stage for r in serving if r.is_replica):
+            return self.members(stage, now)
+        return self._known(self.members(stage, now), (ACTIVE, LEAVING))
+
+    def called(self, peer_id: str, round_index: int) -> None:
+        """A call of a known peer shows that it works on a round, as its record will say."""
+        if peer_id in self._records and round_index > self._called.get(peer_id, 0):
+            self._called[peer_id] = round_index
+            self._newest_round = max(self._newest_round, round_index)
+            self._answers.drop(self._records[peer_id].stage)
 
     def remembered(self, stage: int, name: object, now: float, ask: Callable[[], T]) -> T:
         """`ask()`, or what it returned the last time, where nothing has changed since that concerns
@@ -341,6 +366,23 @@ class View:
             return record.peer_id == self.own_peer_id
         return self.reputation.counts(record.peer_id) or not self.is_flooded(now)
 
+    def _shown_round(self, now: float) -> int:
+        by_stage: dict[int, list[int]] = {}
+        others: list[int] = []
+        for r in self._known(self.counted(now), (ACTIVE,)):
+            begun = max(r.round, self._called.get(r.peer_id, 0))
+            by_stage.setdefault(r.stage, []).append(begun)
+            if r.peer_id != self.own_peer_id:
+                others.append(begun)
+        return max((_most_have_begun(rounds) for rounds in (others, *by_stage.values())), default=0)
+
+    def _known(self, counted: Sequence[Record], states: Sequence[str]) -> list[Record]:
+        """Those of these that are known; where no other one is, all."""
+        own = self.own_peer_id
+        serving = [r for r in counted if r.stage >= 0 and r.state in states]
+        known = [r for r in serving if r.peer_id == own or self.reputation.counts(r.peer_id)]
+        return known if any(r.peer_id != own for r in known) else serving
+
     def _counting(self, there: list[Record], now: float) -> list[Record]:
         """Those that count; where none does, all."""
         return [r for r in there if self._counts(r, now)] or there
@@ -383,12 +425,18 @@ class View:
 
     def _forget(self, peer_id: str, now: float) -> None:
         record = self._records.pop(peer_id)
+        self._called.pop(peer_id, None)
         self.reputation.forget(peer_id)
         self._index.remove(peer_id, record.stage)
         self.reach.forget(record)
         self.digest.forget(peer_id, now)
         self.agreement.forget(peer_id)
         self._answers.drop(record.stage)
+
+
+def _most_have_begun(rounds: list[int]) -> int:
+    """The newest round that more than half of those have begun which are in these rounds."""
+    return sorted(rounds, reverse=True)[len(rounds) // 2] if rounds else 0
 
 
 def _told(record: Record) -> tuple[int, int, bytes]:

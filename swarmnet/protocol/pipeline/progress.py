@@ -182,11 +182,12 @@ def stuck_slot(
 
 
 def newest_round(view: View, now: float, stage: int | None = None) -> int:
-    """The highest round of the live, serving peers (of `stage`, where given); 0 when there are
+    """The newest round that live, serving peers have begun, as far as they show it together
+    (`View.shown_round`); of `stage`, where given, whatever one of them says. 0 when there are
     none."""
     if stage is not None:
         return _newest(view.members(stage, now))
-    return view.remembered(ALL, "newest round", now, lambda: _newest(view.counted(now)))
+    return view.shown_round(now) or _newest(view.counted(now))
 
 
 def _newest(records: Sequence[Record]) -> int:

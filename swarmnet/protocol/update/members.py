@@ -6,7 +6,7 @@ the round of a record."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, LEAVING, Record
@@ -52,6 +52,13 @@ def past(records: Iterable[Record], plan: SyncPlan, round_index: int) -> list[Re
         for r in records
         if r.state in (ACTIVE, LEAVING) and plan.parameter_version(r.round) > round_index
     ]
+
+
+def shown_past(known: Sequence[Record], plan: SyncPlan, round_index: int) -> list[Record]:
+    """Those that have finished a round, of the known replicas of a stage; none where fewer than
+    half of them say so. As many are not the word of one, unless they are two."""
+    found = past(known, plan, round_index)
+    return found if 2 * len(found) >= len(known) else []
 
 
 def has_begun(record: Record | None, round_index: int) -> bool:

@@ -226,7 +226,8 @@ class StepService:
 
     def _learn(self, replica: Replica, asked: int, caller: str) -> None:
         """What another replica asks for tells how far it is: it works on the next round when this
-        one is over, or, where rounds may be opened ahead, when all of this one is launched."""
+        one is over, or, where rounds may be opened ahead, when all of this one is launched. That a
+        round is over one alone does not show (`View.shown_round`)."""
         r = replica.round
         record = self.gossip.view.get(caller)
         if asked not in (r + 1, r + 2) or record is None or not record.is_replica:
@@ -234,8 +235,12 @@ class StepService:
         if record.round < r:  # it is not that far itself, by its own record
             return
         overlaps = replica.plan.is_delayed(r)
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+        view.called(caller, asked - overlaps)
         if asked == r + 1 and overlaps:
             is_news = replica.transitions.heard_launched(r)
+        elif not view.is_past(r, now):
+            is_news = False
         else:
             is_news = (asked == r + 1 or overlaps) and replica.transitions.heard_over(r)
         if is_news:

@@ -76,9 +76,9 @@ class ExchangeMembers:
         return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
 
     def _here(self) -> Sequence[Record]:
-        """Live members of this stage."""
+        """Live members of this stage that are known."""
         now = asyncio.get_running_loop().time()
-        return self.gossip.view.members(self.replica.index, now)
+        return self.gossip.view.known(self.replica.index, now)
 
     def _gone(self) -> Sequence[Record]:
         """Members of this stage that have fallen silent."""
@@ -86,7 +86,7 @@ class ExchangeMembers:
 
     def candidates(self, stage_index: int, round_index: int) -> list[Record]:
         """As `protocol.update.members.candidates`."""
-        members = self.gossip.view.members(stage_index, asyncio.get_running_loop().time())
+        members = self.gossip.view.known(stage_index, asyncio.get_running_loop().time())
         return taking_part.candidates(members, self.replica.plan, round_index)
 
     def num_shards(self, stage_index: int) -> int:
@@ -132,17 +132,14 @@ class ExchangeMembers:
 
     def past(self, round_index: int) -> list[str]:
         """Replicas of this stage in reach that have finished a round, by peer id; this one
-        excepted."""
+        excepted. None where only some of them say so."""
         lost, own = self.gossip.view.detector.is_lost, self.gossip.own.peer_id
-        return self.remembered(
-            "past",
-            round_index,
-            lambda: [
-                m.peer_id
-                for m in taking_part.past(self._here(), self.replica.plan, round_index)
-                if m.peer_id != own and not lost(m.peer_id)
-            ],
-        )
+
+        def found() -> list[str]:
+            past = taking_part.shown_past(self._here(), self.replica.plan, round_index)
+            return [m.peer_id for m in past if m.peer_id != own and not lost(m.peer_id)]
+
+        return self.remembered("past", round_index, found)
 
     def statuses(self, round_index: int) -> dict[str, MemberStatus]:
         """The statuses of the other members of an exchange of the stage, by peer id."""
@@ -150,8 +147,12 @@ class ExchangeMembers:
         found: dict[str, MemberStatus] = {}
         for record in self.contributors(round_index):
             found[record.peer_id] = taking_part.status(record, plan, round_index, ALIVE)
-        for peer_id in self.past(round_index):
-            found[peer_id] = MemberStatus(ALIVE, is_past=True)
+        lost, past = view.detector.is_lost, self.past(round_index)
+        for record in taking_part.past(self._here(), plan, round_index):
+            if not lost(record.peer_id):
+                # Who says so alone has nothing to give, and may not have the result either.
+                is_past = record.peer_id in past
+                found[record.peer_id] = MemberStatus(ALIVE, None if is_past else 0, is_past)
         for record in self._lost(round_index):
             if record.peer_id not in found and liveness.is_suspect(record.peer_id):
                 found[record.peer_id] = taking_part.status(record, plan, round_index, SUSPECT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     JOINING,
@@ -18,7 +20,7 @@ from swarmnet.protocol.membership.reputation import (
     name_of,
 )
 from swarmnet.protocol.membership.view import View
-from swarmnet.protocol.pipeline.progress import round_progress
+from swarmnet.protocol.pipeline.progress import newest_round, round_progress
 from swarmnet.protocol.slots import SlotSet
 from tests.protocol.making import record
 
@@ -195,3 +197,58 @@ def test_newcomers_of_a_stage_are_seen_while_they_join() -> None:
     view = view_of(mine, record("a", stage=1, state=ACTIVE), proven=("a",))
     view.merge(record("b", stage=1, state=JOINING), 1.0)
     assert [r.peer_id for r in view.members(1, 1.0)] == ["a", "b"]
+
+
+def test_rounds_are_as_far_as_most_known_replicas_show() -> None:
+    mine = record("me", stage=0, state=ACTIVE, round=5)
+    others = [record(p, stage=k, state=ACTIVE, round=5) for p, k in (("a", 0), ("b", 1), ("c", 1))]
+    view = view_of(mine, *others, proven=("a", "b", "c"))
+    for i in range(8):
+        view.merge(record(f"liar-{i}", stage=i % 2, state=ACTIVE, round=9), 1.0)
+    assert not view.is_flooded(1.0)
+    assert (view.shown_round(1.0), newest_round(view, 1.0)) == (5, 5), "nobody knows those"
+    view.merge(record("b", 2, stage=1, state=ACTIVE, round=7), 1.0)
+    assert not view.is_past(5, 1.0), "one of two, and of three"
+    view.called("c", 6)
+    assert view.is_past(5, 1.0), "a whole stage"
+    assert not view.is_past(6, 1.0)
+
+
+def test_one_known_replica_in_two_stages_ends_no_round() -> None:
+    mine = record("me", stage=0, state=ACTIVE, round=5)
+    honest = record("b", stage=1, state=ACTIVE, round=5)
+    liar = record("liar", stage=0, state=ACTIVE, round=9)
+    view = view_of(mine, honest, liar, proven=("b", "liar"))
+    assert not view.is_past(5, 1.0)
+    view.merge(record("b", 2, stage=1, state=ACTIVE, round=6), 1.0)
+    assert view.is_past(5, 1.0)
+    assert not view.is_past(6, 1.0)
+
+
+def test_exchanges_have_known_members_also_where_there_is_no_flood() -> None:
+    mine = record("me", stage=0, state=ACTIVE)
+    others = [record(p, stage=k, state=ACTIVE) for p, k in (("a", 0), ("b", 1), ("new", 0))]
+    view = view_of(mine, *others, proven=("b",))
+    assert [r.peer_id for r in view.members(0, 1.0)] == ["a", "me", "new"]
+    assert [r.peer_id for r in view.known(0, 1.0)] == ["a", "me", "new"], "founders, or no other"
+    view.merge(record("b", 2, stage=1, state=ACTIVE, vouches=vouches("a")), 1.0)
+    for round_index in range(1, GRACE_ROUNDS + 1):
+        view.merge(replace(mine, version=mine.version + round_index, round=round_index), 1.0)
+    assert [r.peer_id for r in view.known(0, 1.0)] == ["a", "me"]
+    assert [r.peer_id for r in view.members(0, 1.0)] == ["a", "me", "new"]
+
+
+def test_a_run_of_one_stage_and_a_large_one_have_all_members() -> None:
+    mine = record("me", stage=0, state=ACTIVE)
+    names = [f"p{i}" for i in range(MAX_VOUCHES)]
+    view = view_of(mine, *(record(p, stage=0, state=ACTIVE) for p in names[:3]), proven=("p0",))
+    view.merge(record("new", stage=0, state=ACTIVE), 1.0)
+    assert len(view.known(0, 1.0)) == 5, "nobody sees what others compute for themselves"
+    large = view_of(
+        mine,
+        record("x", stage=1, state=ACTIVE),
+        *(record(p, stage=0, state=ACTIVE) for p in names),
+        proven=("x", *names),
+    )
+    large.merge(record("new", stage=0, state=ACTIVE), 1.0)
+    assert "new" in [r.peer_id for r in large.known(0, 1.0)], "records cannot name so many"

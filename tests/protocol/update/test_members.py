@@ -48,6 +48,14 @@ def test_contributors_are_in_the_round_or_a_little_behind() -> None:
     assert "too late" in names(members.with_gradient(records, own_steps, 9))
 
 
+def test_half_of_a_stage_shows_that_an_exchange_is_over_and_one_of_three_does_not() -> None:
+    records = [replica("me", 9), replica("a", 9), replica("liar", 12)]
+    assert names(members.past(records, PLAN, 9)) == ["liar"]
+    assert not members.shown_past(records, PLAN, 9)
+    assert names(members.shown_past([*records, replica("b", 10)], PLAN, 9)) == ["liar", "b"]
+    assert names(members.shown_past(records[1:], PLAN, 9)) == ["liar"], "they are two"
+
+
 def test_beside_rounds_who_is_in_the_exchange_before_is_waited_for() -> None:
     plan = SyncPlan(DELAYED, 100)
     at, late = plan.parameter_version(9), plan.parameter_version(8)
