@@ -226,13 +226,15 @@ class View:
         )
 
     def in_reach(self, stage: int, now: float) -> Sequence[Record]:
-        """The replicas of a stage that can be called, by peer id."""
-        lost = self.detector.is_lost
+        """The replicas of a stage that can be called, and are not barred, by peer id."""
+        lost, barred = self.detector.is_lost, self.is_barred
         return self.remembered(
             stage,
             "in reach",
             now,
-            lambda: [r for r in self.replicas(stage, now) if not lost(r.peer_id)],
+            lambda: [
+                r for r in self.replicas(stage, now) if not (lost(r.peer_id) or barred(r.peer_id))
+            ],
         )
 
     def members(self, stage: int, now: float) -> Sequence[Record]:
@@ -256,6 +258,12 @@ class View:
         if record is None or record.state == OBSERVING:
             return False
         return not self.is_flooded(now) or record in self.replicas(record.stage, now)
+
+    def is_barred(self, peer_id: str) -> bool:
+        """A peer has lied, as this one has found: it gets no work, no exchange waits for it, and
+        nothing is fetched from it. In the lists of feeders and their counters it stays, for on
+        those all peers have to agree."""
+        return self.reputation.level(peer_id) is Level.BARRED
 
     def lost(self, stage: int, now: float) -> list[Record]:
         """Records of peers of `stage` that are known, and not live or out of reach, by peer id."""
@@ -283,9 +291,10 @@ class View:
         has one stage, whose replicas see nothing of what others compute, and where there are more
         peers than a record vouches for."""
         serving = self.counted(now)
+        members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
         if len(serving) > MAX_VOUCHES or all(r.stage == stage for r in serving if r.is_replica):
-            return self.members(stage, now)
-        return self._known(self.members(stage, now), (ACTIVE, LEAVING))
+            return members
+        return self._known(members, (ACTIVE, LEAVING))
 
     def called(self, peer_id: str, round_index: int) -> None:
         """A call of a known peer shows that it works on a round, as its record will say."""
@@ -379,7 +388,11 @@ class View:
     def _known(self, counted: Sequence[Record], states: Sequence[str]) -> list[Record]:
         """Those of these that are known; where no other one is, all."""
         own = self.own_peer_id
-        serving = [r for r in counted if r.stage >= 0 and r.state in states]
+        serving = [
+            r
+            for r in counted
+            if r.stage >= 0 and r.state in states and not self.is_barred(r.peer_id)
+        ]
         known = [r for r in serving if r.peer_id == own or self.reputation.counts(r.peer_id)]
         return known if any(r.peer_id != own for r in known) else serving
 
@@ -389,7 +402,7 @@ class View:
 
     def _on_trial(self, stage: int, now: float) -> list[Record]:
         counting = {r.peer_id for r in self.replicas(stage, now)}
-        barred, lost = Level.BARRED, self.detector.is_lost
+        lost = self.detector.is_lost
         if not self.is_flooded(now):
             return []
         return [
@@ -398,7 +411,7 @@ class View:
             if (r.is_replica or (r.state == JOINING and r.digests))
             and r.peer_id not in counting
             and not self.reputation.counts(r.peer_id)
-            and self.reputation.level(r.peer_id) is not barred
+            and not self.is_barred(r.peer_id)
             and not lost(r.peer_id)
         ]
 

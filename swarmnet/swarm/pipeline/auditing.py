@@ -143,6 +143,7 @@ class Audits:
         if not self.gossip.signer.verify(audited, receipt.signed, receipt.signature):
             log.warning("%s gave a receipt that it has not signed", audited[-8:])
             self.conclusions.computed(audited, is_same=False)
+            self.gossip.view.lied(audited)
             return
         view, now = self.gossip.view, asyncio.get_running_loop().time()
         replicas = [r.peer_id for r in view.in_reach(case.said.stage, now)]
@@ -168,6 +169,7 @@ class Audits:
                 break
         verdict = self.conclusions.concluded(audited, jury)
         if verdict is Verdict.LIED:
+            self.gossip.view.lied(audited)
             log.warning(
                 "%s gave a wrong result for microbatch %d of round %d, as %d of %d judges find: it "
                 "gets no more",
@@ -265,6 +267,8 @@ class Audits:
                 difference,
             )
         self.conclusions.computed(said.peer_id, is_same=is_same)
+        if not is_same:
+            self.gossip.view.lied(said.peer_id)
         return Message(RecomputeReply(difference))
 
     def _statements(self, body: RecomputeRequest) -> tuple[Statement, Statement | None]:

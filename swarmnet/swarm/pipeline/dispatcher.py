@@ -122,7 +122,7 @@ class Dispatcher:
     overlaps: bool = False
     """Replicas may work on the round after the one that their record names."""
     conclusions: Conclusions = field(default_factory=Conclusions)
-    """Of audits; who has lied gets nothing more."""
+    """Of audits; the view is told who has lied."""
     _own: dict[Method[Any, Any], Handler] = field(default_factory=dict)
     """This peer's handlers."""
     _routers: dict[int, Router] = field(default_factory=dict)
@@ -154,8 +154,7 @@ class Dispatcher:
             )
         router, now = self._routers[stage_index], _now()
         replicas = self.gossip.view.in_reach(stage_index, now)
-        barred = self.conclusions.is_barred
-        router.update({r.peer_id: r.samples_per_s for r in replicas if not barred(r.peer_id)}, now)
+        router.update({r.peer_id: r.samples_per_s for r in replicas}, now)
         return router
 
     def shares(self, stage_index: int, arrays: tuple[Array, ...] = ()) -> bool:

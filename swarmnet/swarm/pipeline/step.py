@@ -134,7 +134,7 @@ class StepService:
         step = request.message.body
         replica = self.serving.of(step.stage)
         self._check_numbers(step)
-        if self.dispatcher.conclusions.is_barred(request.remote):
+        if self.gossip.view.is_barred(request.remote):
             raise NotReady("you have given a wrong result")
         replica.stage.check(*_parts(request.message.arrays), step.documents)
         await self._check_origin(replica, step, request.remote)

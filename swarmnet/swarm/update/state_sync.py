@@ -81,9 +81,10 @@ class StateSync:
     # ---- joiner -----------------------------------------------------------------------------
 
     def donors(self, round_index: int | None = None) -> list[Record]:
-        """As `divergence.donors`."""
+        """As `divergence.donors`; nobody that has lied."""
         now, replica = asyncio.get_running_loop().time(), self.replica
-        members = self.gossip.view.members(replica.index, now)
+        view = self.gossip.view
+        members = [m for m in view.members(replica.index, now) if not view.is_barred(m.peer_id)]
         return divergence.donors(members, self.gossip.own.peer_id, replica.num_shards, round_index)
 
     async def fetch(self, round_index: int) -> bool:

@@ -252,3 +252,20 @@ def test_a_run_of_one_stage_and_a_large_one_have_all_members() -> None:
     )
     large.merge(record("new", stage=0, state=ACTIVE), 1.0)
     assert "new" in [r.peer_id for r in large.known(0, 1.0)], "records cannot name so many"
+
+
+def test_who_has_lied_gets_no_work_and_is_waited_for_in_no_exchange() -> None:
+    mine = record("me", stage=0, state=ACTIVE, round=5)
+    others = [record(p, stage=k, state=ACTIVE, round=5) for p, k in (("a", 0), ("b", 1), ("c", 1))]
+    view = view_of(mine, *others, proven=("a", "b", "c"))
+    view.lied("a")
+    view.lied("c")
+    assert view.is_barred("a")
+    assert [r.peer_id for r in view.in_reach(0, 1.0)] == ["me"]
+    assert [r.peer_id for r in view.in_reach(1, 1.0)] == ["b"]
+    assert [r.peer_id for r in view.known(0, 1.0)] == ["me"]
+    view.merge(record("c", 2, stage=1, state=ACTIVE, round=9), 1.0)
+    assert not view.is_past(5, 1.0)
+    view.merge(record("b", 2, stage=1, state=ACTIVE, round=6), 1.0)
+    assert view.is_past(5, 1.0), "half of the stage, and the only one that is heard"
+    assert [r.peer_id for r in view.replicas(1, 1.0)] == ["b", "c"], "all agree on feeders"
