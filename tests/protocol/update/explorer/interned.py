@@ -79,6 +79,7 @@ class Interned:
         n = self.size = len(scenario.peers)
         self.shifts = [BITS * i for i in range(n)]
         self.at_messages, self.at_rest = BITS * n, BITS * (n + 1)
+        self.all_peers = (1 << self.at_messages) - 1
         self.locals: Numbers[Any] = Numbers()
         self.machines: list[ShardUpdate | None] = []
         self.statuses: Numbers[MemberStatus | None] = Numbers()
@@ -104,6 +105,8 @@ class Interned:
         self.deliveries: list[tuple[tuple[int, int], ...] | None] = []
         self.outcomes: dict[int, Outcome] = {}
         self.news: dict[tuple[int, int, int], Outcome] = {}
+        self.known_news: dict[int, tuple[list[Outcome], list[Outcome]]] = {}
+        self.results: dict[tuple[int, ...], tuple[int, int]] = {}
         self.mixed: dict[tuple[int, ...], int] = {}
         self.crashed: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.first = self.begin()
@@ -159,9 +162,12 @@ class Interned:
         found = self.statuses.all[status]
         return found is not None and found.is_waited_for
 
-    def told_of(self, numbers: list[int], k: int, rest: Rest) -> int:
-        """What others can know of a peer."""
-        return self.dead if k == rest.stopped else self.own[numbers[k]]
+    def told_in(self, numbers: list[int], rest: Rest) -> list[int]:
+        """What others can know of each peer."""
+        told = [self.own[number] for number in numbers]
+        if rest.stopped >= 0:
+            told[rest.stopped] = self.dead
+        return told
 
     def freeze(self, actor: Actor) -> int:
         if self.scenario.reduced and not has_new_result(actor):

@@ -24,19 +24,26 @@ class Moves(Interned):
         before = numbers[i]
         if rest < 0:
             rest = world >> self.at_rest
-        numbers[i] = local
         if has_result:
-            told = self.rests.all[rest]
-            local, told = take_result(self, numbers, i, told)
-            numbers[i], rest = local, self.rests.number(told)
-        if sent != self.nothing or self.class_of[before] != self.class_of[local]:
-            key = (bag, sent, *[self.class_of[number] for number in numbers])
+            local, rest = self.result_of(numbers, i, local, rest)
+        class_of = self.class_of
+        if sent != self.nothing or class_of[before] != class_of[local]:
+            numbers[i] = local
+            key = (bag, sent, *[class_of[number] for number in numbers])
             mixed = self.mixed.get(key)
             bag = self.mix(bag, sent, numbers) if mixed is None else mixed
-        found = rest
-        found = found << BITS | bag
-        for number in reversed(numbers):
-            found = found << BITS | number
+            numbers[i] = before
+        peers = (world & self.all_peers) + (local - before << self.shifts[i])
+        return (rest << BITS | bag) << self.at_messages | peers
+
+    def result_of(self, numbers: list[int], i: int, local: int, rest: int) -> tuple[int, int]:
+        """Peer `i` becomes `local`, which has come to a result: what it is then, and the rest."""
+        before, numbers[i] = numbers[i], local
+        key = (*numbers, i, rest)
+        found = self.results.get(key)
+        if found is None:
+            local, told = take_result(self, numbers, i, self.rests.all[rest])
+            found = self.results[key] = (local, self.rests.number(told))
         numbers[i] = before
         return found
 
@@ -45,19 +52,20 @@ class Moves(Interned):
         numbers = self.unpack(world)
         bag = world >> self.at_messages & MASK
         rest = self.rests.all[world >> self.at_rest]
+        told = self.told_in(numbers, rest)
         found: list[int] = []
-        outcomes, target, source = self.outcomes, self.target, self.source
-        for m, left in self.deliveries_of(bag):
+        outcomes, target, source, after = self.outcomes, self.target, self.source, self.after
+        for m, left in self.deliveries[bag] or self.deliveries_of(bag):
             i = target[m]
             if i == rest.stopped:
                 continue
-            local, heard = numbers[i], self.told_of(numbers, source[m], rest)
+            local, heard = numbers[i], told[source[m]]
             outcome = outcomes.get((local << BITS | m) << 8 | heard)
             if outcome is None:
                 outcome = self.deliver(local, m, heard)
             if outcome.local != NOBODY:
-                found.append(self.after(world, numbers, left, i, outcome))
-        late: list[int] = []
+                found.append(after(world, numbers, left, i, outcome))
+        late: list[tuple[int, Outcome]] = []
         lazy, is_hung = self.scenario.lazy, rest.hung and self.scenario.hangs_for_ever
         for i, local in enumerate(numbers):
             if i == rest.stopped:
@@ -65,36 +73,41 @@ class Moves(Interned):
             for name, outcome in self.events_of(local):
                 is_stuck = is_hung and self.peers[i] == self.scenario.hangs
                 if name == "happen" or (name == "work" and not is_stuck):
-                    found.append(self.after(world, numbers, bag, i, outcome))
-                elif name == "late" and not (lazy and found):
-                    late.append(self.after(world, numbers, bag, i, outcome))
-        self.add_news(world, numbers, bag, rest, found, late)
-        ends = self.ends_of_faults(world, numbers, bag, rest)
-        return (found if found and lazy else found + late) + ends
-
-    def add_news(
-        self,
-        world: int,
-        numbers: list[int],
-        bag: int,
-        rest: Rest,
-        found: list[int],
-        late: list[int],
-    ) -> None:
+                    found.append(after(world, numbers, bag, i, outcome))
+                elif name == "late":
+                    late.append((i, outcome))
+        statuses = 0
+        for status in told:
+            statuses = statuses << 8 | status
         for i, local in enumerate(numbers):
             if local == GONE or i == rest.stopped or self.is_settled[local]:
                 continue
-            seen = self.seen[local]
-            for k in range(self.size):
-                told = self.told_of(numbers, k, rest)
-                if k == i or seen[k] == told:
-                    continue
-                key = (local, k, told)
-                outcome = self.news.get(key) or self.hear(key)
-                if outcome.local == NOBODY:
-                    continue
-                is_urgent = self.is_dead(seen[k]) != self.is_dead(told)
-                (found if is_urgent else late).append(self.after(world, numbers, bag, i, outcome))
+            key = statuses << BITS | local
+            urgent, others = self.known_news.get(key) or self.news_of(key, i, local, told)
+            for outcome in urgent:
+                found.append(after(world, numbers, bag, i, outcome))
+            for outcome in others:
+                late.append((i, outcome))
+        if not (lazy and found):
+            found += [after(world, numbers, bag, i, outcome) for i, outcome in late]
+        return found + self.ends_of_faults(world, numbers, bag, rest)
+
+    def news_of(
+        self, key: int, i: int, local: int, told: list[int]
+    ) -> tuple[list[Outcome], list[Outcome]]:
+        """What peer `i` may hear of the others: who has died or is back, and what else is new."""
+        urgent: list[Outcome] = []
+        others: list[Outcome] = []
+        for k, (known, status) in enumerate(zip(self.seen[local], told)):
+            if k == i or known == status:
+                continue
+            of_one = (local, k, status)
+            outcome = self.news.get(of_one) or self.hear(of_one)
+            if outcome.local != NOBODY:
+                is_urgent = self.is_dead(known) != self.is_dead(status)
+                (urgent if is_urgent else others).append(outcome)
+        found = self.known_news[key] = (urgent, others)
+        return found
 
     def deliver(self, local: int, m: int, heard: int) -> Outcome:
         """`heard`: what the sender is; who is heard lives."""
