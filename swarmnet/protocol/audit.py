@@ -47,7 +47,8 @@ class Draw:
     def judges(self, replicas: Collection[str], audited: str) -> list[str]:
         """Whom to ask, in this order: replicas of the same stage, of other machines than the
         audited one."""
-        others = sorted(p for p in replicas if machine_of(p) != machine_of(audited))
+        machine = machine_of(audited)
+        others = sorted(p for p in replicas if machine_of(p) != machine)
         return self._rng.sample(others, min(len(others), MAX_JUDGES))
 
 
@@ -80,8 +81,8 @@ class Jury:
     def heard(self, judge: str, *, is_same: bool) -> Jury:
         """With the word of one more."""
         if is_same:
-            return replace(self, agrees=(*self.agrees, judge))
-        return replace(self, differs=(*self.differs, judge))
+            return Jury(self.size, self.differs, (*self.agrees, judge))
+        return Jury(self.size, (*self.differs, judge), self.agrees)
 
     def missed(self) -> Jury:
         """One that was asked gave no answer."""
@@ -124,12 +125,13 @@ class Conclusions:
 
     def is_barred(self, peer_id: str) -> bool:
         """It has lied."""
-        return self.of(peer_id).lied > 0
+        found = self._of.get(machine_of(peer_id))
+        return found is not None and found.lied > 0
 
     def may_judge(self, peer_id: str) -> bool:
         """Its word on others is worth asking for."""
-        found = self.of(peer_id)
-        return not found.lied and not found.slandered
+        found = self._of.get(machine_of(peer_id))
+        return found is None or not (found.lied or found.slandered)
 
     def concluded(self, audited: str, jury: Jury) -> Verdict:
         """An audit of a peer's work is over."""
