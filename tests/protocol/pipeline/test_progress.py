@@ -161,6 +161,9 @@ def test_every_round_drains_at_every_survivor(
             for fresh in views[one].newer_than(views[other].digest.stamps()):
                 views[other].merge(fresh, now)
                 quiet_since[other] = now
+        is_over = state.drained and now > max(dies_at.values(), default=0.0)
+        if is_over and all(round_progress(views[n], R, now, num_slots).drained for n in alive):
+            break  # nothing is missing any more that anybody could launch
     states = [round_progress(views[n], R, now, num_slots) for n in alive]
     assert all(s.drained for s in states)
     assert {s.committed for s in states} == {num_slots}
