@@ -136,6 +136,10 @@ class AwakeTime:
         """No further tick comes: from now on it is an ordinary clock."""
         self._due = math.inf
 
+    def has_stood_still(self, now: float) -> bool:
+        """Whether `stall` has something to tell."""
+        return now - self._due > LATE_S
+
     def stall(self, now: float) -> float:
         """For how long the process has just stood still, seconds; 0 as a rule. Each stall is
         returned once, to the first that asks after it."""

@@ -63,7 +63,10 @@ class GossipPace:
     @property
     def is_small(self) -> bool:
         """A push reaches every peer."""
-        return self._num_peers <= PUSH_FANOUT
+        num_counted = self._num_counted
+        if num_counted is not None and num_counted <= PUSH_FANOUT:
+            return True
+        return len(self._view) <= PUSH_FANOUT
 
     @property
     def publish_every_s(self) -> float:

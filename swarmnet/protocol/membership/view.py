@@ -153,7 +153,8 @@ class View:
     def is_live(self, peer_id: str, now: float) -> bool:
         """Known, not LEFT, heard of within `silence_s`, also since it was lost, and in this part
         of the swarm. A peer never finds itself silent or lost."""
-        self.reach.awake_s(now)
+        if self.detector.clock.has_stood_still(now):
+            self.reach.awake_s(now)
         record = self._records.get(peer_id)
         return record is not None and record.state != LEFT and self.detector.is_sound(peer_id, now)
 
@@ -182,10 +183,7 @@ class View:
         """Those of the live peers that count here, by peer id: all but observers, and in a flood of
         names those that `reputation` knows."""
         return self.remembered(
-            stage,
-            "counted",
-            now,
-            lambda: [r for r in self.live(now, stage) if self._counts(r, now)],
+            stage, "counted", now, lambda: self._that_count(self.live(now, stage), now)
         )
 
     def replicas(self, stage: int, now: float) -> Sequence[Record]:
@@ -306,7 +304,8 @@ class View:
     def remembered(self, stage: int, name: object, now: float, ask: Callable[[], T]) -> T:
         """`ask()`, or what it returned the last time, where nothing has changed since that concerns
         the peers of `stage` (`ALL`: any peer). The caller must not change the answer."""
-        self.reach.awake_s(now)
+        if self.detector.clock.has_stood_still(now):
+            self.reach.awake_s(now)
         return self._answers.get(stage, name, now, ask)
 
     # -- forgetting ------------------------------------------------------------------------
@@ -367,13 +366,19 @@ class View:
     def _is_flooded(self, now: float) -> bool:
         counts = self.reputation.counts
         serving = [r for r in self.live(now) if r.state != OBSERVING]
+        if len(serving) <= MANY_NEWCOMERS:
+            return False
         num_known = sum(counts(r.peer_id) for r in serving)
         return len(serving) - num_known > max(MANY_NEWCOMERS, num_known)
 
-    def _counts(self, record: Record, now: float) -> bool:
-        if record.state == OBSERVING:
-            return record.peer_id == self.own_peer_id
-        return self.reputation.counts(record.peer_id) or not self.is_flooded(now)
+    def _that_count(self, there: Sequence[Record], now: float) -> list[Record]:
+        """All but observers, the own one excepted; in a flood those that `reputation` knows."""
+        own, counts, is_flooded = self.own_peer_id, self.reputation.counts, self.is_flooded(now)
+        return [
+            r
+            for r in there
+            if (r.peer_id == own if r.state == OBSERVING else not is_flooded or counts(r.peer_id))
+        ]
 
     def _shown_round(self, now: float) -> int:
         by_stage: dict[int, list[int]] = {}
@@ -398,7 +403,7 @@ class View:
 
     def _counting(self, there: list[Record], now: float) -> list[Record]:
         """Those that count; where none does, all."""
-        return [r for r in there if self._counts(r, now)] or there
+        return self._that_count(there, now) or there
 
     def _on_trial(self, stage: int, now: float) -> list[Record]:
         counting = {r.peer_id for r in self.replicas(stage, now)}
