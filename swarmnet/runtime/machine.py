@@ -66,7 +66,8 @@ def build_machine(
         )
     files = RunFiles(options.state_dir, spec.files)
     data, disk = open_data_of(spec, options, files), open_disk(run, spec, options)
-    costs, device = stage_costs(model_plan(spec), spec.pipeline.num_stages), DeviceThread()
+    costs = stage_costs(model_plan(spec), spec.pipeline.num_stages)
+    device = DeviceThread(has_cores=choose_devices(spec, options)[0] == "cpu")
 
     def measure() -> float:
         """By one rank with this share of the device: it says nothing of several ranks."""

@@ -16,6 +16,7 @@ heard of all that is in its gradient.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import heapq
 import threading
@@ -31,6 +32,7 @@ import torch
 from swarmnet.errors import Busy, NotReady
 from swarmnet.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check, Passage
 from swarmnet.protocol.resource_limits import rest_s
+from swarmnet.training.memory.cores import CORES
 
 MAX_WAITING = 1024
 """Pieces of work before one thread; more are refused with `Busy`."""
@@ -157,7 +159,9 @@ class WorkerThread:
     """A thread that does one piece of work at a time, by priority, then by age. For averaging,
     digests and data, or for the disk, it is a `ports.Worker`; a `DeviceThread` has one too."""
 
-    def __init__(self, name: str = "averaging") -> None:
+    def __init__(self, name: str = "averaging", *, has_cores: bool = False) -> None:
+        """`has_cores`: its passes are the work of this machine's cores (`cores`)."""
+        self._has_cores = has_cores
         self.busy_s = 0.0
         self.num_waiting = 0
         self.max_share: float | None = None
@@ -292,14 +296,10 @@ class WorkerThread:
         result: Any = None
         error: BaseException | None = None
         start_s = time.perf_counter()
+        needs_cores = self._has_cores and item.kind in PASSES
         try:
-            if item.check is not None:
-                item.check()
-            if isinstance(item.work, Passage):
-                assert item.arrival is not None
-                result = item.work.compute(item.arrival.take())
-            else:
-                result = item.work()
+            with CORES.pass_at_work() if needs_cores else contextlib.nullcontext():
+                result = _worked(item)
         except BaseException as e:
             error = e
         worked_s = time.perf_counter() - start_s
@@ -417,8 +417,9 @@ class DeviceSeat:
 class DeviceThread(DeviceSeat):
     """The whole device, with the queue before it."""
 
-    def __init__(self) -> None:
-        super().__init__(WorkerThread("device"))
+    def __init__(self, *, has_cores: bool = True) -> None:
+        """`has_cores`: as of `WorkerThread`; not where the device is no CPU."""
+        super().__init__(WorkerThread("device", has_cores=has_cores))
 
     @property
     def busy_s(self) -> float:
@@ -435,12 +436,23 @@ class DeviceThread(DeviceSeat):
 
     def limit_share(self, share: float | None) -> None:
         """Caps the part of the time that it works: after each piece of work it rests in
-        proportion. None = no cap."""
+        proportion. None = no cap. So it is with what works on an update meanwhile."""
         self._thread.max_share = share
+        CORES.limit_share(share)
 
     async def close(self) -> None:
         """As `WorkerThread.close`."""
         await self._thread.close()
+
+
+def _worked(item: _Item) -> Any:
+    """The result of a piece of work, or what the device has made of a passage."""
+    if item.check is not None:
+        item.check()
+    if isinstance(item.work, Passage):
+        assert item.arrival is not None
+        return item.work.compute(item.arrival.take())
+    return item.work()
 
 
 def _deliver(item: _Item, result: Any, error: BaseException | None) -> None:

@@ -22,6 +22,7 @@ from swarmnet.protocol.codecs import (
     update_codec,
 )
 from swarmnet.training.arrays import (
+    TORCH_DTYPES,
     check_finite,
     check_shape,
     from_tensor,
@@ -127,12 +128,20 @@ def shard_codec_of(name: str, shard_sizes: Sequence[int]) -> TorchShardCodec:
     return TorchShardCodec(update_codec(name), shard_sizes)
 
 
-def coded_result(name: str, present: Tensor, wanted: Tensor) -> tuple[Array, Tensor]:
-    """What goes down where the parameters are to be `wanted`, and what everyone makes of it."""
-    if name == NONE:
-        return from_tensor(wanted), wanted
-    coded, change = round_trip(name, wanted - present)
-    return from_tensor(coded), change.add_(present)
+def empty_codes(name: str, num_values: int) -> Tensor:
+    """Memory for a coded flat vector of so many numbers."""
+    dtype, shape = coded_form(name, (num_values,), 0)
+    return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+
+
+def coded_part(name: str, part: slice, num_values: int) -> slice:
+    """Where the codes of a part of a shard of so many numbers lie; it begins with a row, and ends
+    with one or with the shard."""
+    (size,) = coded_form(name, (ROW,), 0)[1]
+    assert part.start % ROW == 0
+    if part.stop < num_values:
+        return slice(part.start // ROW * size, part.stop // ROW * size)
+    return slice(part.start // ROW * size, coded_form(name, (num_values,), 0)[1][0])
 
 
 def encode_shard(name: str, values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import NONE
 from swarmnet.training.arrays import LARGEST_VALUE, is_finite
-from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState
+from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState, Stepper
 from swarmnet.training.optimizer.store import Store
 
 
@@ -28,6 +28,7 @@ class OuterNesterov(ShardedOptimizer):
 
     num_vectors = 1
     max_steps = 1 << 40
+    steps_in_parts = False
 
     def __init__(
         self,
@@ -46,26 +47,22 @@ class OuterNesterov(ShardedOptimizer):
         self._rate = rate
         self._momentum = momentum
 
-    def _advance(
-        self,
-        shard_index: int,
-        state: ShardState,
-        own: Tensor,
-        gradient: Tensor,
-        round_index: int,
-        is_delayed: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The rate is the same in every round but the plain ones. `gradient`: the change."""
-        if self._is_plain(round_index):
-            new = self._checked(shard_index, own - gradient)
-        else:
+    def _stepper(
+        self, shard_index: int, state: ShardState, round_index: int, *, is_delayed: bool
+    ) -> Stepper:
+        """The rate is the same in every round but the plain ones. The gradient is the change."""
+
+        def advance(part: slice, own: Tensor, gradient: Tensor) -> Tensor:
+            if self._is_plain(round_index):
+                return own.copy_(self._checked(shard_index, own - gradient))
             momentum = state.vectors[0] * self._momentum
             momentum.add_(gradient)
             step = gradient.add_(momentum, alpha=self._momentum)
             new = self._checked(shard_index, own - self._rate * step)
             state.vectors[0].copy_(momentum)
-        state.steps += 1
-        return new, new
+            return own.copy_(new)
+
+        return advance
 
     def pair_step(
         self,

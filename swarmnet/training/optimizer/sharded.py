@@ -8,8 +8,9 @@ next one (error feedback).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,10 +22,21 @@ from swarmnet.ports import ShardCodec
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.update import robust
 from swarmnet.training.arrays import check_shape, from_tensor, is_finite, sum_of_squares, to_tensor
-from swarmnet.training.codecs.shards import coded_result, shard_codec_of
+from swarmnet.training.codecs.shards import (
+    coded_part,
+    empty_codes,
+    round_trip,
+    shard_codec_of,
+)
+from swarmnet.training.memory.cores import CORES, scratch
 from swarmnet.training.optimizer import aggregation
 from swarmnet.training.optimizer.store import MemoryStore, Store
 from swarmnet.wire import Array
+
+Stepper = Callable[[slice, Tensor, Tensor], Tensor]
+"""Makes a step on a part of a shard, from the optimizer's own parameters there, which it changes,
+and the gradient. Returns what replicas are to have, which may be the same tensor. Raises
+`ProtocolViolation`, the state unchanged."""
 
 
 @dataclass(slots=True)
@@ -44,6 +56,8 @@ class ShardedOptimizer(ABC):
     num_vectors: ClassVar[int]
     """Of the state of a shard, without `ahead`."""
     max_steps: ClassVar[int]
+    steps_in_parts: ClassVar[bool]
+    """A step changes the state part by part. It cannot where one part may be refused."""
 
     def __init__(
         self, shard_sizes: Sequence[int], store: Store | None = None, codec: str = NONE
@@ -55,18 +69,10 @@ class ShardedOptimizer(ABC):
         self._states: dict[int, ShardState] = {}
 
     @abstractmethod
-    def _advance(
-        self,
-        shard_index: int,
-        state: ShardState,
-        own: Tensor,
-        gradient: Tensor,
-        round_index: int,
-        is_delayed: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Makes a step from the optimizer's own parameters. Returns the new ones, and those that
-        replicas are to have; the arrays given may be overwritten. Raises `ProtocolViolation`, the
-        state unchanged."""
+    def _stepper(
+        self, shard_index: int, state: ShardState, round_index: int, *, is_delayed: bool
+    ) -> Stepper:
+        """What makes a step, whose number is one more than `state.steps`."""
 
     # ---- which shards -----------------------------------------------------------------------
 
@@ -90,11 +96,16 @@ class ShardedOptimizer(ABC):
     def sum(self, contributions: Sequence[Array]) -> Array:
         """Raises `ProtocolViolation` where the contributions are not fp32 of one shape."""
         first, *others = _alike(contributions)
-        if not others:
-            return from_tensor(first.clone())
-        total = first + others[0]
-        for values in others[1:]:
-            total.add_(values)
+        total = torch.empty_like(first)
+
+        def work(part: slice) -> None:
+            out = total[part]
+            if not others:
+                out.copy_(first[part])
+            for i, values in enumerate(others):
+                torch.add(out if i else first[part], values[part], out=out)
+
+        CORES.over(total.numel(), work)
         return from_tensor(total)
 
     def aggregate(
@@ -133,19 +144,41 @@ class ShardedOptimizer(ABC):
         `KeyError` where the state is not held."""
         state = self._states[shard_index]
         present = self._values(shard_index, "parameters", parameters)
-        gradient = self._values(shard_index, "gradient", gradient_sum) * scale
-        if not is_finite(gradient):
+        total = self._values(shard_index, "gradient", gradient_sum)
+        if not _is_finite_scaled(total, scale):
             raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
-        own = present.clone() if state.ahead is None else present - state.ahead
-        new, wanted = self._advance(shard_index, state, own, gradient, round_index, is_delayed)
-        result, published = coded_result(self.codec.names.results, present, wanted)
-        if published is new:
-            state.ahead = None
-            return result, result
-        if state.ahead is None:
-            state.ahead = self._store.zeros(new.numel())
-        torch.sub(published, new, out=state.ahead)
-        return result, from_tensor(published)
+        name, size = self.codec.names.results, present.numel()
+        before = state.ahead
+        is_ahead = is_delayed or name != NONE
+        ahead = (before if before is not None else self._store.zeros(size)) if is_ahead else None
+        coded = None if name == NONE else empty_codes(name, size)
+        advance = self._stepper(shard_index, state, round_index, is_delayed=is_delayed)
+        published = torch.empty(size)
+
+        def work(part: slice) -> None:
+            at, out = present[part], published[part]
+            gradient = torch.mul(total[part], scale, out=scratch("gradient", at.numel()))
+            own = scratch("own", at.numel()) if is_ahead else out
+            if before is None:
+                own.copy_(at)
+            else:
+                torch.sub(at, before[part], out=own)
+            wanted = advance(part, own, gradient)
+            if coded is not None:
+                change = torch.sub(wanted, at, out=scratch("change", at.numel()))
+                codes, decoded = round_trip(name, change)
+                coded[coded_part(name, part, size)].copy_(codes)
+                torch.add(decoded, at, out=out)
+            elif wanted is not out:
+                out.copy_(wanted)
+            if ahead is not None:
+                torch.sub(out, own, out=ahead[part])
+
+        CORES.over(size, work, in_parts=self.steps_in_parts)
+        state.steps += 1
+        state.ahead = ahead
+        parameters = from_tensor(published)
+        return parameters if coded is None else from_tensor(coded), parameters
 
     # ---- on its way -------------------------------------------------------------------------
 
@@ -188,3 +221,16 @@ def _alike(contributions: Sequence[Array]) -> list[Tensor]:
         if c.dtype != "float32" or c.shape != contributions[0].shape:
             raise ProtocolViolation("contributions of unlike dtype or shape")
     return [to_tensor(c) for c in contributions]
+
+
+def _is_finite_scaled(values: Tensor, scale: float) -> bool:
+    """Whether all products are finite, in fp32. Rounding keeps an order, so that the largest ones
+    are those of the largest values."""
+    factor, are_finite = torch.tensor(scale, dtype=torch.float32), list[bool]()
+
+    def work(part: slice) -> None:
+        ends = torch.stack(torch.aminmax(values[part])) * factor
+        are_finite.append(math.isfinite(ends[0].item()) and math.isfinite(ends[1].item()))
+
+    CORES.over(values.numel(), work)
+    return all(are_finite)

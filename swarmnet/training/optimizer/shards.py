@@ -1,10 +1,9 @@
 """AdamW (Loshchilov and Hutter, 2019) on shards of a stage's flat parameter vector.
 
 The optimizer state of a shard is two fp32 vectors (moments) and a step count; this replica holds it
-for the shards that it owns and no others (ZeRO, Rajbhandari et al., 2020). A step is torch's own
-fused kernel on slices, so that shards that cover a model make the update that
-`torch.optim.AdamW` makes. Weight decay is for matrices; a shard that covers several
-parameters is stepped in segments, with decay and without.
+for the shards that it owns and no others (ZeRO, Rajbhandari et al., 2020). Shards that cover a
+model make the update that `torch.optim.AdamW` makes (`adamw`). Weight decay is for matrices; a
+shard that covers several parameters is stepped in segments, with decay and without.
 
 Where exchanges are delayed, the parameters that replicas get are not the optimizer's own ones but
 *ahead* of them: the update that the next round will lack is foretold from the moments, as in XPipe
@@ -24,13 +23,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import OptimizerSpec
 from swarmnet.training.models.base import ParameterRange
-from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState
+from swarmnet.training.optimizer import adamw
+from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState, Stepper
 from swarmnet.training.optimizer.store import Store
 
 MAX_STEPS = 1 << 24
@@ -53,6 +52,7 @@ class ShardedAdamW(ShardedOptimizer):
 
     num_vectors = 2
     max_steps = MAX_STEPS
+    steps_in_parts = True
 
     def __init__(
         self,
@@ -67,50 +67,40 @@ class ShardedAdamW(ShardedOptimizer):
         self._spec = spec
         self._segments = cut_segments(parameters, shard_sizes)
 
-    def _advance(
-        self,
-        shard_index: int,
-        state: ShardState,
-        own: Tensor,
-        gradient: Tensor,
-        round_index: int,
-        is_delayed: bool,
-    ) -> tuple[Tensor, Tensor]:
-        rate = learning_rate(self._spec, round_index)
-        state.steps += 1
-        self._apply(shard_index, state, own, gradient, rate)
-        return own, own + self._look_ahead(state, gradient, rate) if is_delayed else own
+    def _stepper(
+        self, shard_index: int, state: ShardState, round_index: int, *, is_delayed: bool
+    ) -> Stepper:
+        spec, steps = self._spec, state.steps + 1
+        rate = learning_rate(spec, round_index)
+        about = adamw.Step(rate, spec.beta1, spec.beta2, spec.eps, steps)
+        mean, square = state.vectors
 
-    def _look_ahead(self, state: ShardState, gradient: Tensor, rate: float) -> Tensor:
+        def advance(part: slice, own: Tensor, gradient: Tensor) -> Tensor:
+            for segment in self._segments[shard_index]:
+                start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
+                if start >= stop:
+                    continue
+                here = slice(start - part.start, stop - part.start)
+                of_state = mean[start:stop], square[start:stop]
+                decay = spec.weight_decay if segment.has_decay else 0.0
+                adamw.step(own[here], gradient[here], *of_state, about, decay)
+            if not is_delayed:
+                return own
+            ahead = self._look_ahead(mean[part], square[part], steps, gradient, rate)
+            return ahead.add_(own)
+
+        return advance
+
+    def _look_ahead(
+        self, mean: Tensor, square: Tensor, steps: int, gradient: Tensor, rate: float
+    ) -> Tensor:
         """How far the parameters are to be ahead after a step."""
-        spec, (mean, square) = self._spec, state.vectors
+        spec = self._spec
         of_mean, of_gradient = lead(spec.beta1)
-        bias, bias_square = (1 - beta**state.steps for beta in (spec.beta1, spec.beta2))
+        bias, bias_square = (1 - beta**steps for beta in (spec.beta1, spec.beta2))
         root = square.sqrt().div_(math.sqrt(bias_square)).add_(spec.eps)
         ahead = mean * of_mean
         return ahead.add_(gradient, alpha=of_gradient).div_(root).mul_(-rate / bias)
-
-    def _apply(
-        self, shard_index: int, state: ShardState, new: Tensor, gradient: Tensor, rate: float
-    ) -> None:
-        step, (mean, square) = torch.tensor(float(state.steps)), state.vectors
-        for segment in self._segments[shard_index]:
-            part = slice(segment.start, segment.stop)
-            torch._fused_adamw_(
-                [new[part]],
-                [gradient[part]],
-                [mean[part]],
-                [square[part]],
-                [],
-                [step],
-                lr=rate,
-                beta1=self._spec.beta1,
-                beta2=self._spec.beta2,
-                weight_decay=self._spec.weight_decay if segment.has_decay else 0.0,
-                eps=self._spec.eps,
-                amsgrad=False,
-                maximize=False,
-            )
 
     def _is_possible(self, vectors: Sequence[Tensor]) -> bool:
         return vectors[1].min().item() >= 0

@@ -1,0 +1,139 @@
+"""Vectors are worked on part by part, by helpers too, and the result does not show by whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from swarmnet.training.memory import cores
+from swarmnet.training.memory.cores import MOST_HELPERS, Cores, scratch
+
+PART = 8
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> Cores:
+    """Four cores, and short parts."""
+    monkeypatch.setattr(cores, "PART", PART)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    return Cores()
+
+
+def test_every_number_is_worked_on_once(four: Cores) -> None:
+    for size in (0, 1, PART, PART + 1, 10 * PART + 3):
+        seen = torch.zeros(size)
+
+        def work(part: slice, seen: torch.Tensor = seen) -> None:
+            seen[part] += 1
+
+        four.over(size, work)
+        assert torch.equal(seen, torch.ones(size))
+
+
+def test_helpers_work_together_and_not_while_the_device_does(four: Cores) -> None:
+    names, together = set[str](), threading.Barrier(4, timeout=10)
+    me = threading.current_thread().name
+
+    def work(part: slice) -> None:
+        together.wait()  # four at a time
+        names.add(threading.current_thread().name)
+
+    four.over(4 * PART, work)
+    assert len(names) == 4
+    assert me not in names
+    alone = set[str]()
+    with four.pass_at_work():
+        assert four.num_helpers == 0
+        four.over(40 * PART, lambda _: alone.add(threading.current_thread().name))
+    assert alone == {me}
+    assert four.num_helpers == 4
+
+
+def test_helpers_begin_no_part_beside_a_pass_and_the_caller_goes_on(four: Cores) -> None:
+    names, device = list[str](), four.pass_at_work()
+    both, lock = threading.Barrier(2, timeout=10), threading.Lock()
+
+    def work(part: slice) -> None:
+        with lock:
+            names.append(threading.current_thread().name)
+            is_second = len(names) == 2
+        if len(names) <= 2:
+            if is_second:
+                device.__enter__()  # the device gets a pass while two helpers are at work
+            both.wait()
+
+    four.limit_share(0.5)  # two helpers
+    four.over(10 * PART, work)
+    device.__exit__(None, None, None)
+    assert len(set(names[:2])) == 2
+    assert set(names[2:]) == {threading.current_thread().name}
+    assert len(names) == 10
+
+
+def test_a_share_of_the_device_is_one_of_the_cores(
+    four: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for share, num_helpers in ((None, 4), (0.75, 3), (0.5, 2), (0.3, 0), (0.1, 0)):
+        four.limit_share(share)
+        assert four.num_helpers == num_helpers
+    four.limit_share(None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 100)
+    assert four.num_helpers == MOST_HELPERS
+
+
+def test_an_operation_of_a_helper_has_one_thread() -> None:
+    """And those of other threads as many as before, also of threads that come later."""
+    script = """
+import threading, torch
+from swarmnet.training.memory import cores
+torch.set_num_threads(3)
+found = []
+cores.CORES.over(4 * cores.PART, lambda _: found.append(torch.get_num_threads()))
+later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+later.start()
+later.join()
+print(found, torch.get_num_threads())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[1, 1, 1, 1, 3] 3"
+
+
+def test_what_work_raises_is_raised_and_nothing_runs_on(four: Cores) -> None:
+    running = set[int]()
+
+    def work(part: slice) -> None:
+        running.add(part.start)
+        try:
+            if part.start == 3 * PART:
+                raise ValueError("bad part")
+        finally:
+            running.discard(part.start)
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match="bad part"):
+            four.over(50 * PART, work)
+        assert not running
+
+
+def test_a_vector_that_cannot_be_cut_is_one_part(four: Cores) -> None:
+    parts = list[slice]()
+    four.over(5 * PART, parts.append, in_parts=False)
+    assert parts == [slice(0, 5 * PART)]
+
+
+def test_scratch_is_of_a_thread_and_a_name() -> None:
+    ours = scratch("a", 5)
+    assert scratch("a", 3).data_ptr() == ours.data_ptr()
+    assert scratch("b", 5).data_ptr() != ours.data_ptr()
+    theirs = list[int]()
+    thread = threading.Thread(target=lambda: theirs.append(scratch("a", 5).data_ptr()))
+    thread.start()
+    thread.join()
+    assert theirs != [ours.data_ptr()]
+    assert scratch("a", cores.PART + 1).numel() == cores.PART + 1
