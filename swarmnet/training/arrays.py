@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.training.cores import CORES
 from swarmnet.wire import Array, array_bytes
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -125,8 +126,15 @@ def _dot(values: Tensor) -> float:
     """Sum of squares, one quick pass, to about 1e-5; NaN where there is no such pass."""
     if values.dtype != torch.float32 or not values.is_contiguous():
         return math.nan
-    pieces = values.detach().reshape(-1).split(DOT_PIECE)
-    return float(sum(torch.dot(piece, piece).item() for piece in pieces))
+    flat = values.detach().reshape(-1)
+    sums = dict[int, float]()
+
+    def work(part: slice) -> None:
+        pieces = flat[part].split(DOT_PIECE)
+        sums[part.start] = float(sum(torch.dot(piece, piece).item() for piece in pieces))
+
+    CORES.over(flat.numel(), work)
+    return sum(sums[start] for start in sorted(sums))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

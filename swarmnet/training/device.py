@@ -32,7 +32,7 @@ import torch
 from swarmnet.errors import Busy, NotReady
 from swarmnet.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check, Passage
 from swarmnet.protocol.resource_limits import rest_s
-from swarmnet.training.memory.cores import CORES
+from swarmnet.training.cores import CORES
 
 MAX_WAITING = 1024
 """Pieces of work before one thread; more are refused with `Busy`."""

@@ -30,6 +30,7 @@ from swarmnet.training.arrays import (
     to_tensor,
 )
 from swarmnet.training.codecs.registry import codec_of
+from swarmnet.training.cores import CORES
 from swarmnet.wire import Array
 
 ROW = CHUNK
@@ -58,15 +59,30 @@ class TorchShardCodec:
         name = self.names.of_contribution(is_short=is_short)
         if name == NONE:
             return gradient
-        error, values = self._errors.get(shard_index), to_tensor(gradient)
-        if error is not None and error[0] == name:
-            values = torch.add(values, error[1], alpha=ERROR_DECAY.get(name, 1.0))
-        if not keeps_error:
-            return from_tensor(encode_shard(name, values))
-        coded, sent = round_trip(name, values)
-        lost = values - sent
-        if is_finite(lost):  # a bad gradient never counts, and would spoil all that come after it
-            self._errors[shard_index] = name, lost.to(torch.bfloat16)
+        known, values = self._errors.get(shard_index), to_tensor(gradient)
+        before = known[1] if known is not None and known[0] == name else None
+        decay, size = ERROR_DECAY.get(name, 1.0), values.numel()
+        coded = empty_codes(name, size)
+        lost = torch.empty(size, dtype=torch.bfloat16) if keeps_error else None
+        are_finite = list[bool]()
+
+        def work(part: slice) -> None:
+            here, out = values[part], coded[coded_part(name, part, size)]
+            if before is not None:
+                here = torch.add(here, before[part], alpha=decay)
+            if lost is None:
+                out.copy_(_encoded(name, here))
+                return
+            codes, sent = round_trip(name, here)
+            out.copy_(codes)
+            gap = torch.sub(here, sent, out=sent)
+            are_finite.append(is_finite(gap))
+            lost[part].copy_(gap)
+
+        CORES.over(size, work)
+        # A bad gradient never counts, and would spoil all that come after it.
+        if lost is not None and all(are_finite):
+            self._errors[shard_index] = name, lost
         return from_tensor(coded)
 
     def forget_error(self, shard_index: int) -> None:
@@ -98,10 +114,17 @@ class TorchShardCodec:
     def coded_sum(self, shard_index: int, total: Array) -> tuple[Array, Array]:
         if self.names.sums == NONE:
             return total, total
-        values = to_tensor(total)
-        coded = encode_shard(self.names.sums, values)
-        # Checked like what comes from others: a step is made by all owners or by none.
-        decoded = decode_shard(self.names.sums, coded, values.numel())
+        name, values = self.names.sums, to_tensor(total)
+        size = values.numel()
+        coded, decoded = empty_codes(name, size), torch.empty(size)
+
+        def work(part: slice) -> None:
+            codes = _encoded(name, values[part])
+            coded[coded_part(name, part, size)].copy_(codes)
+            # Checked like what comes from others: a step is made by all owners or by none.
+            decoded[part].copy_(_decoded(name, codes, part.stop - part.start))
+
+        CORES.over(size, work)
         return from_tensor(coded), from_tensor(decoded)
 
     def decoded_sum(self, shard_index: int, coded: Array) -> Array:
@@ -146,20 +169,46 @@ def coded_part(name: str, part: slice, num_values: int) -> slice:
 
 def encode_shard(name: str, values: Tensor) -> Tensor:
     """fp32 [n] as a coded flat vector of `row_bytes(name, n)` bytes."""
-    codec = codec_of(name)
-    return _joined([codec.encode(rows) for rows in _rows(values, values.numel(), ROW)])
+    size = values.numel()
+    coded = empty_codes(name, size)
 
+    def work(part: slice) -> None:
+        coded[coded_part(name, part, size)].copy_(_encoded(name, values[part]))
 
-def round_trip(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and what everyone makes of it, fp32 [n]."""
-    codec = codec_of(name)
-    parts = [codec.round_trip(rows) for rows in _rows(values, values.numel(), ROW)]
-    return _joined([coded for coded, _ in parts]), _joined([decoded for _, decoded in parts])
+    CORES.over(size, work)
+    return coded
 
 
 def decode_shard(name: str, coded: Tensor, num_values: int) -> Tensor:
     """The reverse, checked. Raises `ProtocolViolation`: not what this codec makes of finite
     numbers."""
+    values = torch.empty(num_values)
+
+    def work(part: slice) -> None:
+        codes = coded[coded_part(name, part, num_values)]
+        values[part].copy_(_decoded(name, codes, part.stop - part.start))
+
+    CORES.over(num_values, work)
+    return values
+
+
+# ---- parts of a shard, by one thread ------------------------------------------------------------
+
+
+def _encoded(name: str, values: Tensor) -> Tensor:
+    codec = codec_of(name)
+    return _joined([codec.encode(rows) for rows in _rows(values, values.numel(), ROW)])
+
+
+def round_trip(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 [n] coded, and what everyone makes of it, fp32 [n]."""
+    codec = codec_of(name)
+    parts = [codec.round_trip(rows) for rows in _rows(values, values.numel(), ROW)]
+    return _joined([coded for coded, _ in parts]), _joined([decoded for _, decoded in parts])
+
+
+def _decoded(name: str, coded: Tensor, num_values: int) -> Tensor:
+    """Checked, as `decode_shard`."""
     codec = codec_of(name)
     (size,) = coded_form(name, (ROW,), 0)[1]
     parts, left = [], num_values

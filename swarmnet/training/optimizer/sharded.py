@@ -28,7 +28,7 @@ from swarmnet.training.codecs.shards import (
     round_trip,
     shard_codec_of,
 )
-from swarmnet.training.memory.cores import CORES, scratch
+from swarmnet.training.cores import CORES, scratch
 from swarmnet.training.optimizer import aggregation
 from swarmnet.training.optimizer.store import MemoryStore, Store
 from swarmnet.wire import Array

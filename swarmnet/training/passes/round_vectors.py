@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.training.arrays import check_finite, check_shape, to_tensor
+from swarmnet.training.cores import CORES
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.wire import Array
@@ -101,12 +102,12 @@ class RoundVectors:
         assert self._ahead is None, "those of the round ahead are known"
         check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
         tensor = to_tensor(values)
-        check_finite("parameters", tensor)
+        CORES.over(tensor.numel(), lambda part: check_finite("parameters", tensor[part]))
         if self._reuses_gradient:
-            tensor = self.present.gradient_shards[shard_index].copy_(tensor)
+            tensor = _copied(self.present.gradient_shards[shard_index], tensor)
         elif self._spare is not None:
             with self._spare.reading:
-                tensor = self._spare.parameter_shards[shard_index].copy_(tensor)
+                tensor = _copied(self._spare.parameter_shards[shard_index], tensor)
         self._put_aside[shard_index] = tensor
 
     def coming_shard(self, shard_index: int) -> Tensor | None:
@@ -183,3 +184,13 @@ class RoundVectors:
         before, self.present, self._swapped = self.present, coming, None
         self._spare = before
         self._ahead = None  # last: `use` finds the round in one of the two
+
+
+def _copied(target: Tensor, values: Tensor) -> Tensor:
+    """`target`, with other values."""
+
+    def work(part: slice) -> None:
+        target[part].copy_(values[part])
+
+    CORES.over(target.numel(), work)
+    return target

@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import CHUNK, ERROR_DECAY, KEPT, UPDATE_CODECS, row_bytes
 from swarmnet.spec import OptimizerSpec
+from swarmnet.training import cores
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.codecs.registry import CODECS
-from swarmnet.training.codecs.shards import TorchShardCodec, decode_shard, encode_shard
+from swarmnet.training.codecs.shards import (
+    ROW,
+    TorchShardCodec,
+    decode_shard,
+    encode_shard,
+    shard_codec_of,
+)
+from swarmnet.training.cores import CORES
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.optimizer.outer import OuterNesterov
 from swarmnet.training.optimizer.shards import ShardedAdamW
@@ -181,3 +189,31 @@ def test_what_none_has_coded_is_refused(codec: str) -> None:
     dtype, shape = shards.names.form(shards.names.sums, SIZE)
     with pytest.raises(ProtocolViolation):
         shards.decoded_sum(0, Array(dtype, shape, bytes(noise.numpy())))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
+def test_helpers_change_no_bit(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter where a shard is cut for them; what they find wrong is refused."""
+    size = 5 * ROW + 100
+    values = torch.randn(size, generator=torch.Generator().manual_seed(4))
+    monkeypatch.setattr(cores, "PART", 2 * ROW)
+
+    def all_made() -> list[bytes]:
+        shards = shard_codec_of(codec, [size])
+        gradient, made = from_tensor(values), list[Array]()
+        for _ in range(2):
+            coded = shards.contribution(0, gradient, keeps_error=True)
+            made += [coded, shards.decoded_contribution(0, coded), shards.errors()[0][1]]
+        made += shards.coded_sum(0, gradient)
+        return [bytes(a.data) for a in made]
+
+    alone = all_made()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert CORES.num_helpers == 3
+    assert all_made() == alone
+    shards = shard_codec_of(codec, [size])
+    values[-1] = math.nan
+    bad = shards.contribution(0, from_tensor(values), keeps_error=True)
+    assert not shards.errors()
+    with pytest.raises(ProtocolViolation):
+        shards.decoded_contribution(0, bad)

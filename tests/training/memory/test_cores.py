@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from swarmnet.training.memory import cores
-from swarmnet.training.memory.cores import MOST_HELPERS, Cores, scratch
+from swarmnet.training import cores
+from swarmnet.training.cores import MOST_HELPERS, Cores, scratch
 
 PART = 8
 
@@ -89,7 +89,7 @@ def test_an_operation_of_a_helper_has_one_thread() -> None:
     """And those of other threads as many as before, also of threads that come later."""
     script = """
 import threading, torch
-from swarmnet.training.memory import cores
+from swarmnet.training import cores
 torch.set_num_threads(3)
 found = []
 cores.CORES.over(4 * cores.PART, lambda _: found.append(torch.get_num_threads()))
