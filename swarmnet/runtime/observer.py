@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 import struct
@@ -10,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarmnet.errors import AddressError
+from swarmnet.errors import AddressError, ProtocolViolation
 from swarmnet.identity import Identity as Key
-from swarmnet.methods.microbatch import LOGITS, InferRequest
+from swarmnet.methods.microbatch import LOGITS, InferReply, InferRequest
 from swarmnet.parsing.frames import given
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
@@ -33,7 +34,7 @@ from swarmnet.swarm.pipeline.infer import infer_through
 from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
-from swarmnet.wire import Array
+from swarmnet.wire import Array, Message
 
 JOIN_ATTEMPTS_S = 30.0
 
@@ -141,7 +142,10 @@ class Observer:
             window = tokens[-self.spec.sequence_length :]
             inputs = Array("int32", (1, len(window)), _int32(window))
             reply = await infer_through(
-                self._dispatcher, InferRequest(stage=0, mode=LOGITS), (inputs,)
+                self._dispatcher,
+                InferRequest(stage=0, mode=LOGITS),
+                (inputs,),
+                functools.partial(check_logits, num_positions=len(window)),
             )
             token = sample_token(reply.arrays[0], rng, codec.num_tokens)
             if token in ends or loop.time() >= until:
@@ -181,11 +185,27 @@ def _int32(tokens: list[int]) -> bytes:
     return b"".join(t.to_bytes(4, "little") for t in tokens)
 
 
+def check_logits(reply: Message[InferReply], num_positions: int) -> None:
+    """Raises `ProtocolViolation` where these are no logits of so many tokens."""
+    (logits,) = reply.arrays
+    if logits.dtype != "float32" or logits.shape[:2] != (1, num_positions):
+        raise ProtocolViolation("no logits")
+    if len(logits.shape) != 3 or not all(map(math.isfinite, last_row(logits))):
+        raise ProtocolViolation("logits of another shape, or not finite")
+    if not logits.shape[2]:
+        raise ProtocolViolation("logits of no tokens")
+
+
+def last_row(logits: Array) -> tuple[float, ...]:
+    """The last position's (float32 [1, S, V])."""
+    vocab = logits.shape[-1]
+    row = bytes(memoryview(logits.data).cast("B")[-4 * vocab :]) if vocab else b""
+    return struct.unpack(f"<{vocab}f", row)
+
+
 def sample_token(logits: Array, rng: random.Random, num_tokens: int) -> int:
     """One of the first `num_tokens` tokens, from the last position's logits (float32 [1, S, V])."""
-    vocab = logits.shape[-1]
-    last = bytes(memoryview(logits.data).cast("B"))[-4 * vocab :]
-    row = struct.unpack(f"<{vocab}f", last)[:num_tokens]
+    row = last_row(logits)[:num_tokens]
     top = max(row)
     weights = [math.exp((x - top) / TEMPERATURE) for x in row]
     return rng.choices(range(len(row)), weights)[0]

@@ -73,6 +73,11 @@ class _Stage:
         data = bytes(self.given[start * each : stop * each])
         return Array(self.dtype, (1, stop - start, *self.shape), data)
 
+    def takes(self, array: Array) -> bool:
+        """Whether these are inputs of the form that it has been given before."""
+        form = (array.dtype, array.shape[2:])
+        return len(array.shape) > 2 and (not self.given or form == (self.dtype, self.shape))
+
     def give(self, array: Array) -> None:
         """The next tokens'."""
         self.dtype = array.dtype
@@ -295,6 +300,8 @@ class RemoteText:
             self._check(made)
         elif len(made) != 1 or made[0].shape[:2] != array.shape[:2]:
             raise ProtocolViolation("what a stage made is not of the tokens that it got")
+        elif not self._stages[k + 1].takes(made[0]):
+            raise ProtocolViolation("what a stage made is not of the form of before")
         elif self._is_exact and made[0].dtype != "float32":
             raise ProtocolViolation("what a stage made is coded, and was asked for in fp32")
         return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarmnet.errors import Refused, SwarmnetError
+from swarmnet.errors import ProtocolViolation, Refused, SwarmnetError
 from swarmnet.methods.microbatch import EVALUATE, InferReply, InferRequest
 from swarmnet.ports import Data
 from swarmnet.protocol.membership.records import HeldOut
@@ -14,10 +14,10 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.infer import infer_through
-from swarmnet.swarm.pipeline.step import check_tokens
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.feeder")
 
@@ -97,6 +97,13 @@ class HeldOutLoss:
         else:
             log.warning("round %d: the held-out loss is not told: it cannot be %.3g", r, loss)
 
+    def _check(self, reply: Message[InferReply]) -> None:
+        """Of one microbatch. Raises `ProtocolViolation` where it cannot have that loss."""
+        num_tokens = reply.body.num_tokens
+        loss = reply.body.loss_sum / num_tokens if num_tokens else 0.0
+        if not self._settings.bounds.allows_loss(HeldOut(0, loss, 0.0)):
+            raise ProtocolViolation(f"a loss of {loss:.3g} a token, which cannot be")
+
     async def _ask_for_all(self, r: int) -> list[InferReply]:
         """The replies for all held-out microbatches, in order. At a time so many are under way that
         each stage has one for every replica, as far as the thinnest stage goes: the round waits for
@@ -118,9 +125,8 @@ class HeldOutLoss:
         async with places:
             batch = self._data.held_out(index)
             infer = InferRequest(0, EVALUATE, r, batch.documents)
-            reply: InferReply = (await infer_through(self._dispatcher, infer, batch.arrays)).body
-            check_tokens(reply, batch.targets)
-        return reply
+            reply = await infer_through(self._dispatcher, infer, batch.arrays, self._check)
+        return reply.body
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, Stale, SwarmnetError
-from swarmnet.methods.microbatch import INFER, LOGITS, InferReply, InferRequest
+from swarmnet.methods.microbatch import EVALUATE, INFER, LOGITS, InferReply, InferRequest
 from swarmnet.ports import OTHER, LossResult
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.moments import Deadline
@@ -14,11 +15,15 @@ from swarmnet.protocol.pipeline.dispatching import is_refused
 from swarmnet.protocol.pipeline.origins import Origins
 from swarmnet.protocol.timing import BULK_S, LAPSES
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
+from swarmnet.swarm.pipeline.step import check_tokens
 from swarmnet.swarm.replica.serving import Serving
 from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
+
+Check = Callable[[Message[InferReply]], None]
+"""Raises `ProtocolViolation` where a reply cannot be right."""
 
 MAX_INFERRING = 64
 """Forward passes that wait for the device at a time, far fewer than all work that may."""
@@ -91,17 +96,29 @@ def _arrays(infer: InferRequest, arrays: tuple[Array, ...]) -> tuple[Array, Arra
     return inputs, targets
 
 
+def _check_form(infer: InferRequest, arrays: tuple[Array, ...], reply: Message[InferReply]) -> None:
+    """A reply has what was asked for: a loss of these targets, or outputs for these inputs. Raises
+    `ProtocolViolation`."""
+    if infer.mode == EVALUATE:
+        if reply.arrays:
+            raise ProtocolViolation("a loss with arrays")
+        check_tokens(reply.body, arrays[1])
+    elif len(reply.arrays) != 1 or reply.arrays[0].shape[:1] != arrays[0].shape[:1]:
+        raise ProtocolViolation("not the outputs of these inputs")
+
+
 async def infer_through(
     dispatcher: Dispatcher,
     infer: InferRequest,
     arrays: tuple[Array, ...],
-    timeout_s: float = BULK_S,
+    check: Check | None = None,
     *,
+    timeout_s: float = BULK_S,
     passes_on: bool = False,
-) -> Message:
-    """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last
-    error; `Stale` at once when the round that it asks for is over, `Refused` where
-    `dispatching.is_refused`.
+) -> Message[InferReply]:
+    """Calls `infer` on some replica of its stage; tries others when one fails, or gives what cannot
+    be (`check`: what is known of that beyond its form). Raises the last error; `Stale` at once when
+    the round that it asks for is over, `Refused` where `dispatching.is_refused`.
 
     `passes_on`: it has come from another peer, which tries others when this one fails. Then few
     replicas are tried, each once, and none after one that refuses: else the number of calls behind
@@ -121,7 +138,12 @@ async def infer_through(
             continue
         try:
             left_s = end.left_s(loop.time())
-            return await dispatcher.call(peer_id, INFER, Message(infer, arrays), timeout_s=left_s)
+            message = Message(infer, arrays)
+            reply = await dispatcher.call(peer_id, INFER, message, timeout_s=left_s)
+            _check_form(infer, arrays, reply)
+            if check is not None:
+                check(reply)
+            return reply
         except SwarmnetError as e:
             theirs = e.details.get("round") if isinstance(e, Stale) else None
             if isinstance(theirs, int) and theirs > infer.round:

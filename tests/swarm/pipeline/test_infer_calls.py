@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swarmnet.errors import Busy, Refused
-from swarmnet.methods.microbatch import EVALUATE, INFER, LOGITS, InferRequest
+from swarmnet.errors import Busy, ProtocolViolation, Refused
+from swarmnet.methods.microbatch import EVALUATE, INFER, LOGITS, InferReply, InferRequest
 from swarmnet.protocol.pipeline.dispatching import MAX_REFUSALS
 from swarmnet.protocol.timing import LAPSES
 from swarmnet.simulation.clock import run
@@ -49,6 +49,54 @@ def test_a_pass_that_is_passed_on_is_tried_at_few_replicas_once(error: Exception
         with pytest.raises(type(error)):
             await infer_through(caller.dispatcher, InferRequest(0, EVALUATE), arrays)
         assert len(asked) >= MAX_REFUSALS, "who asks for it goes on"
+        await pair.close()
+
+    run(scenario())
+
+
+FLOATS = Array("float32", (1, 4), bytes(16))
+NO_ANSWERS = {
+    "tokens of another number": (EVALUATE, Message(InferReply(1.0, 10**9))),
+    "a loss of nothing": (EVALUATE, Message(InferReply(1.0, 0))),
+    "a loss with arrays": (EVALUATE, Message(InferReply(4.0, 4), (FLOATS,))),
+    "a loss that cannot be": (EVALUATE, Message(InferReply(-1e14, 4))),
+    "no outputs": (LOGITS, Message(InferReply())),
+    "too many": (LOGITS, Message(InferReply(), (FLOATS, FLOATS))),
+    "of other inputs": (LOGITS, Message(InferReply(), (Array("float32", (3, 4), bytes(48)),))),
+}
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+def test_another_replica_is_asked_where_one_gives_what_cannot_be(name: str) -> None:
+    mode, wrong = NO_ANSWERS[name]
+    batch = SyntheticData(4).microbatch([0])
+    num = batch.inputs.shape[0]
+    outputs = Array("float32", (num, 1), bytes(4 * num))
+    right = Message(InferReply(4.0, 4)) if mode == EVALUATE else Message(InferReply(), (outputs,))
+
+    def check(reply: Message[InferReply]) -> None:
+        if reply.body.loss_sum < 0:
+            raise ProtocolViolation("a loss that cannot be")
+
+    async def scenario() -> None:
+        pair, asked = OneReplica(), list[str]()
+        caller = pair.caller("caller", 1e9)
+        for name in REPLICAS[1:3]:
+            caller.knows(pair.second(name))
+
+        def answers(name: str) -> Any:
+            async def handler(request: Request[Any]) -> Message[Any]:
+                asked.append(name)
+                return right if len(asked) > 2 else wrong
+
+            return handler
+
+        for steps in (pair.steps, *pair.others):
+            steps.transport.handle(INFER.name, answers(steps.transport.peer_id))
+        arrays = batch.arrays if mode == EVALUATE else (batch.inputs,)
+        reply = await infer_through(caller.dispatcher, InferRequest(0, mode), arrays, check)
+        assert reply.body == right.body
+        assert len(set(asked)) == len(asked) == 3
         await pair.close()
 
     run(scenario())
