@@ -84,12 +84,19 @@ SLOT_BITS = 16
 
 
 def flight_id(
-    run_id: str, peer_id: str, incarnation: int, round_index: int, n: int, slot: int
+    run_id: str,
+    peer_id: str,
+    incarnation: int,
+    round_index: int,
+    n: int,
+    slot: int,
+    secret: bytes = b"",
 ) -> int:
     """The microbatch id of the n-th flight that a feeder begins in a round, 63 bits: the slot in
-    the lowest `SLOT_BITS`, and above them a hash that no other flight has."""
+    the lowest `SLOT_BITS`, and above them a hash that no other flight has. `secret`: of the feeder,
+    64 bytes at most; with it nobody can be there before the flight."""
     text = f"{run_id}|{peer_id}|{incarnation}|{round_index}|{n}"
-    digest = blake2b(text.encode(), digest_size=6).digest()
+    digest = blake2b(text.encode(), digest_size=6, key=secret).digest()
     return int.from_bytes(digest, "big") >> 1 << SLOT_BITS | slot
 
 

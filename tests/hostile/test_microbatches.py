@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from swarmnet.methods.microbatch import COMMIT, STEP, Commit, StepRequest
 from swarmnet.protocol.slots import flight_id, slot_of
 from swarmnet.simulation.stage import SyntheticData, activation
-from tests.hostile.attacker import Attacker
+from swarmnet.swarm.pipeline.feeder import Journal
+from tests.hostile.attacker import Attacker, NamedSigner
 from tests.hostile.trial import trial
-from tests.swarm.harness import SIZES, Swarm
+from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
 
 MICROBATCH = 4
 """Samples."""
@@ -57,3 +61,30 @@ def test_no_stranger_has_a_slot() -> None:
 
     pace = trial(takes_slots, look=only_honest)
     assert pace.held(), pace
+
+
+@dataclass
+class Ids(Journal):
+    """Of the microbatches that a feeder has counted, with their rounds."""
+
+    found: list[tuple[int, int]] = field(default_factory=list)
+
+    def round_counted(self, round_index: int, paths: Mapping[int, tuple[str, ...]]) -> None:
+        self.found += [(round_index, the_id) for the_id in paths]
+
+
+def test_nobody_knows_the_id_of_a_microbatch_before_it_comes(tmp_path: Path) -> None:
+    """Otherwise a member could bring something else under that id, and be joined by its feeder."""
+    ids = Ids()
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=4)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("peer-0", journal=ids)
+        await swarm.until_round(4)
+
+    in_virtual_time(scenario, spec, is_synthetic=True, signer=NamedSigner)
+    assert len(ids.found) > 8
+    for r, the_id in ids.found:
+        numbers = range(len(ids.found))
+        known = (flight_id(spec.run_id, "peer-0", 1, r, n, slot_of(the_id)) for n in numbers)
+        assert the_id not in set(known)

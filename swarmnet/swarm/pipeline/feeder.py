@@ -47,6 +47,9 @@ from swarmnet.wire import Array, Message
 
 log = logging.getLogger("swarmnet.feeder")
 
+IDS_SIGNED_AS = b"swarmnet microbatch ids\n"
+"""Its signature is the secret behind a feeder's microbatch ids, and is told to nobody."""
+
 
 class Journal:
     """Where a feeder puts on record what counts; this one keeps nothing of it."""
@@ -82,6 +85,7 @@ class Feeder:
         self.rounds = FedRounds(self.settings.num_stages)
         self._held_out = HeldOutLoss(self.gossip, self.dispatcher, self.data, self.settings)
         self._rest = feeding.Rest()
+        self._secret = self.gossip.signer.sign(IDS_SIGNED_AS)
         serve(self.transport, COMMITTED, self._on_committed)
 
     @property
@@ -179,7 +183,9 @@ class Feeder:
             if slot is None:
                 return
             count, n = self.gossip.own.count(mine.round), mine.next_number()
-            the_id = flight_id(own.run_id, own.peer_id, own.incarnation, mine.round, n, slot)
+            the_id = flight_id(
+                own.run_id, own.peer_id, own.incarnation, mine.round, n, slot, self._secret
+            )
             mine.launched(the_id, asyncio.get_running_loop().time())
             launched = count.launched.with_slot(slot)
             self.gossip.update_count(replace(count, launched=launched, sealed=False))
