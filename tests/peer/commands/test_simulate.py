@@ -5,16 +5,42 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.image import imread
 
 from peer.cli import run_command
+from peer.commands import simulate
 from peer.commands.simulate import scenario_of
 from peer.options import SimulateOptions
+from swarmnet.simulation.scenario import Result, Scenario
 
 SHORT = ["simulate", "--peers", "4", "--stages", "2", "--hours", "0.01", "--links", "fast"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_history_is_simulated_once() -> Iterator[None]:
+    """Many commands here differ only in what they print."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate, "simulate", once(simulate.simulate))
+        yield
+
+
+def once(simulate: Callable[..., Result]) -> Callable[..., Result]:
+    """Of each scenario; the results cannot be changed."""
+    known: list[tuple[Scenario, Result]] = []
+
+    def remembered(scenario: Scenario, *rest: Any) -> Result:
+        for before, result in known:
+            if before == scenario:
+                return result
+        known.append((scenario, simulate(scenario, *rest)))
+        return known[-1][1]
+
+    return remembered
 
 
 def test_it_prints_throughput_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
