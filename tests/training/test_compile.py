@@ -13,9 +13,13 @@ from tests.training.flights import fly, gradient
 from tests.training.specs import small_spec
 from tests.training.ranks.test_tensor_parallel import tokens
 
+spec = small_spec(pipeline={"num_stages": 2}, model={"num_hidden_layers": 2})
+eager = [build_stage(spec, i, computing=Computing("fp32")) for i in range(2)]
+fly(eager, (0, 0), tokens(spec, 1), tokens(spec, 2))
+assert "torch._dynamo" not in sys.modules, "the compiler takes two seconds to import"
+
 make = torch.nn.Module.compile  # without a C++ compiler, which takes half a minute
 torch.nn.Module.compile = lambda self, **how: make(self, backend="aot_eager", **how)
-spec = small_spec(pipeline={"num_stages": 2}, model={"num_hidden_layers": 2})
 rows = [[build_stage(spec, i, computing=Computing("fp32", compile=c)) for i in range(2)]
         for c in (False, True)]
 for number in range(2):

@@ -10,6 +10,7 @@ al. 2023).
 from __future__ import annotations
 
 import logging
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,6 +45,7 @@ class Packed:
     def __init__(self, weight: Tensor, kind: str) -> None:
         """`weight`: [outputs, inputs], of any float type. `kind`: a key of `BITS`."""
         quantization = _torchao()
+        _leave_uncompiled()
         self._shape = weight.shape
         self._kind = kind
         low = weight.detach().bfloat16()
@@ -57,7 +59,6 @@ class Packed:
                 for part in flat.split(NF4_AT_ONCE)
             ]
 
-    @torch.compiler.disable
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """[outputs, inputs], as near as it is."""
         if self._kind == INT8:
@@ -71,6 +72,13 @@ class Packed:
         """That it takes."""
         inner = [getattr(part, n) for part in self._parts for n in part.__tensor_flatten__()[0]]
         return sum(t.numel() * t.element_size() for t in inner)
+
+
+@cache
+def _leave_uncompiled() -> None:
+    """The compiler cannot read these tensors. Told with the first one: it is imported to be told,
+    which takes two seconds."""
+    Packed.unpacked = torch.compiler.disable(Packed.unpacked)  # type: ignore[method-assign]
 
 
 def _torchao() -> Any:
