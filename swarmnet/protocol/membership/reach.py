@@ -131,9 +131,16 @@ class Reach:
     def go_betweens(self, origin: str, serving: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         """The peers among `serving` that are cut from `origin`, each with the first of the others
         that reaches both."""
+        records = self._records
+        its_own = records.get(origin)
+        if its_own is None:
+            return
         for peer_id in serving:
-            if peer_id == origin or not self.are_cut(origin, peer_id):
+            record = records.get(peer_id)
+            if record is None or peer_id == origin:
                 continue
+            if peer_id not in its_own.unreached and origin not in record.unreached:
+                continue  # not asked by a call for each: this is done at all news
             others = (p for p in serving if p not in (peer_id, origin))
             both = (p for p in others if not (self.are_cut(p, peer_id) or self.are_cut(p, origin)))
             yield peer_id, next(both, None)

@@ -90,7 +90,7 @@ class Reputation:
 
     def level(self, peer_id: str) -> Level:
         """What is known of a peer."""
-        if machine_of(peer_id) in self._barred:
+        if self._barred and machine_of(peer_id) in self._barred:
             return Level.BARRED
         if peer_id in self._proven:
             return Level.PROVEN

@@ -255,7 +255,9 @@ class View:
         record = self._records.get(peer_id)
         if record is None or record.state == OBSERVING:
             return False
-        return not self.is_flooded(now) or record in self.replicas(record.stage, now)
+        if not self.is_flooded(now):
+            return True
+        return any(r is record for r in self.replicas(record.stage, now))
 
     def is_barred(self, peer_id: str) -> bool:
         """A peer has lied, as this one has found: it gets no work, no exchange waits for it, and
