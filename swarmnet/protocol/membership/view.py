@@ -277,9 +277,9 @@ class View:
 
     def shown_round(self, now: float) -> int:
         """The newest round that others have begun, as far as they show it together: more than half
-        of all the others that serve, or of those of one stage, this peer included. A later one is
-        only the word of some. A stage that has gone on works on nothing older, so one is enough.
-        0 where nobody serves.
+        of all the others that serve; or of those of one stage, the own one or one next to it, this
+        peer included. A later one is only the word of some. One stage is enough, for one that has
+        gone on works on nothing older. 0 where nobody serves.
 
         Only those are heard that `reputation` knows; where it knows no other one, all."""
         return self.remembered(ALL, "shown round", now, lambda: self._shown_round(now))
@@ -287,12 +287,14 @@ class View:
     def known(self, stage: int, now: float) -> Sequence[Record]:
         """Members of a stage that serve it, or leave, and whose part of an exchange is waited for,
         by peer id: this one, and those that `reputation` knows, by what it has seen of them and the
-        word of those seen at work. All members, where it knows no other one of them, where the run
-        has one stage, whose replicas see nothing of what others compute, and where there are more
-        peers than a record vouches for."""
+        word of those seen at work. All members, where it knows no other one of them, of stages that
+        are not next to its own, of which word does not reach it, where the run has one stage, whose
+        replicas see nothing of what others compute, and where there are more peers than a record
+        vouches for."""
         serving = self.counted(now)
         members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
-        if len(serving) > MAX_VOUCHES or all(r.stage == stage for r in serving if r.is_replica):
+        is_alone = all(r.stage == stage for r in serving if r.is_replica)
+        if self._is_far(stage) or is_alone or len(serving) > MAX_VOUCHES:
             return members
         return self._known(members, (ACTIVE, LEAVING))
 
@@ -387,10 +389,16 @@ class View:
         others: list[int] = []
         for r in self._known(self.counted(now), (ACTIVE,)):
             begun = max(r.round, self._called.get(r.peer_id, 0))
-            by_stage.setdefault(r.stage, []).append(begun)
+            if not self._is_far(r.stage):
+                by_stage.setdefault(r.stage, []).append(begun)
             if r.peer_id != self.own_peer_id:
                 others.append(begun)
         return max((_most_have_begun(rounds) for rounds in (others, *by_stage.values())), default=0)
+
+    def _is_far(self, stage: int) -> bool:
+        """A stage is not next to the own one, so that few of its replicas are known here."""
+        mine = self._records.get(self.own_peer_id)
+        return mine is not None and abs(mine.stage - stage) > 1
 
     def _known(self, counted: Sequence[Record], states: Sequence[str]) -> list[Record]:
         """Those of these that are known; where no other one is, all."""
