@@ -388,6 +388,9 @@ class Optimizer(Protocol):
     def sum_of_squares(self, values: Array) -> float:
         """To about five digits; not finite where a value is not."""
 
+    def distance(self, one: Array, other: Array) -> float:
+        """The norm of the difference of two fp32 arrays of one shape; likewise."""
+
     def step(
         self,
         shard_index: int,

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swarmnet.methods import audit, contact, microbatch, records, state, update
+from swarmnet.methods import audit, contact, microbatch, records, state, update, update_proof
 from swarmnet.methods.method import Method
 
 METHODS: Mapping[str, Method[Any, Any]] = {
     row.name: row
-    for subject in (contact, records, microbatch, audit, update, state)
+    for subject in (contact, records, microbatch, audit, update, update_proof, state)
     for row in vars(subject).values()
     if isinstance(row, Method)
 }

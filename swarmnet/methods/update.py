@@ -18,7 +18,9 @@ from swarmnet.methods.ranges import (
     check_indices,
     check_lineage,
 )
+from swarmnet.methods.receipt import HASH_BYTES
 from swarmnet.methods.state import FetchReply, FetchRequest
+from swarmnet.methods.update_proof import Proof
 from swarmnet.protocol.update.roster import MAX_TERM
 from swarmnet.wire import MAX_ARRAYS, MAX_BODY_BYTES
 
@@ -54,9 +56,15 @@ class ReduceRequest:
     follows: tuple[bool, ...] = ()
     """By shard, whether the caller has the optimizer state that its step begins with; empty where
     it does not say."""
+    signatures: tuple[bytes, ...] = ()
+    """Of each array, by the contributor (`update_proof.Contribution`)."""
 
     def __post_init__(self) -> None:
         num_shards = len(self.shards)
+        if len(self.signatures) > num_shards or any(
+            len(s) > 2 * HASH_BYTES for s in self.signatures
+        ):
+            raise ValueError("signatures that are too many or too long")
         if len(self.follows) not in (0, num_shards):
             raise ValueError("not for each shard whether it is followed")
         if not 0 < num_shards == len(self.num_tokens) == len(self.terms) <= MAX_ARRAYS:
@@ -165,6 +173,8 @@ class ShardReply:
     """What the reply to `norm` says of the round; -1 where that is not known."""
     is_copy: bool = False
     """The result is, to the bit, the one that the caller has made as backup: there is no array."""
+    proof: Proof | None = None
+    """Of a `Stepped`: what was signed of the result."""
 
     def __post_init__(self) -> None:
         if not -1 <= self.num_tokens < 2**62:
@@ -228,6 +238,8 @@ class MirrorRequest:
     """Of the primary's ballot."""
     sum_digest: bytes = b""
     """XXH3-64 of the sum, where that was sent ahead (`sums`): there is no array then."""
+    summed: Proof | None = None
+    """Of a `Summed`: what the primary signs of the sum."""
 
     def __post_init__(self) -> None:
         check_indices(self.round, self.stage, self.shard, self.steps, self.num_tokens)
@@ -359,7 +371,13 @@ BALLOT = Method(
 )
 FOLLOWS = Method("follows", FetchRequest, NoneType, Caller.WORKING, Callee.SYNCED)
 MIRROR = Method(
-    "mirror", MirrorRequest, MirrorReply, Caller.WORKING, Callee.STAGE, arrays=Arrays.SHARD
+    "mirror",
+    MirrorRequest,
+    MirrorReply,
+    Caller.WORKING,
+    Callee.STAGE,
+    body_bytes=SMALL_BYTES,
+    arrays=Arrays.SHARD,
 )
 SUMS = Method(
     "sums",

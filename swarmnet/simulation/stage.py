@@ -512,6 +512,9 @@ class SyntheticOptimizer:
     def sum_of_squares(self, values: Array) -> float:
         return math.fsum(x * x for x in _FLOATS.unpack(values.data))
 
+    def distance(self, one: Array, other: Array) -> float:
+        return math.dist(_FLOATS.unpack(one.data), _FLOATS.unpack(other.data))
+
     def step(
         self,
         shard_index: int,

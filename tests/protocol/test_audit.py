@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,15 +12,23 @@ from hypothesis import strategies as st
 from swarmnet.protocol.audit import (
     MAX_JUDGES,
     MAX_PEERS,
+    MAX_WITHHELD,
     RATE,
     TOLERANCES,
+    UPDATE_RATE,
+    UPDATE_TOLERANCE,
     Conclusions,
     Draw,
     Jury,
+    Part,
     Verdict,
+    Withheld,
+    is_same_update,
     is_within,
+    unfair,
 )
 from swarmnet.protocol.codecs import BOUNDARY_CODECS
+from swarmnet.protocol.update import robust
 
 SEEDS = 100
 WITHIN = 3_000
@@ -142,3 +151,114 @@ def test_what_is_no_number_is_no_agreement() -> None:
     assert is_within(0.0, "none")
     assert not is_within(float("nan"), "none")
     assert not is_within(float("inf"), "none")
+
+
+# ---- updates ------------------------------------------------------------------------------------
+
+
+UPDATES = 50
+
+
+def parts_of(squares: list[float], tokens: list[int], rule: str) -> list[Part]:
+    """As an honest primary has them."""
+    names = [f"p{i:02}" for i in range(len(tokens))]
+    factors = dict.fromkeys(names, 1.0)
+    if rule == robust.MEDIAN_CLIP:
+        claims = dict(zip(names, tokens, strict=True))
+        factors = robust.clip_factors(dict(zip(names, squares, strict=True)), claims)
+    return [Part(n, n, factors[name]) for name, n in zip(names, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("num_backups", [1, 2])
+def test_who_is_false_in_every_update_is_found_within_fifty(num_backups: int) -> None:
+    """A primary of one shard, of whose sums each backup makes some again; an honest one beside
+    it."""
+    in_time = 0
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        draws = [Draw.beside(rng, UPDATE_RATE), *[Draw(rng, UPDATE_RATE)] * (num_backups - 1)]
+        conclusions = Conclusions()
+        for _ in range(UPDATES):
+            drawn = sum(draw.is_drawn() for draw in draws)
+            for _ in range(drawn):
+                is_same = is_same_update(rng.random() * UPDATE_TOLERANCE, 1.0)
+                conclusions.computed("honest", is_same=is_same)
+                conclusions.computed("false", is_same=is_same_update(0.2, 1.0))
+        in_time += conclusions.is_barred("false")
+        assert not conclusions.is_barred("honest")
+    assert in_time >= 99
+
+
+def test_draws_beside_others_leave_them_as_they_are() -> None:
+    rng = random.Random(7)
+    one, other = Draw.beside(rng, 0.5), Draw.beside(rng, 0.5)
+    assert [one.is_drawn() for _ in range(99)] == [other.is_drawn() for _ in range(99)]
+    assert rng.random() == random.Random(7).random()
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-6, 1e6), st.integers(1, 10**6)), min_size=1, max_size=12),
+    st.sampled_from(robust.RULES),
+    st.floats(1e-6, 1.0),
+)
+def test_no_honest_sum_is_unfair(given_by: list[tuple[float, int]], rule: str, clip: float) -> None:
+    tokens = [n for _, n in given_by]
+    parts = parts_of([s for s, _ in given_by], tokens, rule)
+    assert unfair(rule, parts, sum(tokens), clip / sum(tokens), clips=True) == ""
+    assert unfair(rule, parts, sum(tokens), 1 / sum(tokens), clips=False) == ""
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=4, max_size=12), st.integers(1, 10**6))
+def test_nor_is_one_in_which_claims_are_cut(claims: list[int], counted: int) -> None:
+    names = {f"p{i}": n for i, n in enumerate(claims)}
+    fair = robust.fair_tokens(names, counted)
+    parts = [Part(n, fair[p], 1.0) for p, n in names.items()]
+    total = sum(fair.values())
+    assert unfair(robust.TRIMMED_MEAN, parts, total, 1 / total, clips=False) == ""
+
+
+LARGE = [1.0, 1.0, 1.0, 1.0, 1e6]
+"""Squares of contributions, of which the last is clipped."""
+UNFAIR = {
+    "a contribution counts a tenth": lambda p: [replace(p[0], factor=0.1), *p[1:]],
+    "a contribution counts more": lambda p: [replace(p[0], factor=3.0), *p[1:]],
+    "most are clipped": lambda p: [*(replace(x, factor=0.1) for x in p[:3]), *p[3:]],
+    "one is turned round": lambda p: [replace(p[0], factor=-1.0), *p[1:]],
+    "more tokens than were claimed": lambda p: [replace(p[0], num_tokens=20), *p[1:]],
+    "tokens of one that is left out": lambda p: [replace(p[0], factor=0.0), *p[1:]],
+}
+
+
+@pytest.mark.parametrize("squares", [[1.0] * 5, LARGE], ids=["alike", "one large"])
+@pytest.mark.parametrize("lie", UNFAIR)
+def test_what_no_rule_gives_is_unfair(lie: str, squares: list[float]) -> None:
+    parts = parts_of(squares, [10] * 5, robust.MEDIAN_CLIP)
+    assert unfair(robust.MEDIAN_CLIP, parts, 50, 1 / 50, clips=False) == ""
+    assert unfair(robust.MEDIAN_CLIP, UNFAIR[lie](parts), 50, 1 / 50, clips=False)
+
+
+def test_a_step_is_neither_enlarged_nor_made_smaller_where_nothing_clips() -> None:
+    parts = [Part(10, 10, 1.0)] * 3
+    assert unfair(robust.MEAN, parts, 30, 2 / 30, clips=True)
+    assert unfair(robust.MEAN, parts, 30, -1 / 30, clips=True)
+    assert unfair(robust.MEAN, parts, 30, 0.5 / 30, clips=False)
+    assert not unfair(robust.MEAN, parts, 30, 0.5 / 30, clips=True)
+    assert unfair(robust.MEAN, [Part(10, 5, 1.0), *parts], 35, 1 / 35, clips=False)
+
+
+def test_small_changes_of_large_parameters_may_differ_by_rounding() -> None:
+    assert is_same_update(0.01, 1.0)
+    assert not is_same_update(0.1, 1.0)
+    assert is_same_update(0.1, 1.0, parameters=1e6)
+    assert not is_same_update(float("nan"), 1.0)
+
+
+def test_who_never_shows_what_it_has_signed_is_as_good_as_a_liar() -> None:
+    withheld = Withheld()
+    for i in range(10 * MAX_WITHHELD):  # now and then a link fails
+        assert not withheld.is_too_often("honest", 0)
+        if i % 3 == 2:
+            withheld.shown("honest", 0)
+    found = [withheld.is_too_often("p", 1) for _ in range(MAX_WITHHELD + 1)]
+    assert found == [False] * MAX_WITHHELD + [True]
+    assert not withheld.is_too_often("p", 0)

@@ -8,6 +8,7 @@ here is the number of an exchange."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from swarmnet.protocol.membership.records import Record, bitmap
 from swarmnet.protocol.sync_modes import SyncPlan
@@ -103,6 +104,22 @@ def first_roster(
         is_holder=is_holder,
         may_lead=may_lead,
         clips=clips,
+    )
+
+
+def without(roster: Roster, is_barred: Callable[[str], bool]) -> Roster:
+    """A roster in which who is barred comes last, and makes no step with others. So it is primary
+    only where there is no other that holds the state."""
+    if not any(map(is_barred, roster.order)):
+        return roster
+    order, known = (tuple(sorted(p, key=is_barred)) for p in (roster.order, roster.holders))
+    first = known[0] if known else order[0]
+    return replace(
+        roster,
+        ballot=first_ballot(first, is_holder=bool(known)),
+        order=order,
+        holders=known,
+        backups=tuple(p for p in roster.backups if not is_barred(p)),
     )
 
 

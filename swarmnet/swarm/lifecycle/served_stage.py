@@ -68,7 +68,10 @@ class ServedStage:
 
     def __post_init__(self) -> None:
         gossip, settings, limits, replica = self.gossip, self.settings, self.limits, self.replica
-        self.exchanges = Exchanges(gossip.transport, gossip, settings, limits, replica)
+        conclusions = self.steps.dispatcher.conclusions
+        self.exchanges = Exchanges(
+            gossip.transport, gossip, settings, limits, replica, conclusions, self.rng
+        )
         self._sync = StateSync(gossip, limits, replica, self.rng)
         self.handover = Handover(gossip, settings, replica, self.exchanges, self.rng)
         self.updates = self._updates()
@@ -122,6 +125,7 @@ class ServedStage:
         if isinstance(why, Diverged):
             log.warning("%s: going over to them", why)
             self.gossip.add_total("diverged")
+            exchanges.audits.begins(exchanges.current)
             self.gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
         else:
             log.warning("%s: fetching the stage again", why)

@@ -16,9 +16,11 @@ what a replica contributes, and what it has to know of an exchange when it is ov
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.protocol.audit import Conclusions
 from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.protocol.update.exchange_waits import brings_state
@@ -28,12 +30,14 @@ from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.update.exchange.auditing import UpdateAudits
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.calls import Contribution, LongCalls
 from swarmnet.swarm.update.exchange.coded import coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Behind, Exchange, PresentExchange
 from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
 from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.service import ExchangeService
 from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
@@ -64,6 +68,8 @@ class Exchanges:
         settings: RunSettings,
         limits: WaitLimits,
         replica: Replica,
+        conclusions: Conclusions,
+        rng: random.Random,
     ) -> None:
         self.transport = transport
         self.gossip = gossip
@@ -75,7 +81,14 @@ class Exchanges:
         self.states = OptimizerStates(transport, settings, limits, replica)
         self.members = ExchangeMembers(gossip, replica)
         self.ownership = Ownership(
-            gossip, settings, limits, replica, self.states, self.members, self._tasks
+            gossip,
+            settings,
+            limits,
+            replica,
+            self.states,
+            self.members,
+            conclusions,
+            self._tasks,
         )
         self.pace = ExchangePace(transport.traffic, gossip, settings, limits, replica)
         self.calls = LongCalls(gossip, replica, self.pace)
@@ -84,6 +97,10 @@ class Exchanges:
         )
         self.books = Books(gossip, settings, replica, self.norms)
         self._contribution_norms = ContributionNorms(transport, gossip, replica, self.ownership)
+        self.proofs = Proofs(gossip, replica)
+        self.audits = UpdateAudits(
+            gossip, settings, replica, self.ownership, self.proofs, conclusions, rng
+        )
         self.work = ShardWork(
             gossip,
             settings,
@@ -92,6 +109,7 @@ class Exchanges:
             self.norms,
             self._contribution_norms,
             self.books,
+            self.proofs,
         )
         self.tied = TiedShards(gossip, replica, settings.num_stages, self.ownership, self.pace)
         self._exchange = PresentExchange(
@@ -102,6 +120,8 @@ class Exchanges:
             self.books,
             self.pace,
             self.tied,
+            self.proofs,
+            self.audits,
             self._tasks,
         )
         self._service = ExchangeService(
@@ -114,6 +134,8 @@ class Exchanges:
             self.books,
             self.pace,
             self.tied,
+            self.proofs,
+            self.audits,
             self._exchange,
             self._tasks,
         )
@@ -121,6 +143,7 @@ class Exchanges:
     async def close(self) -> None:
         await self._exchange.close()
         await self._tasks.close()
+        await self.audits.close()
         self.pace.close()
         await self.norms.close()
         await self._contribution_norms.close()
@@ -152,6 +175,7 @@ class Exchanges:
         moved on by more than this round.
         """
         r = self.current
+        self.audits.begins(r)
         await self._until_restored(r)
         started = Since(self.gossip.liveness.awake_s())
         has_others = len(self.members.contributors(r)) > 1
@@ -286,6 +310,7 @@ class Exchanges:
         if known is not None and known.number <= r:
             self._exchange.end()
         self.books.finish_round(r)
+        self.proofs.finish_round(r)
         self.tied.finish_round(r)
         self.norms.finish_round(r)
         self._contribution_norms.finish_round(r)

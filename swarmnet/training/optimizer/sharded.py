@@ -128,6 +128,9 @@ class ShardedOptimizer(ABC):
     def sum_of_squares(self, values: Array) -> float:
         return sum_of_squares(to_tensor(values))
 
+    def distance(self, one: Array, other: Array) -> float:
+        return sum_of_squares(to_tensor(one) - to_tensor(other)) ** 0.5
+
     # ---- steps ------------------------------------------------------------------------------
 
     def step(

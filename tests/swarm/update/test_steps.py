@@ -56,7 +56,7 @@ def test_a_norm_that_comes_late_is_not_that_of_the_sum_made_since() -> None:
             await self.norms[total].wait()
             return 1.0 / total
 
-        async def before(self, exchange: int, j: int, scale: float) -> float:
+        async def before(self, exchange: int, j: int, scale: float, *_: object) -> float:
             return scale
 
         async def step(self, exchange: int, j: int, total: object, scale: float) -> str:

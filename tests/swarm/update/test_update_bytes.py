@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
+from swarmnet.protocol.audit import Draw
 from swarmnet.spec import RunSpec
 from swarmnet.training.memory.plan import sent_bytes
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 NUM_REPLICAS = 4
+SHARD = 16_384
+"""Parameters of a shard: what is signed of one is of the same size, however large it is."""
 FIRST, LAST = 5, 7
 """Rounds that are measured: after every owner has its state."""
+
+
+def audit(swarm: Swarm, rate: float) -> None:
+    """From now on so many of the sums are made again."""
+    for name, member in swarm.members.items():
+        member.peer.exchanges.audits.draw = Draw(random.Random(name), rate)
 
 
 @pytest.mark.parametrize("replication", [1, 2, 3])
 def test_bytes_of_an_update(tmp_path: Path, replication: int) -> None:
     """Of 2(N - 1)/N, the least that an all-reduce can do: backups get the sum, and no result."""
     values = tiny_spec(tmp_path, num_stages=1, rounds=9, num_layers=3).model_dump()
-    values["sync"]["replication"] = replication
+    values["sync"] |= {"replication": replication, "shard_parameters": SHARD}
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
     spec = RunSpec.model_validate(values)
 
@@ -32,6 +42,7 @@ def test_bytes_of_an_update(tmp_path: Path, replication: int) -> None:
             return sum(sum(p.transport.traffic.sent_bytes.values()) for p in peers)
 
         await swarm.until_round(FIRST)
+        audit(swarm, 0.0)
         before = sent()
         await swarm.until_round(LAST)
         vector_bytes = sum(4 * p.numel() for p in swarm.parameters().values())
@@ -60,7 +71,7 @@ def test_bytes_of_a_round_in_the_other_modes(
 ) -> None:
     """On average over two exchanges of everything; what `swarmnet plan` says."""
     local_steps = 2
-    sync = {"mode": mode, "local_steps": local_steps, "codec": codec}
+    sync = {"mode": mode, "local_steps": local_steps, "codec": codec, "shard_parameters": SHARD}
     values = tiny_spec(tmp_path, num_stages=1, rounds=12, num_layers=3, sync=sync).model_dump()
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
     spec = RunSpec.model_validate(values)
@@ -82,6 +93,7 @@ def test_bytes_of_a_round_in_the_other_modes(
             return mode != "delayed" or not any(owing)
 
         await swarm.until(lambda: is_quiet(first))
+        audit(swarm, 0.0)
         before = sent()
         await swarm.until(lambda: is_quiet(last))
         measured = (sent() - before) / (last - first) / num_replicas

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet.methods.update import ShardReply
+from swarmnet.methods.update_proof import Proof
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update import robust
 from swarmnet.protocol.update.members import BEHIND_ROUNDS
@@ -75,6 +76,7 @@ class Books:
         coming: int | None = None,
         *,
         is_copy: bool = False,
+        proof: Proof | None = None,
     ) -> ShardReply:
         """What a contributor is told with its result. `coming`: the round that begins with it."""
         return ShardReply(
@@ -83,6 +85,7 @@ class Books:
             self._tokens.get((exchange, shard), UNKNOWN),
             self.norm(exchange),
             is_copy,
+            proof,
         )
 
     def norm(self, exchange: int) -> float:

@@ -46,6 +46,7 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import TOGETHER_S
 from swarmnet.swarm.update.exchange.coded import check_result, coded_bytes
 from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.wire import MAX_ARRAYS, Array, Message
 
@@ -174,9 +175,11 @@ class ExchangeCalls:
         states: OptimizerStates,
         pace: ExchangePace,
         progress: ExchangeProgress,
+        proofs: Proofs,
         tasks: Tasks,
     ) -> None:
         self._exchange = exchange
+        self._proofs = proofs
         self._gossip = gossip
         self._replica = replica
         self._states = states
@@ -199,10 +202,12 @@ class ExchangeCalls:
         """This replica's contributions."""
         self.own.update(contributions)
         self.tokens.update((j, num_tokens) for j, (num_tokens, _) in contributions.items())
+        self._proofs.gives(self._exchange, {j: g for j, (_, g) in contributions.items()})
 
     def forget(self, shard: int) -> None:
         """The shard has its result: its gradient is not needed any more."""
         self.own.pop(shard, None)
+        self._proofs.has_given(self._exchange, shard)
         self._sums_ahead.forget(shard)
 
     # ---- what is to be sent -----------------------------------------------------------------
@@ -274,6 +279,10 @@ class ExchangeCalls:
         shards = tuple(call.ballots)
         own = [self.own.get(j, NOTHING) if call.with_gradient else NOTHING for j in shards]
         given = {j: g for j, (_, g) in zip(shards, own, strict=True) if g is not None}
+        tokens = {j: n for j, (n, _) in zip(shards, own, strict=True)}
+        signatures = await self._proofs.sign(
+            self._exchange, {j: (tokens[j], g) for j, g in given.items()}
+        )
         # What is sent again, for its primary has died, goes at once: behind all others it would
         # come too late.
         num_bytes = sum(g.num_bytes for j, g in given.items() if j not in self._turned)
@@ -290,6 +299,7 @@ class ExchangeCalls:
             "" if primary == call.target else primary,
             is_whole=not self._replica.synced,
             follows=tuple(self._states.is_before(j, self._exchange) for j in shards),
+            signatures=tuple(signatures.values()),
         )
         message = Message(request, tuple(given.values()))
         reply = await self._calls.call(

@@ -35,6 +35,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, decides_tied, follows_tied
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S, RETRY_S
+from swarmnet.swarm.update.exchange.auditing import UpdateAudits
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.calls import (
     Contribution,
@@ -48,6 +49,7 @@ from swarmnet.swarm.update.exchange.calls import (
     shard_in,
 )
 from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.shard_work import Before, Put, Result, ShardWork, Total
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
@@ -75,6 +77,8 @@ class PresentExchange:
     books: Books
     pace: ExchangePace
     tied: TiedShards
+    proofs: Proofs
+    audits: UpdateAudits
     tasks: Tasks
 
     def __post_init__(self) -> None:
@@ -99,6 +103,8 @@ class PresentExchange:
             self.books,
             self.pace,
             self.tied,
+            self.proofs,
+            self.audits,
         )
         return self._known
 
@@ -127,8 +133,11 @@ class Exchange:
         books: Books,
         pace: ExchangePace,
         tied: TiedShards,
+        proofs: Proofs,
+        audits: UpdateAudits,
     ) -> None:
         self.number = number
+        self._audits = audits
         self._gossip = gossip
         self._ownership = ownership
         self._states = ownership.states
@@ -140,7 +149,7 @@ class Exchange:
         self.sums = SumsHere()
         """For the steps that others' primaries have this replica make."""
         self._calls = ExchangeCalls(
-            number, gossip, replica, ownership.states, pace, self.progress, self._tasks
+            number, gossip, replica, ownership.states, pace, self.progress, proofs, self._tasks
         )
         self._steps = Steps(number, replica, work, books, tied, self._tasks)
         self._pauses = Pauses(RETRY_S, LOOK_LESS_S)
@@ -478,11 +487,13 @@ class Exchange:
         are adopted (`_finish`), not before: in some modes that is where the gradient lies, which
         another primary may ask for yet. Raises `ProtocolViolation` where they are of no use: their
         sender is dead for this exchange; `NotReady` where there is no copy."""
+        shard = self._machines[j].shard
+        copy: Result | None = shard.result if shard.state is State.COPIED else None
         if values is None:
-            shard = self._machines[j].shard
-            if shard.state is not State.COPIED or shard.result is None:
+            if copy is None or copy.values is None or copy.parameters is None:
                 raise NotReady("the copy was given up")  # and is not told of again
-            result = replace(shard.result, counted=told.counted)
+            result = replace(copy, counted=told.counted)
+            values, parameters = copy.values, copy.parameters
         else:
             try:
                 parameters = await self._work.checked(j, values)
@@ -494,6 +505,19 @@ class Exchange:
             kept = parameters if self._put is not None else None
             result = Result(values, told.counted, parameters=kept)
         self._books.heard(self.number, j, told)
+        has_given = self._calls.tokens.get(j, 0) > 0
+        is_primary = sender == shard.ballot.primary
+        self._audits.came(
+            self.number,
+            j,
+            sender,
+            told,
+            values,
+            parameters,
+            copy=copy,
+            is_primary=is_primary,
+            has_given=has_given,
+        )
         return result
 
     def _adopt(self, j: int, result: Result | None) -> None:
@@ -736,6 +760,7 @@ class Steps:
             self._books.norm(self._number),
             before.lineage,
             ballot.term,
+            summed=before.summed,
         )
 
     async def _sum(self, j: int, command: do.Sum) -> list[on.Event]:
@@ -773,12 +798,14 @@ class Steps:
                 return [on.StepFailed(command.attempt), on.MovedOn()]
             result = followed
         elif total is None:
-            result = await self._work.leave_as_it_is(self._number, j)
+            term = command.ballot.term
+            result = await self._work.leave_as_it_is(self._number, j, term)
         else:
             scale = self._scales.get(j)
             if scale is None:
                 scale = await self._work.scale(self._number, j, total)
-            state = await self._work.before(self._number, j, scale)
+            term = command.ballot.term
+            state = await self._work.before(self._number, j, scale, total, term)
             if not before.done():
                 before.set_result(state)
             result = await self._work.step(self._number, j, total, state)

@@ -41,11 +41,13 @@ from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.swarm.update.exchange.auditing import UpdateAudits
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.calls import MAX_SHARED_CALL_BYTES, Told
 from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution, coded_bytes
 from swarmnet.swarm.update.exchange.exchange import PresentExchange
 from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
@@ -66,6 +68,8 @@ class ExchangeService:
     books: Books
     pace: ExchangePace
     tied: TiedShards
+    proofs: Proofs
+    audits: UpdateAudits
     exchange: PresentExchange
     tasks: Tasks
 
@@ -96,6 +100,9 @@ class ExchangeService:
         if any(push.num_tokens) and not may_contribute(record, push.stage):
             raise NotReady("a peer that joins has no gradient")
         gradients = self._gradients_of(push, request.message.arrays)
+        tokens = {j: n for j, n in zip(push.shards, push.num_tokens, strict=True) if n}
+        given = {j: (tokens[j], gradient) for j, gradient in gradients.items()}
+        await self.proofs.check(push.round, request.remote, given, push.signatures)
         self._note_closed(push.round, record)
         primary = push.primary or self.gossip.own.peer_id
         work = [
@@ -170,10 +177,11 @@ class ExchangeService:
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
         digest = b"" if push.is_whole else answer.result.digest
+        proof = self.proofs.stepped(asked, j, exchange.ballot(j).term, answer.result.hash)
         if self.books.takes_copy(asked, j, remote, digest):
-            return self.books.told(asked, j, remote, is_copy=True), None
+            return self.books.told(asked, j, remote, is_copy=True, proof=proof), None
         values = await self.work.copy_of(asked, j, answer.result, is_whole=push.is_whole)
-        return self.books.told(asked, j, remote), values
+        return self.books.told(asked, j, remote, proof=proof), values
 
     async def _tell_sums(self, request: Request, push: ReduceRequest) -> None:
         """Who has waited long hears which sums are made here: the rest is up to other stages."""
@@ -195,7 +203,8 @@ class ExchangeService:
             raise Stale(f"round {current} is over here", round=replica.current_exchange)
         if changes % 2 or changes != replica.transitions.changes:
             raise NotReady("a new round is being opened here")
-        return self.books.told(asked, j, remote, coming=current), values
+        proof = self.proofs.stepped_of(asked, j)
+        return self.books.told(asked, j, remote, coming=current, proof=proof), values
 
     def _is_leaving(self, peer_id: str) -> bool:
         record = self.gossip.view.get(peer_id)
@@ -254,8 +263,9 @@ class ExchangeService:
         exchange = self.exchange.now()
         answer = await exchange.answer(j, lambda call: on.Asked(call, remote, ballot, is_final))
         if isinstance(answer, do.Give):
+            proof = self.proofs.stepped(asked, j, exchange.ballot(j).term, answer.result.hash)
             values = await self.work.copy_of(asked, j, answer.result)
-            return ballot, (self.books.told(asked, j, remote), values)
+            return ballot, (self.books.told(asked, j, remote, proof=proof), values)
         assert isinstance(answer, do.Agree | do.Deny)
         return answer.ballot, None
 
@@ -283,6 +293,8 @@ class ExchangeService:
             total = request.message.arrays[0]
             check_coded(replica, "sum", self._names.sums, j, total)
         why_not = self.work.fits(mirror)
+        if not why_not:
+            self.audits.mirrored(mirror, remote, total)
         ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
         answer = await self.exchange.now().answer(
             j, lambda call: on.MirrorCame(call, remote, ballot, step, fits=not why_not)

@@ -19,6 +19,7 @@ import xxhash
 
 from swarmnet.errors import NotReady, ProtocolViolation
 from swarmnet.methods.update import MirrorRequest
+from swarmnet.methods.update_proof import Entry, Proof
 from swarmnet.ports import CodingErrors
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_STRIKES
@@ -26,11 +27,13 @@ from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.pipeline.receipts import hash_of
 from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import applied
 from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
+from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.optimizer_states import CREATED, LATE, OptimizerStates, descended
 from swarmnet.wire import Array
 
@@ -56,6 +59,10 @@ class Total:
     num_tokens: int
     decoded: Array | None = None
     """What owners step on, where `gradient` is coded and this replica has coded it."""
+    entries: tuple[Entry, ...] = ()
+    """What is signed of each contribution; empty where nothing is."""
+    hash: bytes = b""
+    """Of `gradient`, likewise."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +82,10 @@ class Result:
     """XXH3-64 of the values, where they are of a step that was made here."""
     parameters: Array | None = None
     """What `values` lead to, where that is known and does not lie in the stage."""
+    hash: bytes = b""
+    """SHA-256 of the values (`receipts.hash_of`), where they are of a step that was made here."""
+    size: float = 0.0
+    """Norm of the change of the parameters, where it is a backup's."""
     is_placed: bool = False
     """It has been put where it goes."""
 
@@ -100,6 +111,10 @@ class Before:
     scale: float
     steps: int
     lineage: bytes
+    term: int = 0
+    """Of the ballot under which it is made."""
+    summed: Proof | None = None
+    """What its primary signs of it and of the sum."""
 
 
 class ShardWork:
@@ -114,10 +129,12 @@ class ShardWork:
         norms: Norms,
         contribution_norms: ContributionNorms,
         books: Books,
+        proofs: Proofs,
     ) -> None:
         self._gossip = gossip
         self._replica = replica
         self._states = states
+        self._proofs = proofs
         self._aggregator = Aggregator(settings.aggregation, gossip, replica, contribution_norms)
         self._norms = norms
         self._books = books
@@ -164,10 +181,16 @@ class ShardWork:
         something is to be added (`is_whole` False). None where there is nothing to sum, or it
         overflows."""
         counted = self._books.counted_behind(exchange, shard)
+        self._proofs.sums(exchange, shard)
 
-        def finish(gradient: Array, squares: float, num_tokens: int) -> Total:
+        def finish(gradient: Array, squares: float, num_tokens: int, used: Used) -> Total:
             total = Total(gradient, squares, num_tokens)
-            return self._coded(shard, total) if is_whole else total
+            if not is_whole:
+                return total
+            coded = self._coded(shard, total)
+            entries = self._proofs.behind(exchange, shard, parts, used)
+            hashed = hash_of(coded.gradient) if entries else b""
+            return replace(coded, entries=entries, hash=hashed)
 
         try:
             return await self._aggregator(
@@ -270,8 +293,11 @@ class ShardWork:
         clip = min(1.0, self._clip_norm / (math.sqrt(squares) + CLIP_EPSILON))
         return clip / total.num_tokens
 
-    async def before(self, exchange: int, shard: int, scale: float) -> Before:
-        """The state that a step is made on. Created where every owner of it was lost."""
+    async def before(
+        self, exchange: int, shard: int, scale: float, total: Total, term: int
+    ) -> Before:
+        """The state that a step is made on. Created where every owner of it was lost. `term`: of
+        the ballot under which it is made."""
         is_lost = self._states.lacks(shard, exchange)
         found = await self._states.make_ready(shard, exchange)
         if found == CREATED and is_lost:
@@ -283,23 +309,32 @@ class ShardWork:
         maker = self._makers.pop(shard, None)
         if maker is not None and not self._gossip.liveness.is_live(maker):
             self._gossip.add_total("shard_promoted")
-        return Before(scale, self._replica.optimizer.steps(shard), self._states.lineage(shard))
+        steps = self._replica.optimizer.steps(shard)
+        summed = self._proofs.summed(
+            exchange, shard, term, total.entries, total.hash, total.num_tokens, scale, steps
+        )
+        return Before(scale, steps, self._states.lineage(shard), term, summed)
 
     async def step(self, exchange: int, shard: int, total: Total, before: Before) -> Result:
         """The step of a primary. One that would overflow is not made, there or at the backups."""
         self._books.stepped(exchange, shard, total.num_tokens)
         try:
-            return await self._step(exchange, shard, total.gradient, before, total.decoded)
+            made = await self._step(exchange, shard, total.gradient, before, total.decoded)
         except ProtocolViolation as e:  # at the backups too, with the same state
             log.warning("round %d: no step: %s", exchange, e)
-            return await self.leave_as_it_is(exchange, shard)
+            return await self.leave_as_it_is(exchange, shard, before.term)
+        self._proofs.stepped(exchange, shard, before.term, made.hash)
+        return made
 
-    async def leave_as_it_is(self, exchange: int, shard: int) -> Result:
+    async def leave_as_it_is(self, exchange: int, shard: int, term: int) -> Result:
         """There is no step to be made on a shard in this exchange."""
         if self._states.is_before(shard, exchange):  # else there is none here, or an older one
             self._states.stepped(shard, exchange)
         self._books.stepped(exchange, shard, 0)
-        return Result(await self.present(shard))
+        present = await self.present(shard)
+        hashed = await self._replica.worker.run(lambda: hash_of(present))
+        self._proofs.stepped(exchange, shard, term, hashed)
+        return Result(present, hash=hashed)
 
     async def _step(
         self,
@@ -308,8 +343,10 @@ class ShardWork:
         gradient: Array,
         before: Before,
         decoded: Array | None = None,
+        *,
+        is_copy: bool = False,
     ) -> Result:
-        """`decoded`: of `gradient`, where it is known."""
+        """`decoded`: of `gradient`, where it is known. `is_copy`: it is another one's step."""
         replica = self._replica
         await self.until_exported()
 
@@ -323,7 +360,10 @@ class ShardWork:
             self._states.stepped(shard, exchange, descended(before.lineage, exchange, gradient))
             values, parameters = made
             digest = xxhash.xxh3_64_digest(values.data)
-            return Result(values, digest=digest, parameters=parameters)
+            size = replica.optimizer.distance(parameters, present) if is_copy else 0.0
+            return Result(
+                values, digest=digest, parameters=parameters, hash=hash_of(values), size=size
+            )
 
         return await replica.worker.run(work)
 
@@ -342,7 +382,7 @@ class ShardWork:
     async def repeat(self, mirror: MirrorRequest, gradient: Array, maker: str) -> Result:
         """The same step as the primary's, bit for bit."""
         before = Before(mirror.scale, mirror.steps, mirror.lineage)
-        result = await self._step(mirror.round, mirror.shard, gradient, before)
+        result = await self._step(mirror.round, mirror.shard, gradient, before, is_copy=True)
         self._books.stepped(mirror.round, mirror.shard, mirror.num_tokens)
         if mirror.norm >= 0:
             self._norms.heard(mirror.round, mirror.norm)
@@ -447,8 +487,18 @@ class FromPeer:
 
 
 T = TypeVar("T")
-Finish = Callable[[Array, float, int], T]
-"""What is made of an aggregate, its sum of squares and the tokens behind it, on the worker."""
+Used = Mapping[str, tuple[int, float]]
+"""Of the contributions that are in an aggregate, by peer: the tokens that count, and the factor."""
+Finish = Callable[[Array, float, int, Used], T]
+"""What is made of an aggregate, its sum of squares, the tokens behind it and what is in it, on the
+worker."""
+
+
+def rule_of(rule: str, plan: SyncPlan) -> str:
+    """By which contributions are summed, where the run has this rule. Clipping by the median looks
+    at a whole stage at a time: not where shards take turns."""
+    takes_turns = plan.is_local and plan.fragments > 1
+    return robust.MEAN if takes_turns and rule == robust.MEDIAN_CLIP else rule
 
 
 class Aggregator:
@@ -458,9 +508,7 @@ class Aggregator:
         self, rule: str, gossip: Gossip, replica: Replica, norms: ContributionNorms
     ) -> None:
         plan = replica.plan
-        # Clipping by the median looks at a whole stage at a time: not where shards take turns.
-        takes_turns = plan.is_local and plan.fragments > 1
-        self._rule = robust.MEAN if takes_turns and rule == robust.MEDIAN_CLIP else rule
+        self._rule = rule_of(rule, plan)
         self._gossip = gossip
         self._worker = replica.worker
         self._optimizer = replica.optimizer
@@ -510,7 +558,8 @@ class Aggregator:
             total_squares = self._optimizer.sum_of_squares(total)
             if not math.isfinite(total_squares):
                 raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
-            return finish(total, total_squares, sum(tokens.values()))
+            used = {p: (n, factors[p]) for p, n in tokens.items()}
+            return finish(total, total_squares, sum(tokens.values()), used)
 
         return await self._worker.run(work)
 
@@ -562,7 +611,7 @@ class Aggregator:
             squares, num_tokens = self._optimizer.sum_of_squares(total), _tokens(sound)
             if not robust.is_sound(squares, num_tokens):
                 return sound, others, squares, None
-            return sound, others, squares, finish(total, squares, num_tokens)
+            return sound, others, squares, finish(total, squares, num_tokens, _all(sound))
 
         while parts:
             parts, others, squares, made = await self._worker.run(work)
@@ -580,7 +629,7 @@ class Aggregator:
 
     def _made(self, parts: list[FromPeer], squares: float, finish: Finish[T]) -> T:
         total = self._optimizer.sum([p.gradient for p in parts])
-        return finish(total, squares, _tokens(parts))
+        return finish(total, squares, _tokens(parts), _all(parts))
 
     async def _squares(self, parts: list[FromPeer]) -> dict[str, float]:
         """By peer; not finite where the gradient is not."""
@@ -620,6 +669,10 @@ class Aggregator:
                 ", ".join(f"{p[-8:]} x {factors[p]:.2g}" for p in clipped),
             )
         self._clipped = clipped or self._clipped
+
+
+def _all(parts: list[FromPeer]) -> Used:
+    return {p.peer_id: (p.num_tokens, 1.0) for p in parts}
 
 
 def _tokens(parts: list[FromPeer]) -> int:

@@ -1,0 +1,291 @@
+"""What this replica signs of its updates, and keeps of what others have signed.
+
+A contributor signs the hash of what it pushes. The primary signs what it sums, before the step, and
+the result after it. So whoever does a part of an update again has evidence against its primary, and
+none can be made up (`auditing`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmnet.errors import NotReady, ProtocolViolation
+from swarmnet.methods.update_proof import (
+    MAX_ENTRIES,
+    MAX_PROOF_BYTES,
+    SIGNED_AS,
+    TAG_BYTES,
+    Contribution,
+    Entry,
+    Proof,
+    Stepped,
+    Summed,
+)
+from swarmnet.protocol.update.members import BEHIND_ROUNDS
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.pipeline.receipts import hash_of
+from swarmnet.swarm.replica.replica import Replica
+from swarmnet.wire import Array, pack
+
+Key = tuple[int, int]
+"""An exchange and a shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A contribution, as its contributor has signed it."""
+
+    num_tokens: int
+    gradient: bytes
+    """Hash of the array."""
+    signature: bytes
+
+
+@dataclass
+class Proofs:
+    """Of one replica's stage."""
+
+    gossip: Gossip
+    replica: Replica
+    _given: dict[Key, dict[str, Given]] = field(default_factory=dict)
+    """By contributor. Those of others have been checked."""
+    _own: dict[Key, Array] = field(default_factory=dict)
+    """What this replica contributes, as long as it is needed."""
+    _entries: dict[Key, tuple[Entry, ...]] = field(default_factory=dict)
+    """Of the newest sum that was made here."""
+    _summed: dict[Key, Proof] = field(default_factory=dict)
+    """What was signed of the sum with which the step was made here: by this replica, or by the
+    primary whose step it is."""
+    _stepped: dict[Key, Proof] = field(default_factory=dict)
+    """What came with the result, or went with it."""
+
+    @property
+    def run_id(self) -> str:
+        return self.gossip.own.run_id
+
+    # ---- contributions ----------------------------------------------------------------------
+
+    def gives(self, exchange: int, gradients: Mapping[int, Array | None]) -> None:
+        """This replica's contributions, by shard, as they are pushed."""
+        self._own.update({(exchange, j): g for j, g in gradients.items() if g is not None})
+
+    def has_given(self, exchange: int, shard: int) -> None:
+        """The shard has its result: what the contribution lay in may change."""
+        self._own.pop((exchange, shard), None)
+
+    async def own(self, exchange: int, shard: int) -> Array:
+        """A copy of what this replica contributes. Raises `NotReady` where it is not kept. It may
+        change until it is copied, for what it lies in is used again: who asks looks at its hash."""
+        found = self._own.get((exchange, shard))
+        if found is None:
+            raise NotReady("the contribution is not kept any more")
+        return await self.replica.worker.run(
+            lambda: Array(found.dtype, found.shape, bytes(found.data))
+        )
+
+    async def sign(self, exchange: int, given: Mapping[int, tuple[int, Array]]) -> dict[int, bytes]:
+        """Signatures of this replica's contributions, by shard; each is made once."""
+        own = self.gossip.own.peer_id
+        left = {j: g for j, g in given.items() if own not in self._given.get((exchange, j), {})}
+        if left:
+            await self.replica.worker.run(
+                lambda: [self._sign(exchange, j, n, array) for j, (n, array) in left.items()]
+            )
+        return {j: self._given[exchange, j][own].signature for j in given}
+
+    def _sign(self, exchange: int, shard: int, num_tokens: int, array: Array) -> Given:
+        """On the worker."""
+        own, hashed = self.gossip.own.peer_id, hash_of(array)
+        said = self._contribution(own, exchange, shard, num_tokens, hashed)
+        made = Given(num_tokens, hashed, self.gossip.signer.sign(said.signed))
+        self._given.setdefault((exchange, shard), {})[own] = made
+        return made
+
+    async def check(
+        self,
+        exchange: int,
+        contributor: str,
+        pushed: Mapping[int, tuple[int, Array]],
+        signatures: Sequence[bytes],
+    ) -> None:
+        """What has been pushed, by shard in the order of its signatures. Raises
+        `ProtocolViolation` where it is not what its contributor has signed."""
+        if len(signatures) != len(pushed):
+            raise ProtocolViolation("not a signature for each contribution")
+        if not pushed:
+            return
+
+        def work() -> dict[int, Given]:
+            found = {}
+            for signature, (j, (num_tokens, array)) in zip(signatures, pushed.items(), strict=True):
+                given = Given(num_tokens, hash_of(array), signature)
+                if not self.has_signed(contributor, exchange, self.replica.index, j, given):
+                    raise ProtocolViolation("a contribution that is not signed by who gives it")
+                found[j] = given
+            return found
+
+        for j, given in (await self.replica.worker.run(work)).items():
+            self._given.setdefault((exchange, j), {})[contributor] = given
+
+    def has_signed(
+        self, contributor: str, exchange: int, stage: int, shard: int, given: Given
+    ) -> bool:
+        """Whether the signature is that of the contributor. On any thread."""
+        said = Contribution(
+            self.run_id, contributor, exchange, stage, shard, given.num_tokens, given.gradient
+        )
+        return self.gossip.signer.verify(contributor, said.signed, given.signature)
+
+    def _contribution(
+        self, peer_id: str, exchange: int, shard: int, num_tokens: int, gradient: bytes
+    ) -> Contribution:
+        index = self.replica.index
+        return Contribution(self.run_id, peer_id, exchange, index, shard, num_tokens, gradient)
+
+    def own_tag(self, exchange: int, shard: int) -> bytes | None:
+        """Of the own contribution, as it has to be among those of the sum; None where there is
+        none."""
+        own = self.gossip.own.peer_id
+        given = self._given.get((exchange, shard), {}).get(own)
+        if given is None:
+            return None
+        return tag_of(self._contribution(own, exchange, shard, given.num_tokens, given.gradient))
+
+    # ---- as primary -------------------------------------------------------------------------
+
+    def sums(self, exchange: int, shard: int) -> None:
+        """A sum is made here: what was signed of an earlier one does not hold. None of its results
+        has been given out."""
+        for known in (self._summed, self._entries, self._stepped):
+            known.pop((exchange, shard), None)
+
+    def behind(
+        self,
+        exchange: int,
+        shard: int,
+        parts: Sequence[tuple[str, int, Array]],
+        counted: Mapping[str, tuple[int, float]],
+    ) -> tuple[Entry, ...]:
+        """On the worker: what a sum is made of. `counted`: by peer, the tokens that count, and the
+        factor; none of those that were left out."""
+        own, key, found = self.gossip.own.peer_id, (exchange, shard), list[Entry]()
+        for peer_id, num_tokens, array in parts:
+            given = self._given.get(key, {}).get(peer_id)
+            if given is None and peer_id == own:
+                given = self._sign(exchange, shard, num_tokens, array)
+            if given is None:
+                return ()  # of a mode or a shard of which nothing is signed
+            tokens, factor = counted.get(peer_id, (0, 0.0))
+            found.append(
+                Entry(peer_id, given.num_tokens, given.gradient, given.signature, tokens, factor)
+            )
+        return tuple(found)
+
+    def summed(
+        self,
+        exchange: int,
+        shard: int,
+        term: int,
+        entries: tuple[Entry, ...],
+        total: bytes,
+        num_tokens: int,
+        scale: float,
+        steps: int,
+    ) -> Proof | None:
+        """Signs what the step is made with; None where that is too much, or nothing is known of
+        it."""
+        own, key = self.gossip.own, (exchange, shard)
+        if not 0 < len(entries) <= MAX_ENTRIES:
+            return None
+        said = Summed(
+            own.run_id,
+            own.peer_id,
+            own.incarnation,
+            exchange,
+            self.replica.index,
+            shard,
+            term,
+            entries,
+            total,
+            num_tokens,
+            scale,
+            steps,
+        )
+        proof = self._sealed(pack(said))
+        if len(proof.statement) > MAX_PROOF_BYTES:
+            return None
+        self._summed[key], self._entries[key] = proof, entries
+        return proof
+
+    def stepped(self, exchange: int, shard: int, term: int, result: bytes) -> Proof | None:
+        """Signs the result of a step that was made here, once. `result`: its hash."""
+        own, key = self.gossip.own, (exchange, shard)
+        known = self._stepped.get(key)
+        if known is not None or not result:
+            return known
+        summed = self._summed.get(key)
+        entries = self._entries.get(key, ()) if summed is not None else ()
+        tags = tuple(tag_of(self._of_entry(exchange, shard, entry)) for entry in entries)
+        total = b"" if summed is None else hash_of_proof(summed)
+        said = Stepped(
+            own.run_id,
+            own.peer_id,
+            own.incarnation,
+            exchange,
+            self.replica.index,
+            shard,
+            term,
+            total,
+            result,
+            tags,
+        )
+        return self._stepped.setdefault(key, self._sealed(pack(said)))
+
+    def _of_entry(self, exchange: int, shard: int, entry: Entry) -> Contribution:
+        return self._contribution(entry.peer_id, exchange, shard, entry.claimed, entry.gradient)
+
+    def _sealed(self, statement: bytes) -> Proof:
+        return Proof(statement, self.gossip.signer.sign(SIGNED_AS + statement))
+
+    # ---- of others --------------------------------------------------------------------------
+
+    def mirrored(self, exchange: int, shard: int, summed: Proof, said: Summed) -> None:
+        """As backup: the step is made with this."""
+        self._summed[exchange, shard] = summed
+        self._entries[exchange, shard] = said.entries
+
+    def came(self, exchange: int, shard: int, stepped: Proof) -> None:
+        """It came with the result that is taken."""
+        self._stepped[exchange, shard] = stepped
+
+    def summed_of(self, exchange: int, shard: int) -> Proof | None:
+        """What the step here was made with."""
+        return self._summed.get((exchange, shard))
+
+    def stepped_of(self, exchange: int, shard: int) -> Proof | None:
+        """What came with the result, or went with it."""
+        return self._stepped.get((exchange, shard))
+
+    def is_signed(self, proof: Proof, peer_id: str) -> bool:
+        """On any thread."""
+        return self.gossip.signer.verify(peer_id, proof.signed, proof.signature)
+
+    def finish_round(self, exchange: int) -> None:
+        """Forgets exchanges that nobody asks about any more."""
+        oldest = exchange - BEHIND_ROUNDS
+        tables: list[dict[Key, Any]] = [self._given, self._entries, self._summed, self._stepped]
+        for known in (*tables, self._own):
+            for key in [k for k in known if k[0] < oldest]:
+                del known[key]
+
+
+def tag_of(said: Contribution) -> bytes:
+    """By which a result names a contribution that is in it."""
+    return hashlib.sha256(pack(said)).digest()[:TAG_BYTES]
+
+
+def hash_of_proof(proof: Proof) -> bytes:
+    """Of the statement."""
+    return hashlib.sha256(proof.statement).digest()
