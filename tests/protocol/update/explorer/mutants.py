@@ -8,6 +8,7 @@ import inspect
 import types
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from swarmnet.protocol.update import shard_rules, shard_state, shard_update
@@ -52,11 +53,15 @@ def build(name: str) -> Any:
     return module["ShardUpdate"]
 
 
+@cache
+def _tables() -> types.CodeType:
+    return compile(inspect.getsource(shard_update), shard_update.__file__, "exec")
+
+
 def _module(rules: Any, state_class: Any) -> dict[str, Any]:
     """The tables, made anew with other rules."""
     names: dict[str, Any] = {"__name__": shard_update.__name__}
-    source = inspect.getsource(shard_update)
-    exec(compile(source, shard_update.__file__, "exec"), names)
+    exec(_tables(), names)
     if rules is not shard_rules:
         for row in names["EVENTS"].values():
             for state, rule in row.items():
@@ -150,10 +155,19 @@ def _conditions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
                     yield function.name, node, f"ifs{i}"
 
 
+@cache
+def _places() -> dict[str, tuple[Any, ast.Module, ast.AST, str, str]]:
+    """Where the condition of each mutant stands: the module and its tree, and in that the node, the
+    field and the way in which it is broken."""
+    found: dict[str, tuple[Any, ast.Module, ast.AST, str, str]] = {}
+    for module, tree in _sources():
+        for name, *place in _named_conditions(tree):
+            found.setdefault(name, (module, tree, *place))
+    return found
+
+
 def _condition_mutants() -> Iterator[str]:
-    for _, tree in _sources():
-        for name, _, _, _ in _named_conditions(tree):
-            yield name
+    yield from _places()
 
 
 def _named_conditions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str, str]]:
@@ -192,18 +206,18 @@ def _put(node: Any, field: str, value: ast.expr) -> None:
 
 def _broken_rules(name: str) -> tuple[Any, Any]:
     """The rules and the state, one of the two with the condition broken."""
-    for module, tree in _sources():
-        for other, node, field, how in _named_conditions(tree):
-            if other != name:
-                continue
-            value = ast.copy_location(ast.Constant(how == "true"), _part(node, field))
-            _put(node, field, value)
-            names: dict[str, Any] = {"__name__": module.__name__}
-            exec(compile(ast.fix_missing_locations(tree), module.__file__, "exec"), names)
-            if module is shard_rules:
-                return types.SimpleNamespace(**names), None
-            return shard_rules, _with_methods(names["ShardState"])
-    raise KeyError(name)
+    module, tree, node, field, how = _places()[name]
+    whole = _part(node, field)
+    _put(node, field, ast.copy_location(ast.Constant(how == "true"), whole))
+    try:
+        code = compile(ast.fix_missing_locations(tree), module.__file__, "exec")
+    finally:
+        _put(node, field, whole)
+    names: dict[str, Any] = {"__name__": module.__name__}
+    exec(code, names)
+    if module is shard_rules:
+        return types.SimpleNamespace(**names), None
+    return shard_rules, _with_methods(names["ShardState"])
 
 
 def _with_methods(broken: Any) -> Any:
