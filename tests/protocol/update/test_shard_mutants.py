@@ -11,6 +11,7 @@ import pytest
 from tests.protocol.update import test_shard_races
 from tests.protocol.update.explorer.find_mutants import EXPLORED, KNOWN, SAME, is_found_by, load
 from tests.protocol.update.explorer.mutants import all_mutants, build
+from tests.protocol.update.explorer.scenarios import SMALL
 
 FOUND_BY = load()
 
@@ -34,4 +35,7 @@ def test_every_mutant_is_found(found_by: str) -> None:
 
 
 def test_the_unbroken_machine_passes_what_finds_the_others() -> None:
-    assert not any(is_found_by(KNOWN, found_by) for found_by in set(FOUND_BY.values()))
+    """Those of `SMALL` are explored whole in `test_shard_update.py`."""
+    others = set(FOUND_BY.values()) - SMALL.keys()
+    assert others
+    assert not any(is_found_by(KNOWN, found_by) for found_by in others)
