@@ -120,9 +120,10 @@ LIES: dict[str, Callable[[Peer], None]] = {
 
 
 async def until_served(swarm: Swarm, rate: float) -> None:
-    """All peers have a stage, and make so many of the sums again."""
+    """All peers have a stage, and make so many of the sums again. The liar does not feed: what a
+    feeder launches and does not commit holds up everybody, which is another lie."""
     for name in NAMES:
-        swarm.start(name)
+        swarm.start(name, feeds=name != LIAR)
     await swarm.until_round(1)
     for name in NAMES:
         audits = swarm.members[name].peer.exchanges.audits

@@ -87,7 +87,6 @@ class Exchanges:
             replica,
             self.states,
             self.members,
-            conclusions,
             self._tasks,
         )
         self.pace = ExchangePace(transport.traffic, gossip, settings, limits, replica)

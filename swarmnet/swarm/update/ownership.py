@@ -24,7 +24,6 @@ from typing import TypeVar
 
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.methods.state import FETCH_OPTIMIZER, FetchRequest
-from swarmnet.protocol.audit import Conclusions
 from swarmnet.protocol.membership.reach import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
@@ -206,8 +205,6 @@ class Ownership:
     replica: Replica
     states: OptimizerStates
     members: ExchangeMembers
-    conclusions: Conclusions
-    """Who has lied is primary no more."""
     tasks: Tasks
     """Where what runs beside its caller is started: whoever has these tasks ends them."""
 
@@ -288,7 +285,7 @@ class Ownership:
             and not self.replica.plan.is_local
             and not follows_tied(self.replica, shard_index),
         )
-        return rules.without(roster, self.conclusions.is_barred)
+        return rules.without(roster, self.gossip.view.is_barred)
 
     def _ranked(self, r: int, j: int, has_state: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Peers that may be the primary, and those of them that hold the state; in order."""

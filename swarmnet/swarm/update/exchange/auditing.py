@@ -384,11 +384,12 @@ class UpdateAudits:
         if self.withheld.is_too_often(peer_id, shard):
             log.warning("%s never shows what it has signed of shard %d", peer_id[-8:], shard)
             self.conclusions.computed(peer_id, is_same=False)
+            self.gossip.view.lied(peer_id)
 
     def _concluded(self, said: Summed | Stepped, why: str) -> None:
         if said.peer_id == self.gossip.own.peer_id:
             return  # others know by themselves what to think of that
-        if why and not self.conclusions.is_barred(said.peer_id):
+        if why and not self.gossip.view.is_barred(said.peer_id):
             log.warning(
                 "round %d shard %d: %s %s: it is primary no more",
                 said.round,
@@ -397,6 +398,8 @@ class UpdateAudits:
                 why,
             )
         self.conclusions.computed(said.peer_id, is_same=not why)
+        if why:
+            self.gossip.view.lied(said.peer_id)
 
     def _keep(self, summed: Proof, arrays: Arrays) -> None:
         self._evidence[hash_of_proof(summed)] = arrays
@@ -431,7 +434,7 @@ class UpdateAudits:
         is_here = (said.run_id, said.stage) == (self.proofs.run_id, self.replica.index)
         if not is_here or said.shard >= self.replica.num_shards:
             raise ProtocolViolation("a finding of another stage")
-        if self.conclusions.is_barred(said.peer_id):
+        if self.gossip.view.is_barred(said.peer_id):
             return
         if finding.stepped:
             self._heard_unlike(finder, said)
