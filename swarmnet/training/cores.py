@@ -15,14 +15,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
 PART = 1 << 17
-"""Numbers; a multiple of a row of coded shards. A torch operation costs microseconds beside its
-numbers, so that parts should not be small."""
+"""Numbers that are worked on at a time, at most."""
+LEAST_PART = 1 << 15
+"""A torch operation costs microseconds beside its numbers: smaller parts are no help."""
+GRAIN = 1 << 13
+"""Parts begin at multiples of it: two rows of coded shards."""
 MOST_HELPERS = 16
 """More of them wait for the interpreter and for memory, and not for numbers."""
 
@@ -37,7 +40,8 @@ class Cores:
         self._lock = threading.Lock()
         self._num_passes = 0
         self._share = 1.0
-        self._pool: ThreadPoolExecutor | None = None
+        self._waiting = SimpleQueue[_Turns]()
+        self._num_started = 0
 
     @contextlib.contextmanager
     def pass_at_work(self) -> Iterator[None]:
@@ -64,20 +68,46 @@ class Cores:
     def over(self, num_numbers: int, work: Work, *, in_parts: bool = True) -> None:
         """Has all of a vector worked on. Raises what `work` raises; then some parts are done and
         some are not. `in_parts`: False where it cannot be cut."""
-        size = PART if in_parts else max(num_numbers, 1)
+        num_helpers = self.num_helpers
+        size = _part_size(num_numbers, num_helpers) if in_parts else max(num_numbers, 1)
         parts = [slice(a, min(a + size, num_numbers)) for a in range(0, num_numbers, size)]
-        wanted = min(self.num_helpers, len(parts))
+        wanted = min(num_helpers, len(parts))
         if wanted < 2:
             for part in parts:
                 work(part)
             return
+        self.prepare()
         turns = _Turns(parts, work, wanted)
         for _ in range(wanted):
-            self._helpers().submit(self._help, turns)
+            self._waiting.put(turns)
         turns.until_left()
         while turns.next():
             pass
         turns.check()
+
+    def prepare(self) -> None:
+        """Starts as many helpers as there may be, where they have not been. Best before other
+        threads: torch gives each the number of threads that was set last, and that of a helper is
+        one for a moment."""
+        with self._lock:
+            num_threads = torch.get_num_threads()
+            wanted = min(num_threads, MOST_HELPERS) if num_threads > 1 else 0
+            if wanted <= self._num_started:
+                return
+            while self._num_started < wanted:
+                self._num_started += 1
+                is_ready = threading.Event()
+                name, arguments = f"helper-{self._num_started}", (is_ready,)
+                threading.Thread(target=self._main, args=arguments, name=name, daemon=True).start()
+                is_ready.wait()
+            torch.set_num_threads(num_threads)
+
+    def _main(self, is_ready: threading.Event) -> None:
+        torch.get_num_threads()  # else the first operation takes over what was set last
+        torch.set_num_threads(1)
+        is_ready.set()
+        while True:
+            self._help(self._waiting.get())
 
     def _help(self, turns: _Turns) -> None:
         try:
@@ -86,23 +116,13 @@ class Cores:
         finally:
             turns.leave()
 
-    def _helpers(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(
-                    MOST_HELPERS, "helper", initializer=_narrow, initargs=(torch.get_num_threads(),)
-                )
-            return self._pool
 
-
-def _narrow(num_threads: int) -> None:
-    """Has torch's operations in this thread use no other one. `num_threads`: of the process, which
-    threads that come later are to have: torch gives them the number that was set last."""
-    torch.get_num_threads()  # else the first operation takes over what was set last
-    torch.set_num_threads(1)
-    others = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
-    others.start()
-    others.join()
+def _part_size(num_numbers: int, num_helpers: int) -> int:
+    """So that all helpers have about as much to do."""
+    if num_helpers < 2:
+        return PART
+    share = -(-num_numbers // (num_helpers * GRAIN)) * GRAIN
+    return min(max(share, LEAST_PART), PART)
 
 
 class _Turns:

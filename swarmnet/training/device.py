@@ -419,6 +419,7 @@ class DeviceThread(DeviceSeat):
 
     def __init__(self, *, has_cores: bool = True) -> None:
         """`has_cores`: as of `WorkerThread`; not where the device is no CPU."""
+        CORES.prepare()
         super().__init__(WorkerThread("device", has_cores=has_cores))
 
     @property

@@ -209,6 +209,7 @@ def test_helpers_change_no_bit(codec: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     alone = all_made()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     assert CORES.num_helpers == 3
     assert all_made() == alone
     shards = shard_codec_of(codec, [size])
