@@ -250,6 +250,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     import torch
 
     from swarmnet.identity import Identity
+    from swarmnet.protocol.audit import Conclusions
     from swarmnet.protocol.membership.records import ACTIVE, Record
     from swarmnet.protocol.membership.view import View
     from swarmnet.protocol.update.replica_phase import Phase, State
@@ -297,7 +298,9 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
     gossip.serves(replica)
     settings = run_settings(spec)
-    exchanges = Exchanges(transport, gossip, settings, WaitLimits(), replica)
+    exchanges = Exchanges(
+        transport, gossip, settings, WaitLimits(), replica, Conclusions(), random.Random(rank)
+    )
     handover = Handover(gossip, settings, replica, exchanges, random.Random())
     updates = ZeroUpdates(replica, exchanges, handover)
     moments = Moments(exchanges, stage)

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from swarmnet.identity import Identity
 from swarmnet.ports import FORWARD
+from swarmnet.protocol.audit import Conclusions
 from swarmnet.protocol.codecs import NONE, row_bytes, update_codec
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
@@ -166,7 +167,7 @@ class Member:
         self.gossip.serves(self.replica)
         settings = run_settings(spec)
         self.exchanges = Exchanges(
-            self.transport, self.gossip, settings, WaitLimits(), self.replica
+            self.transport, self.gossip, settings, WaitLimits(), self.replica, Conclusions(), rng
         )
         handover = Handover(self.gossip, settings, self.replica, self.exchanges, rng)
         self._updates = ZeroUpdates(self.replica, self.exchanges, handover)
