@@ -95,6 +95,10 @@ class Name:
             payload = pack(Record(**(of_itself | says)))
         except (ValueError, SwarmnetError):
             payload = pack(of_itself | says)
+        return self.signed(payload)
+
+    def signed(self, payload: bytes) -> SignedRecord:
+        """Whatever it says, under its signature."""
         return SignedRecord(payload, self._signer.sign(payload))
 
     def tell(self, targets: Sequence[str], *records: SignedRecord) -> None:
