@@ -11,7 +11,7 @@ from swarmnet.errors import Refused, Stale, SwarmnetError, Taken
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.pipeline.routing import MIN_DEADLINE_S
-from swarmnet.protocol.timing import LEAST_WAIT_S
+from swarmnet.protocol.timing import LAPSES, LEAST_WAIT_S
 
 DEPTH_GRACE_S = 0.5
 """Added to a deadline for each stage behind the callee: the caller nearest to a silent peer notices
@@ -123,17 +123,29 @@ class Patience:
 
     After each `look_s` it is asked whether it has the microbatch. One that then says nothing at all
     is not waited for. One that has been silent for `silence_s` has to say that it has it: who
-    re-routes, or is slower than it used to be, gets the time for it."""
+    re-routes, or is slower than it used to be, gets the time for it. A word is no work: it is
+    believed a few times where another replica could do it, and progress counts where the microbatch
+    has come further than before."""
 
     silence_s: float
     look_s: float
     silent_since: float
     look_at: float
     """When it is asked next."""
+    num_believed: int = int(LAPSES)
+    """So often its word will do."""
+    furthest: int = -1
+    """Stages behind the callee that the microbatch has reached, as far as was told."""
 
     @classmethod
     def begin(
-        cls, now: float, deadline_s: float, *, depth: int, probe_part: float, upload_s: float
+        cls,
+        now: float,
+        deadline_s: float,
+        *,
+        depth: int,
+        probe_part: float,
+        upload_s: float,
     ) -> Patience:
         """A call is made now. `deadline_s`: of such calls; `depth`: stages behind the callee;
         `probe_part`: of the deadline, until a callee is asked; `upload_s`: until it has all."""
@@ -142,21 +154,25 @@ class Patience:
         since = now + upload_s
         return cls(silence_s, look_s, since, since + look_s)
 
-    def heard(self, now: float) -> None:
-        """The callee has told of its progress."""
-        self.silent_since = now
+    def heard(self, now: float, reached: int) -> None:
+        """The callee has told of its progress: that the microbatch has reached so many stages
+        behind it."""
+        if reached > self.furthest:
+            self.furthest = reached
+            self.silent_since = now
         self.look_at = now + self.look_s
 
     def wait_more(self, now: float) -> None:
         """It is asked again later."""
         self.look_at = now + self.look_s
 
-    def ends(self, has_it: bool | None, now: float) -> bool:
+    def ends(self, has_it: bool | None, now: float, *, is_only: bool = False) -> bool:
         """Whether a silent callee is given up, that was asked whether it has the microbatch; None:
-        it said nothing."""
+        it said nothing. `is_only`: there is no other replica to send it to."""
         is_late = now >= self.silent_since + self.silence_s
         if has_it is None or (is_late and not has_it):
             return True
         if is_late:
+            self.num_believed -= not is_only
             self.silent_since = now
-        return False
+        return self.num_believed < 0

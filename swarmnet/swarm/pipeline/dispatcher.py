@@ -88,10 +88,10 @@ class _Hop:
 
     def heard(self, note: Message[StepProgress]) -> None:
         """The replica tells through whom the microbatch goes from there."""
-        self.patience.heard(_now())
+        path = note.body.path
+        self.patience.heard(_now(), len(path))
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(self.patience.look_at)
-        path = note.body.path
         if len(path) > self.depth:
             raise ProtocolViolation("a path through more stages than there are")
         self.beyond = path
@@ -308,7 +308,9 @@ class Dispatcher:
             while not await hop.wait(answer):
                 if is_own or not traffic.queued_to(peer_id):  # all of it is sent
                     has_it = await self._is_at_work(peer_id, message.body, patience.look_s)
-                    if patience.ends(has_it, _now()):
+                    stage, view = message.body.stage, self.gossip.view
+                    is_only = dispatching.are_all(view, stage, (peer_id,), _now())
+                    if patience.ends(has_it, _now(), is_only=is_only):
                         raise DeadlineExceeded(f"no answer for {patience.silence_s:.1f} s")
                 patience.wait_more(_now())
             return answer.result()

@@ -156,9 +156,22 @@ def test_one_that_is_slower_than_it_used_to_be_gets_the_time_again() -> None:
     assert waits.ends(False, 142.0)
 
 
+def test_a_word_is_believed_a_few_times() -> None:
+    """As is progress that leads nowhere: else whoever answers holds a microbatch for ever."""
+    waits, now, num = patience(), 100.0, 0
+    while not waits.ends(True, now):
+        waits.heard(now + 0.5, 1)
+        now, num = now + 1.0, num + 1
+        assert num < 200
+    assert 3 * waits.silence_s < now - 100.0 < 5 * waits.silence_s
+    alone = patience()
+    asked_at = (100.0 + i for i in range(1000))
+    assert not any(alone.ends(True, now, is_only=True) for now in asked_at), "there is no other"
+
+
 def test_progress_begins_the_silence_anew() -> None:
     waits = patience(upload_s=50.0)
-    waits.heard(110.0)
+    waits.heard(110.0, 0)
     assert (waits.silent_since, waits.look_at) == (110.0, 114.0)
     waits.wait_more(114.0)
     assert (waits.silent_since, waits.look_at) == (110.0, 118.0)
