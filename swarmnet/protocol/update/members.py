@@ -16,6 +16,10 @@ from swarmnet.protocol.update.roster import DEAD, HUNG, MemberStatus
 BEHIND_ROUNDS = 2
 """A record that is older than so many rounds is not just late: its peer was cut off."""
 
+RESTS = 8
+"""Exchanges in which one is not waited for that has hung, and done so before."""
+MAX_DOUBLINGS = 16
+
 
 def candidates(members: Iterable[Record], plan: SyncPlan, round_index: int) -> list[Record]:
     """Live replicas of a stage that count as possible owners in a round. One that was cut off and
@@ -102,15 +106,21 @@ def status(record: Record, plan: SyncPlan, round_index: int, life: str) -> Membe
 @dataclass
 class Hung:
     """Members that live and get nothing done in an exchange: nobody waits for their work, in that
-    one and those after it, until their records say that they have finished that one."""
+    one and those after it, until their records say that they have finished that one. That is their
+    word alone: so one that is found to hang again is not waited for in the next `RESTS` exchanges
+    either, and each time in twice as many."""
 
     _found: dict[str, int] = field(default_factory=dict)
     """Exchanges, by peer."""
+    _times: dict[str, int] = field(default_factory=dict)
+    """How often each was found to hang."""
     _mute: set[str] = field(default_factory=set)
     """Those of them that do not even answer a question."""
 
     def found(self, peer_id: str, round_index: int) -> None:
         """A peer lives and gets nothing done in an exchange."""
+        if peer_id not in self._found:
+            self._times[peer_id] = self._times.get(peer_id, 0) + 1
         self._found[peer_id] = round_index
 
     def found_mute(self, peer_id: str) -> None:
@@ -128,12 +138,16 @@ class Hung:
         members: dict[str, MemberStatus],
         record_of: Callable[[str], Record | None],
         plan: SyncPlan,
+        round_index: int,
     ) -> None:
-        """Says of these members which hang."""
+        """Says of these members of an exchange which hang."""
         for peer_id in self._found.keys() & members.keys():
-            record = record_of(peer_id)
+            record, found_at = record_of(peer_id), self._found[peer_id]
             version = -1 if record is None else plan.parameter_version(record.round)
-            if members[peer_id].is_past or version > self._found[peer_id]:
+            again = min(self._times[peer_id] - 1, MAX_DOUBLINGS)
+            rests_until = found_at + (RESTS << again - 1 if again else 0)
+            has_rested = version > found_at and round_index > rests_until
+            if has_rested or (members[peer_id].is_past and not again):
                 self.works(peer_id)
             else:
                 life = DEAD if peer_id in self._mute else HUNG

@@ -157,7 +157,7 @@ class ExchangeMembers:
             if record.peer_id not in found and liveness.is_suspect(record.peer_id):
                 found[record.peer_id] = taking_part.status(record, plan, round_index, SUSPECT)
         found.pop(self.gossip.own.peer_id, None)
-        self._hung.mark(found, view.get, plan)
+        self._hung.mark(found, view.get, plan, round_index)
         return found
 
     def has_begun(self, peer_id: str, round_index: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, JOINING, LEAVING, Record
 from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.protocol.update import members
-from swarmnet.protocol.update.members import BEHIND_ROUNDS, Hung
+from swarmnet.protocol.update.members import BEHIND_ROUNDS, RESTS, Hung
 from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, MemberStatus
 
 PLAN = SyncPlan(ZERO, 100)
@@ -92,7 +92,7 @@ def test_one_that_hangs_is_not_waited_for_until_it_has_finished_that_exchange() 
 
     def life(round_index: int) -> str:
         found = {"a": MemberStatus(ALIVE), "b": MemberStatus(ALIVE)}
-        hung.mark(found, {"a": replica("a", round_index)}.get, PLAN)
+        hung.mark(found, {"a": replica("a", round_index)}.get, PLAN, round_index)
         assert found["b"].life == ALIVE
         return found["a"].life
 
@@ -104,3 +104,14 @@ def test_one_that_hangs_is_not_waited_for_until_it_has_finished_that_exchange() 
     hung.found("a", 9)
     hung.works("a")
     assert life(9) == ALIVE
+
+
+def test_one_that_hangs_again_and_only_says_that_it_goes_on_rests_twice_as_long() -> None:
+    hung, waited_for = Hung(), []
+    for exchange in range(100):
+        found = {"a": MemberStatus(ALIVE)}
+        hung.mark(found, {"a": replica("a", exchange)}.get, PLAN, exchange)
+        if found["a"].life == ALIVE:
+            waited_for.append(exchange)
+            hung.found("a", exchange)
+    assert waited_for == [0, 1, 1 + RESTS + 1, 10 + 2 * RESTS + 1, 27 + 4 * RESTS + 1]

@@ -172,6 +172,9 @@ class Exchange:
         self._callers: dict[on.Call, asyncio.Future[do.Command]] = {}
         """Calls of other replicas, which wait for an answer."""
         self._num_callers = 0
+        self._promises_due: dict[str, Deadline] = {}
+        """By member that was asked in vain for a promise, in seconds awake: until when it may be
+        asked again."""
         self._deadlines: dict[int, Deadline] = {}
         """By shard, in seconds awake, until when contributions are waited for."""
         self._kept_since: dict[int, Since] = {}
@@ -561,7 +564,7 @@ class Exchange:
             answers = await self._calls.ask(question)
         except SwarmnetError as e:  # it is asked again, as long as it lives
             log.debug("round %d: no answer of %s: %s", self.number, member[-8:], e)
-            if isinstance(e, DeadlineExceeded):
+            if isinstance(e, DeadlineExceeded) or (is_final and self._is_overdue(member)):
                 self._mute(member)
             if isinstance(e, TransportError):
                 self._gossip.liveness.probe(member)
@@ -572,6 +575,7 @@ class Exchange:
                     # It follows nobody, and finds the result.
                     self.feed(j, on.Agreed(member, asked.ballot, is_final, asked.count))
             return
+        self._promises_due.pop(member, None)
         for answer in answers:
             j, asked = answer.shard, answer.asked
             if answer.result is not None:
@@ -580,6 +584,11 @@ class Exchange:
                 self.feed(j, on.Agreed(member, asked.ballot, is_final, asked.count))
             else:
                 self.feed(j, on.Denied(member, answer.ballot))
+
+    def _is_overdue(self, member: str) -> bool:
+        """A member that lives refuses its promise as long as a contribution may take."""
+        now, wait_s = self._gossip.liveness.awake_s(), self._pace.waits().contributions_s
+        return self._promises_due.setdefault(member, Deadline.after(now, wait_s)).is_over(now)
 
     async def _result_of(
         self, shard: int, member: str, ballot: Ballot, told: ShardReply, values: Array | None
