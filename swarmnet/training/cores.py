@@ -22,8 +22,9 @@ from torch import Tensor
 
 PART = 1 << 17
 """Numbers that are worked on at a time, at most."""
-LEAST_PART = 1 << 15
-"""A torch operation costs microseconds beside its numbers: smaller parts are no help."""
+LEAST_SHARED = 1 << 19
+"""Numbers that helpers are called for: on a busy machine it takes milliseconds until they are there
+(`benchmarks/round_end.py`)."""
 GRAIN = 1 << 13
 """Parts begin at multiples of it: two rows of coded shards."""
 MOST_HELPERS = 16
@@ -68,7 +69,7 @@ class Cores:
     def over(self, num_numbers: int, work: Work, *, in_parts: bool = True) -> None:
         """Has all of a vector worked on. Raises what `work` raises; then some parts are done and
         some are not. `in_parts`: False where it cannot be cut."""
-        num_helpers = self.num_helpers
+        num_helpers = self.num_helpers if num_numbers >= LEAST_SHARED else 0
         size = _part_size(num_numbers, num_helpers) if in_parts else max(num_numbers, 1)
         parts = [slice(a, min(a + size, num_numbers)) for a in range(0, num_numbers, size)]
         wanted = min(num_helpers, len(parts))
@@ -122,7 +123,7 @@ def _part_size(num_numbers: int, num_helpers: int) -> int:
     if num_helpers < 2:
         return PART
     share = -(-num_numbers // (num_helpers * GRAIN)) * GRAIN
-    return min(max(share, LEAST_PART), PART)
+    return min(max(share, GRAIN), PART)
 
 
 class _Turns:

@@ -197,6 +197,7 @@ def test_helpers_change_no_bit(codec: str, monkeypatch: pytest.MonkeyPatch) -> N
     size = 5 * ROW + 100
     values = torch.randn(size, generator=torch.Generator().manual_seed(4))
     monkeypatch.setattr(cores, "PART", 2 * ROW)
+    monkeypatch.setattr(cores, "LEAST_SHARED", 0)
 
     def all_made() -> list[bytes]:
         shards = shard_codec_of(codec, [size])

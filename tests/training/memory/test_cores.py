@@ -11,7 +11,7 @@ import torch
 
 from swarmnet.training import cores
 from swarmnet.training.arrays import sum_of_squares
-from swarmnet.training.cores import GRAIN, LEAST_PART, MOST_HELPERS, Cores, scratch
+from swarmnet.training.cores import GRAIN, LEAST_SHARED, MOST_HELPERS, Cores, scratch
 
 PART = 8
 
@@ -25,6 +25,7 @@ def use_threads(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
 def four(monkeypatch: pytest.MonkeyPatch) -> Cores:
     """Four cores, and short parts."""
     monkeypatch.setattr(cores, "PART", PART)
+    monkeypatch.setattr(cores, "LEAST_SHARED", 0)
     use_threads(monkeypatch, 4)
     return Cores()
 
@@ -80,22 +81,25 @@ def test_helpers_begin_no_part_beside_a_pass_and_the_caller_goes_on(four: Cores)
     assert len(names) == 10
 
 
-def test_parts_are_fair_and_not_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_fair_and_short_vectors_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch, 4)
-    for size in (1, LEAST_PART, 3 * LEAST_PART, 600_000, 10 * cores.PART + 1):
-        parts = list[slice]()
-        Cores().over(size, parts.append)
-        lengths = sorted(p.stop - p.start for p in parts)
-        assert sum(lengths) == size
-        assert all(p.start % GRAIN == 0 for p in parts)
-        assert lengths[-1] <= cores.PART
-        assert len(parts) == 1 or lengths[-1] >= LEAST_PART
-        if size == 3 * LEAST_PART:
-            assert lengths == [LEAST_PART] * 3
+    for size in (1, LEAST_SHARED - 1, LEAST_SHARED, 600_000, 10 * cores.PART + 1):
+        parts, names = list[slice](), set[str]()
+
+        def work(part: slice, parts: list[slice] = parts, names: set[str] = names) -> None:
+            parts.append(part)
+            names.add(threading.current_thread().name)
+
+        Cores().over(size, work)
+        assert sum(p.stop - p.start for p in parts) == size
+        assert all(p.start % GRAIN == 0 and p.stop - p.start <= cores.PART for p in parts)
+        assert (names == {threading.current_thread().name}) == (size < LEAST_SHARED)
+        if size == LEAST_SHARED:
+            assert {p.stop - p.start for p in parts} == {LEAST_SHARED // 4}
 
 
 def test_a_norm_does_not_depend_on_who_was_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(600_001, generator=torch.Generator().manual_seed(0))
     alone = sum_of_squares(values)
     use_threads(monkeypatch, 4)
     assert {sum_of_squares(values) for _ in range(5)} == {alone}
@@ -119,7 +123,7 @@ import threading, torch
 from swarmnet.training import cores
 torch.set_num_threads(3)
 found = []
-cores.CORES.over(4 * cores.PART, lambda _: found.append(torch.get_num_threads()))
+cores.CORES.over(8 * cores.PART, lambda _: found.append(torch.get_num_threads()))
 later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
 later.start()
 later.join()
