@@ -6,6 +6,7 @@ none can be made up (`auditing`)."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from swarmnet.methods.update_proof import (
     Stepped,
     Summed,
 )
+from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.protocol.update.members import BEHIND_ROUNDS
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.receipts import hash_of
@@ -64,6 +66,14 @@ class Proofs:
     @property
     def run_id(self) -> str:
         return self.gossip.own.run_id
+
+    @property
+    def is_of_use(self) -> bool:
+        """Somebody else may look at a result: the stage has one for all its replicas, and another
+        one lives."""
+        own, now = self.gossip.own.peer_id, asyncio.get_running_loop().time()
+        members = self.gossip.view.members(self.replica.index, now)
+        return self.replica.plan.mode != GOSSIP and any(m.peer_id != own for m in members)
 
     # ---- contributions ----------------------------------------------------------------------
 

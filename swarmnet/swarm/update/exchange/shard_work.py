@@ -83,7 +83,8 @@ class Result:
     parameters: Array | None = None
     """What `values` lead to, where that is known and does not lie in the stage."""
     hash: bytes = b""
-    """SHA-256 of the values (`receipts.hash_of`), where they are of a step that was made here."""
+    """SHA-256 of the values (`receipts.hash_of`), where they are of a step that was made here, and
+    somebody else may look at it."""
     size: float = 0.0
     """Norm of the change of the parameters, where it is a backup's."""
     is_placed: bool = False
@@ -182,13 +183,14 @@ class ShardWork:
         overflows."""
         counted = self._books.counted_behind(exchange, shard)
         self._proofs.sums(exchange, shard)
+        is_signed = is_whole and self._proofs.is_of_use
 
         def finish(gradient: Array, squares: float, num_tokens: int, used: Used) -> Total:
             total = Total(gradient, squares, num_tokens)
             if not is_whole:
                 return total
             coded = self._coded(shard, total)
-            entries = self._proofs.behind(exchange, shard, parts, used)
+            entries = self._proofs.behind(exchange, shard, parts, used) if is_signed else ()
             hashed = hash_of(coded.gradient) if entries else b""
             return replace(coded, entries=entries, hash=hashed)
 
@@ -332,6 +334,8 @@ class ShardWork:
             self._states.stepped(shard, exchange)
         self._books.stepped(exchange, shard, 0)
         present = await self.present(shard)
+        if not self._proofs.is_of_use:
+            return Result(present)
         hashed = await self._replica.worker.run(lambda: hash_of(present))
         self._proofs.stepped(exchange, shard, term, hashed)
         return Result(present, hash=hashed)
@@ -349,6 +353,7 @@ class ShardWork:
         """`decoded`: of `gradient`, where it is known. `is_copy`: it is another one's step."""
         replica = self._replica
         await self.until_exported()
+        is_signed = self._proofs.is_of_use
 
         def work() -> Result:
             present = replica.common_shard(shard)
@@ -361,9 +366,8 @@ class ShardWork:
             values, parameters = made
             digest = xxhash.xxh3_64_digest(values.data)
             size = replica.optimizer.distance(parameters, present) if is_copy else 0.0
-            return Result(
-                values, digest=digest, parameters=parameters, hash=hash_of(values), size=size
-            )
+            hashed = hash_of(values) if is_signed else b""
+            return Result(values, digest=digest, parameters=parameters, hash=hashed, size=size)
 
         return await replica.worker.run(work)
 
