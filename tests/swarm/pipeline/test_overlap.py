@@ -41,7 +41,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Times:
     times, clocks = Times(), list[asyncio.AbstractEventLoop]()
     handle, step = MemoryTransport.handle, SyntheticOptimizer.step
 
-    def watched(self: MemoryTransport, method: str, handler: Handler) -> None:
+    def watched(self: MemoryTransport, method: str, handler: Handler, **more: bool) -> None:
         async def reduce(request: Request) -> Message:
             asked = convert(request.message.body, ReduceRequest)
             now = clocks[0].time
@@ -54,7 +54,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Times:
             return reply
 
         clocks.append(asyncio.get_running_loop())
-        handle(self, method, reduce if method == "reduce" else handler)
+        handle(self, method, reduce if method == "reduce" else handler, **more)
 
     def stepped(
         self: Any, shard: int, before: Any, total: Any, scale: float, r: int, *a: Any
