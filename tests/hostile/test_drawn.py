@@ -30,8 +30,12 @@ OPEN: dict[str, Callable[[Plan], bool]] = {
         and plan.num_names <= FEW_NAMES
         and "counts" in (*plan.record_says, *plan.record_lies)
     ),
-    "twenty names of replicas that answer nothing, not even a ping, hold the round though they are "
-    "a flood": lambda plan: plan.seed in (76,),
+    "all losses are alike in this swarm, so that one of many names guesses that of a trial; in an "
+    "exchange it is believed then, as any member is": lambda plan: (
+        plan.state in (ACTIVE, LEAVING)
+        and plan.num_names > FEW_NAMES
+        and any(method == "infer" and how in ("lies", "right") for method, how in plan.answers)
+    ),
 }
 """Which attackers are left out, and why: what is still to be mended. Nothing else is left out."""
 
