@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from swarmnet.methods.table import METHODS
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
 from tests.hostile.against import NUM_STAGES, meet
 from tests.hostile.drawn import OF_ITSELF, Plan, draw
 
@@ -20,15 +20,10 @@ FEW_NAMES = 8
 """More that nobody has seen at work are a flood."""
 
 OPEN: dict[str, Callable[[Plan], bool]] = {
-    "a few names that say they serve a stage are waited for, and what they answer in an exchange "
-    "is believed, without having been seen at work": lambda plan: (
-        plan.state in (ACTIVE, LEAVING) and plan.num_names <= FEW_NAMES
-    ),
-    "slots that a few names say they have launched are waited for, though they only join and have "
-    "not been seen at work": lambda plan: (
-        plan.state == JOINING
+    "a few names that say they are fast are given microbatches, which they keep": lambda plan: (
+        plan.state == ACTIVE
         and plan.num_names <= FEW_NAMES
-        and "counts" in (*plan.record_says, *plan.record_lies)
+        and "samples_per_s" in (*plan.record_says, *plan.record_lies)
     ),
     "all losses are alike in this swarm, so that one of many names guesses that of a trial; in an "
     "exchange it is believed then, as any member is": lambda plan: (

@@ -550,7 +550,7 @@ def test_a_shard_that_nobody_steps_on_is_not_claimed_by_who_lacks_its_state(
         lacking = next(j for j in range(exchanges.replica.num_shards) if j not in owned)
         r = exchanges.current
         for j in (lacking, owned[0]):
-            await exchanges.work.leave_as_it_is(r, j)
+            await exchanges.work.leave_as_it_is(r, j, 0)
             assert states.is_before(j, r + 1) is (j != lacking)
 
     in_virtual_time(scenario, spec, is_synthetic=True)
