@@ -16,6 +16,9 @@ log = logging.getLogger("swarmnet.transport")
 
 WRITE_BUFFER_BYTES = 256 << 10
 """Written and not yet taken by the operating system: what a small message waits behind at most."""
+NARROW_BUFFER_BYTES = 16 << 10
+"""Likewise, of a stream to a machine without standing. Not 0: uvloop's TLS never says then that all
+of it was taken."""
 BATCH_BYTES = 128 << 10
 """Written at a time, about."""
 JOINED_BYTES = 8 << 10
@@ -72,7 +75,7 @@ class Writer:
         self._is_narrow = is_narrow
         if self._metered_bytes is not None:
             self._meter(ended=True)
-        high = 0 if is_narrow else WRITE_BUFFER_BYTES
+        high = NARROW_BUFFER_BYTES if is_narrow else WRITE_BUFFER_BYTES
         self._transport.set_write_buffer_limits(high=high)
 
     @property
