@@ -20,10 +20,9 @@ FEW_NAMES = 8
 """More that nobody has seen at work are a flood."""
 
 OPEN: dict[str, Callable[[Plan], bool]] = {
-    "a few names that say they are fast are given microbatches, which they keep": lambda plan: (
-        plan.state == ACTIVE
-        and plan.num_names <= FEW_NAMES
-        and "samples_per_s" in (*plan.record_says, *plan.record_lies)
+    "a few names that say they serve a stage are waited for in exchanges, and for microbatches, "
+    "without having been seen at work": lambda plan: (
+        plan.state in (ACTIVE, LEAVING) and plan.num_names <= FEW_NAMES
     ),
     "all losses are alike in this swarm, so that one of many names guesses that of a trial; in an "
     "exchange it is believed then, as any member is": lambda plan: (

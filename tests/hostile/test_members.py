@@ -1,4 +1,4 @@
-"""A few names, too few for a flood, that say of themselves what is not so: how far they are, or
+"""A few names, too few for a flood, that say of themselves what is not so: how far they are, and
 that they take part in the exchanges of a stage."""
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def untouched(swarm: Swarm, attacker: Attacker) -> None:
 
 
 @pytest.mark.parametrize("num_names", [1, 3, 8])
-def test_a_few_names_end_no_round(num_names: int) -> None:
-    pace = trial(lies(num_names, ahead), during_s=8.0, look=untouched)
+@pytest.mark.parametrize("says", [ahead, follows])
+def test_a_few_names_end_no_round_and_hold_none_up(says: Says, num_names: int) -> None:
+    pace = trial(lies(num_names, says), during_s=8.0, look=untouched)
     assert pace.held(), pace
 
 

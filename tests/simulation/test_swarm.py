@@ -25,7 +25,6 @@ from swarmnet.simulation.stage import Sizes, SyntheticStage
 from swarmnet.simulation.swarm import Simulation, simulate
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.settings import WaitLimits
-from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 
 NUM_SEEDS = 300
 CHUNK = 25
@@ -139,15 +138,6 @@ def test_an_own_step_on_anothers_microbatch_is_found(
     monkeypatch.setattr(SyntheticStage, "retract", lambda stage, key: None)
     found = (simulate(replace(small_swarm_in(mode, n), keep_log=False)).broken for n in range(12))
     assert any(broken is not None and "the own step of round" in broken for broken in found)
-
-
-def test_a_replica_that_is_left_behind_in_mode_gossip_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(GossipAveraging, "_check_in_touch", lambda averaging, r: None)
-    broken = simulate(replace(small_swarm_in(GOSSIP, 18), keep_log=False)).broken
-    assert broken is not None
-    assert "own steps apart" in broken
 
 
 @pytest.mark.parametrize("mode", [pytest.param(ZERO, marks=pytest.mark.long), DELAYED])

@@ -43,6 +43,9 @@ MANY_NEWCOMERS = 8
 MAX_PEERS = 16_384
 """Known peers at most."""
 
+FIRST_ROUNDS = 8
+"""Of a run: the word of who has worked is on its way, while replicas come one after the other."""
+
 
 class View:
     """The records known to one peer.
@@ -287,14 +290,17 @@ class View:
     def known(self, stage: int, now: float) -> Sequence[Record]:
         """Members of a stage that serve it, or leave, and whose part of an exchange is waited for,
         by peer id: this one, and those that `reputation` knows, by what it has seen of them and the
-        word of those seen at work. All members, where it knows no other one of them, of stages that
+        word of those seen at work. All members in the first rounds of a run, in which all work for
+        the first time, where it knows no other one of them, of stages that
         are not next to its own, of which word does not reach it, where the run has one stage, whose
         replicas see nothing of what others compute, and where there are more peers than a record
         vouches for."""
         serving = self.counted(now)
         members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
         is_alone = all(r.stage == stage for r in serving if r.is_replica)
-        if self._is_far(stage) or is_alone or len(serving) > MAX_VOUCHES:
+        own = self.get(self.own_peer_id)
+        is_early = own is None or own.round < FIRST_ROUNDS
+        if is_early or self._is_far(stage) or is_alone or len(serving) > MAX_VOUCHES:
             return members
         return self._known(members, (ACTIVE, LEAVING))
 

@@ -76,10 +76,9 @@ class ExchangeMembers:
         return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
 
     def _here(self) -> Sequence[Record]:
-        """Live members of this stage, none that was found lying. One that nobody knows yet may have
-        worked for this round, of which the word is on its way: its part would be lost."""
-        view, now = self.gossip.view, asyncio.get_running_loop().time()
-        return [m for m in view.members(self.replica.index, now) if not view.is_barred(m.peer_id)]
+        """Live members of this stage that are known."""
+        now = asyncio.get_running_loop().time()
+        return self.gossip.view.known(self.replica.index, now)
 
     def _gone(self) -> Sequence[Record]:
         """Members of this stage that have fallen silent."""
@@ -137,9 +136,7 @@ class ExchangeMembers:
         lost, own = self.gossip.view.detector.is_lost, self.gossip.own.peer_id
 
         def found() -> list[str]:
-            now = asyncio.get_running_loop().time()
-            known = self.gossip.view.known(self.replica.index, now)
-            past = taking_part.shown_past(known, self.replica.plan, round_index)
+            past = taking_part.shown_past(self._here(), self.replica.plan, round_index)
             return [m.peer_id for m in past if m.peer_id != own and not lost(m.peer_id)]
 
         return self.remembered("past", round_index, found)

@@ -7,7 +7,7 @@ import logging
 import random
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from swarmnet.errors import NotReady
 from swarmnet.methods.state import FetchRequest
-from swarmnet.protocol.membership.records import JOINING, bitmap
+from swarmnet.protocol.membership.records import JOINING, Record, bitmap
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes, state_vectors
@@ -25,6 +25,7 @@ from swarmnet.simulation.swarm import simulate
 from swarmnet.swarm.update.delayed_updates import SETTLE_S
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchanges import Behind
+from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
@@ -257,6 +258,33 @@ def test_an_exchange_that_fails_beside_a_round_is_noticed_in_it(tmp_path: Path) 
         others = [m.peer.replica for name, m in swarm.members.items() if name != "peer-1"]
         assert all(o.is_open(failed_in[0]) for o in others)
         await swarm.until_round(6, 120.0)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_replica_that_the_stage_has_left_behind_fetches_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own steps would lead it ever further from the others, as after a long pause."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=40, sync={"mode": "gossip", "local_steps": 2})
+    members, told = GossipAveraging._members, []  # noqa: SLF001  what it hears of the stage
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", stage=0)
+        await swarm.until_round(6)
+        peer = swarm.members["peer-1"].peer
+
+        def far_ahead(averaging: GossipAveraging) -> Sequence[Record]:
+            found = members(averaging)
+            if averaging.gossip is peer.gossip and not told:
+                told.append(True)
+                return [replace(r, round=r.round + 50) for r in found]
+            return found
+
+        monkeypatch.setattr(GossipAveraging, "_members", far_ahead)
+        await swarm.until(lambda: peer.gossip.own.state == JOINING)
+        await swarm.until_round(max(swarm.rounds()) + 4)
 
     in_virtual_time(scenario, spec)
 
