@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from swarmnet.batch import Documents
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.update.exchanges import Exchanges
+from swarmnet.training import cores
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.data import open_data
@@ -154,8 +155,10 @@ def only_new_objects() -> Iterator[None]:
 
 
 def tensor_bytes() -> int:
-    """Bytes of every tensor and every array in this process, each storage once."""
+    """Bytes of every tensor and every array in this process, each storage once, but for what a
+    process has once however many peers it is: that may be there already, or come."""
     gc.collect()
+    scratch = {v.data_ptr() for v in cores._scratch.vectors.values()}  # noqa: SLF001
     found: dict[int, int] = {}
     arrays: list[Array] = []
     for thing in gc.get_objects():
@@ -163,7 +166,8 @@ def tensor_bytes() -> int:
             arrays.append(thing)
         elif issubclass(type(thing), torch.Tensor):  # asks nothing of lazy modules
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            if storage.data_ptr() not in scratch:
+                found[storage.data_ptr()] = storage.nbytes()
     spans = sorted((start, start + num) for start, num in found.items())
     for array in arrays:
         try:
