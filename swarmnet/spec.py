@@ -102,6 +102,7 @@ LLAMA_SIZES = (
     "max_position_embeddings",
 )
 MAX_VOCABULARY = 1 << 22
+MIN_SUBSPACE, MIN_SUBSPACE_LAYERS = 8, 2
 BUILDER_PATTERN = re.compile(r"[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -236,6 +237,14 @@ class ModelSpec(_Table):
     initializer_range: float = Field(default=0.02, gt=0, le=1)
     """Standard deviation of the normal distribution that weights start from."""
 
+    subspace: int = Field(default=0, ge=0, le=1 << 17)
+    """Dimensions of the subspace that all layers but the last write into, around a fixed embedding
+    of each token: as many numbers a token cross the boundaries between stages, and not
+    `hidden_size`. 0 = the layers write into the whole width."""
+
+    subspace_seed: int = Field(default=0, ge=0, le=MAX_WHOLE)
+    """Of the fixed embedding. Filled in."""
+
     builder: Text = ""
     """For `custom`: `path/file.py:function`, which returns the model's stages and its loss."""
 
@@ -267,6 +276,7 @@ class ModelSpec(_Table):
             raise ValueError('from and config are for kind = "transformers" only')
         if self.kind != "transformers" and self.weights and not self.continues:
             raise ValueError("weights goes with from or continues")
+        self._check_subspace()
         if self.moments and not (self.continues and self.weights):
             raise ValueError("moments is filled in where the run continues another; remove it")
         return self
@@ -302,6 +312,32 @@ class ModelSpec(_Table):
         if self.builder or self.options:
             raise ValueError('builder and options are for kind = "custom" only; remove them')
 
+    def _check_subspace(self) -> None:
+        if not self.subspace:
+            if self.subspace_seed:
+                raise ValueError("subspace_seed goes with subspace; remove it")
+        elif self.kind == "transformers":
+            raise ValueError(
+                "subspace is for a model that is trained from its beginning, and the layers of one "
+                'that from names write into the whole width; remove it: [pipeline] codec = "int4" '
+                "sends few bytes too"
+            )
+        elif self.kind == "custom":
+            raise ValueError(
+                "subspace is for the built-in Llama; remove it, and give the narrow tensor to the "
+                "next layer in your builder"
+            )
+        elif not MIN_SUBSPACE <= self.subspace < self.hidden_size:
+            raise ValueError(
+                f"subspace ({self.subspace}) must be at least {MIN_SUBSPACE} and less than "
+                f"hidden_size ({self.hidden_size}); a fourth or an eighth of it is usual"
+            )
+        elif self.num_hidden_layers < MIN_SUBSPACE_LAYERS:
+            raise ValueError(
+                f"subspace: the last layer writes into the whole width, so num_hidden_layers "
+                f"({self.num_hidden_layers}) must be at least {MIN_SUBSPACE_LAYERS}"
+            )
+
     def _check_custom(self) -> None:
         for name in LLAMA_SIZES:
             if getattr(self, name) != 0:
@@ -325,7 +361,12 @@ class ModelSpec(_Table):
         width, kv_width = self.hidden_size, self.num_key_value_heads * self.head_size
         attention = 2 * width * width + 2 * width * kv_width
         layer = attention + 3 * width * self.intermediate_size + 2 * width
-        return 2 * self.vocab_size * width + self.num_hidden_layers * layer + width
+        whole = 2 * self.vocab_size * width + self.num_hidden_layers * layer + width
+        if not self.subspace:
+            return whole
+        written = width + self.intermediate_size  # numbers that each of a layer's outputs is of
+        saved = self.vocab_size + (self.num_hidden_layers - 1) * written
+        return whole - saved * (width - self.subspace)
 
 
 class SourceSpec(_Table):
@@ -802,6 +843,7 @@ class RunSpec(_Table):
         keys = {
             "[model] from": bool(self.model.source),
             "[model] continues": bool(self.model.continues) and not self.model.weights,
+            "[model] subspace_seed": bool(self.model.subspace) and not self.model.subspace_seed,
             "[data] epochs": self.data.epochs > 0,
             "[lora]": self.lora is not None and self.lora.is_open,
             "[data] sequence_length": self.data.sequence_length == AUTO
@@ -1041,7 +1083,8 @@ def describe(spec: RunSpec) -> str:
         what = (
             f"llama of {model.num_parameters / 1e6:.2f} M parameters "
             f"({model.num_hidden_layers} layers, width {model.hidden_size}, "
-            f"sequences of {spec.sequence_length})"
+            + (f"subspace of {model.subspace}, " if model.subspace else "")
+            + f"sequences of {spec.sequence_length})"
         )
     elif model.kind == "transformers":
         what = (

@@ -144,7 +144,12 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
 
 def _tensors(trained: Trained, dtype: Any) -> Mapping[str, Tensor]:
     """Under the names that the family's files have. `dtype`: torch's, of parameters."""
-    named = {n: t if n in trained.exact else t.to(dtype) for n, t in trained.named.items()}
+    whole: Mapping[str, Tensor] = trained.named
+    if trained.spec.model.subspace:
+        from swarmnet.training.models.subspace import folded
+
+        whole = folded(trained.spec.model, whole)
+    named = {n: t if n in trained.exact else t.to(dtype) for n, t in whole.items()}
     if trained.spec.model.kind != "transformers":
         return named
     if trained.is_adapter:

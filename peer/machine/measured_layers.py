@@ -18,7 +18,6 @@ from rich.console import Console
 from peer.options import PlanOptions
 from swarmnet.errors import SpecError
 from swarmnet.files import text_of, write_whole
-from swarmnet.protocol.membership.assignment import split_layers
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 
 
@@ -51,7 +50,7 @@ def measure_cut(spec: RunSpec, *, precision: str, device: str) -> Measured:
 
     from swarmnet.training.computing import DTYPES, choose_precision
     from swarmnet.training.layer_costs import measure_layers
-    from swarmnet.training.models.registry import model_plan, split_stages
+    from swarmnet.training.models.registry import model_plan, split_counts, split_stages
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +68,7 @@ def measure_cut(spec: RunSpec, *, precision: str, device: str) -> Measured:
     present = spec.pipeline.layers
     if sum(present) != len(seconds):
         present = tuple(len(stage) for stage in split_stages(plan, num_stages))
-    best = [len(part) for part in split_layers(seconds, num_stages)]
+    best = split_counts(plan, seconds, num_stages)
     return Measured(
         tuple(seconds), _cut(present, seconds), _cut(best, seconds), f"{device}, {name}"
     )

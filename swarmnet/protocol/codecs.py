@@ -40,6 +40,9 @@ TILE_BITS = {INT7: 7, INT6: 6, INT4: 4}
 DTYPES = {NONE: "float32", BF16: "bfloat16"}
 """Of coded arrays that have the shape of what was coded; all others are rows of bytes."""
 
+TOKEN_BYTES = 4
+"""Of a token that goes beside a row, a whole number of 32 bits, the low byte first."""
+
 AUTO = "auto"
 AUTO_BOUNDARY_CODEC = INT8
 """What `[pipeline] codec = "auto"` means for a run of a language model that is started now. It may

@@ -52,13 +52,15 @@ SAME_MODEL = (
     "vocab_size",
     "rms_norm_eps",
     "rope_theta",
+    "subspace",
+    "subspace_seed",
     "config",
 )
 """Keys of `[model]` that two runs of one model have in common; a custom model's is known by its
 parameters."""
 SAME_LORA = ("rank", "alpha", "target_modules", "use_rslora")
 BEGINNINGS = {
-    "model": ("source", "from", "continues", "weights", "moments", "dtype"),
+    "model": ("source", "from", "continues", "weights", "moments", "dtype", "subspace_seed"),
     "lora": ("source", "from", "adapter"),
     "files": (WEIGHTS_FILE,),
 }
@@ -320,6 +322,8 @@ def other_model(old: RunSpec, new: RunSpec) -> str:
     does."""
     for key in SAME_MODEL:
         there, here = getattr(old.model, key), getattr(new.model, key)
+        if key == "subspace_seed" and not here:  # it is filled in with the old one's
+            continue
         if there != here and isinstance(here, dict):
             names = sorted(n for n in there.keys() | here.keys() if there.get(n) != here.get(n))
             key, there, here = f"config {names[0]}", there.get(names[0]), here.get(names[0])

@@ -14,7 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec, build_layer
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    LayerContext,
+    ModelPlan,
+    TakesContext,
+    TensorSpec,
+    build_layer,
+)
 
 WARM_PASSES, TIMED_PASSES = 1, 5
 
@@ -82,8 +89,9 @@ def _pass_s(
     if inputs.is_floating_point():
         inputs = inputs.to(dtype).requires_grad_()
     _wait_for(inputs.device)
+    context = _context(plan, module, inputs, dtype)
     started = clock()
-    outputs = module(inputs)
+    outputs = module(inputs, *context)
     if targets is None:
         if outputs.requires_grad:  # not an embedding that is not trained
             outputs.backward(torch.ones_like(outputs))
@@ -93,6 +101,17 @@ def _pass_s(
     took_s = clock() - started
     module.zero_grad()
     return took_s
+
+
+def _context(
+    plan: ModelPlan, module: nn.Module, inputs: Tensor, dtype: torch.dtype
+) -> tuple[LayerContext, ...]:
+    """What the layer is called with beside its inputs. It is made once a pass for all layers, and
+    not counted."""
+    if plan.fixed is None or not isinstance(module, TakesContext):
+        return ()
+    tokens = torch.zeros(inputs.shape[:2], dtype=torch.int32, device=inputs.device)
+    return (LayerContext(tokens=tokens, fixed=plan.fixed(tokens, dtype)),)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, SpecError
 from swarmnet.protocol.codecs import AUTO
+from swarmnet.run_identity import MAX_WHOLE
 from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEYS, NUM_BYTE_TOKENS, RunSpec
 from swarmnet.training.continuing import Ended, SavedRuns
+from swarmnet.training.models.base import derive_seed
 from swarmnet.training.models.initial_weights import EndedWeights, InitialLayout, InitialSources
 from swarmnet.training.models.lora import present, target_names
 from swarmnet.training.models.lora_folder import family_targets, read_adapter
@@ -93,9 +95,21 @@ def resolve_run(
         if begun is not None:
             return Resolved(begun[0], {**contents, WEIGHTS_FILE: begun[1]})
         ended = past.ended(written)
+    spec = _with_subspace(spec, ended)
     if spec.model.source or ended is not None:
         spec, contents = _with_weights(spec, model, adapter, ended, contents)
     return Resolved(spec.resolved(layers=layers, shard_parameters=size), contents)
+
+
+def _with_subspace(spec: RunSpec, ended: Ended | None) -> RunSpec:
+    """With the seed of the fixed embedding: that of the run that goes on."""
+    model = spec.model
+    if not model.subspace or model.subspace_seed:
+        return spec
+    seed = derive_seed(spec.seed, "subspace") % MAX_WHOLE + 1
+    if ended is not None:
+        seed = ended.spec.model.subspace_seed
+    return spec.model_copy(update={"model": model.model_copy(update={"subspace_seed": seed})})
 
 
 def _with_weights(

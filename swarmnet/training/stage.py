@@ -183,7 +183,8 @@ class TorchStage:
         def arrive() -> tuple[Tensor, LayerContext | None]:
             self._boundary.check_inputs(inputs)
             self._boundary.check_documents(inputs, documents)
-            return self._boundary.receive_inputs(inputs), self._boundary.receive_context(documents)
+            context = self._boundary.receive_context(inputs, documents)
+            return self._boundary.receive_inputs(inputs), context
 
         def compute(came: tuple[Tensor, LayerContext | None]) -> Callable[[], Array]:
             x, context = came
@@ -193,7 +194,7 @@ class TorchStage:
             with self.kept.forget_on_error(key):
                 with torch.set_grad_enabled(keeps_graph):
                     outputs = self.layers.run(key, kept.inputs, kept.context)
-                sending = self._boundary.send_outputs(outputs)
+                sending = self._boundary.send_outputs(outputs, kept.context)
             if keeps_graph:
                 kept.keep_graph(outputs)
             return sending
@@ -240,7 +241,7 @@ class TorchStage:
             return (
                 self._boundary.receive_inputs(inputs),
                 wanted,
-                self._boundary.receive_context(documents),
+                self._boundary.receive_context(inputs, documents),
             )
 
         def compute(came: tuple[Tensor, Tensor, LayerContext | None]) -> tuple[Any, ...]:
@@ -312,7 +313,7 @@ class TorchStage:
         sequences, the sequences shorter. Raises `ProtocolViolation` where an array does not fit."""
         wanted = targets if self.is_last else None
         x, expected = self._boundary.receive_evaluation(inputs, wanted, documents)
-        context = self._boundary.receive_context(documents)
+        context = self._boundary.receive_context(inputs, documents)
         is_whole = self._boundary.is_whole_batch(x)
         with (
             self.vectors.showing(round_index),
@@ -320,7 +321,7 @@ class TorchStage:
         ):
             outputs = self.layers.run(None, x, context).float()
             if not self.is_last:
-                return self._boundary.send_evaluation(outputs)()
+                return self._boundary.send_evaluation(outputs, context)()
             if expected is None:
                 return from_tensor(outputs)
             plan = self.layers.plan

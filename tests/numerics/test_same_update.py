@@ -32,6 +32,25 @@ def test_a_swarm_makes_the_updates_of_one_process(
     in_virtual_time(scenario, spec)
 
 
+@pytest.mark.parametrize("codec", ["none", "int8", "int4"])
+def test_a_swarm_with_narrow_boundaries_makes_the_updates_of_one_process(
+    tmp_path: Path, codec: str
+) -> None:
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=CODED_ROUNDS, num_layers=3, subspace=8, codec=codec
+    )
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(CODED_ROUNDS)
+        await swarm.until(lambda: _held_out(swarm) is not None)
+        trainer = replay(spec, swarm.counted, CODED_ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+        assert _held_out(swarm) == pytest.approx(trainer.held_out_loss(), rel=1e-4)
+
+    in_virtual_time(scenario, spec)
+
+
 def test_recomputed_activations_give_the_same_update(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=5, activations="recompute")
 

@@ -23,7 +23,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.data import open_data
-from swarmnet.training.models.base import build_layer
+from swarmnet.training.models.base import LayerContext, TakesContext, build_layer
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.optimizer.shards import learning_rate
 
@@ -149,11 +149,20 @@ class ReferenceTrainer:
         loss_sum, num_tokens = 0.0, 0
         for slot in slots:
             for inputs, targets in _alone(self._batch(round_index, slot)):
-                loss = self.plan.loss(self.model(inputs), targets)
+                loss = self.plan.loss(self._outputs(inputs), targets)
                 loss.backward()
                 loss_sum += loss.item()
                 num_tokens += self.plan.count(targets)
         return loss_sum, num_tokens
+
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        context = None
+        if self.plan.fixed is not None:
+            context = LayerContext(tokens=inputs, fixed=self.plan.fixed(inputs, torch.float32))
+        for layer in self.model:
+            is_beside = context is not None and isinstance(layer, TakesContext)
+            inputs = layer(inputs, context) if is_beside else layer(inputs)
+        return inputs
 
     def held_out_loss(self) -> float:
         """Mean loss on the held-out data, nats per token."""
@@ -161,7 +170,7 @@ class ReferenceTrainer:
         with torch.no_grad():
             for index in range(self._data.num_held_out):
                 for inputs, targets in _alone(self._data.held_out(index)):
-                    loss_sum += self.plan.loss(self.model(inputs), targets).item()
+                    loss_sum += self.plan.loss(self._outputs(inputs), targets).item()
                     num_tokens += self.plan.count(targets)
         return loss_sum / max(num_tokens, 1)
 

@@ -77,10 +77,12 @@ def tiny_spec(
     sync: dict[str, Any] | None = None,
     global_batch: int = 16,
     num_layers: int = 2,
+    subspace: int = 0,
     **pipeline: Any,
 ) -> RunSpec:
     """A small Llama on text that is made here, of at least one layer a stage. `sync`: of `[sync]`;
-    no warm-up where it has none. Nothing is coded, unless it is said."""
+    no warm-up where it has none. Nothing is coded, unless it is said. `subspace`: of `[model]`, of
+    which the seed is 1."""
     text = folder / "text.txt"
     rng = random.Random(0)
     text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
@@ -102,6 +104,8 @@ num_key_value_heads = 2
 intermediate_size = 64
 vocab_size = 256
 max_position_embeddings = 16
+subspace = {subspace}
+subspace_seed = {int(subspace > 0)}
 [data]
 paths = ["{text}"]
 tokenizer = "bytes"

@@ -48,6 +48,7 @@ from swarmnet.protocol.codecs import (
     INT4,
     INT8,
     NONE,
+    TOKEN_BYTES,
     TOPK,
     UpdateCodec,
     row_bytes,
@@ -59,6 +60,7 @@ from swarmnet.training.models.base import describe_buffers, describe_frozen, num
 from swarmnet.training.models.lora import is_packed, packing_of
 from swarmnet.training.models.packing import BITS
 from swarmnet.training.models.registry import model_plan, split_stages, stage_parameter_ranges
+from swarmnet.training.models.subspace import has_table
 
 FP32_BYTES, LOW_BYTES = 4, 2
 MODES = (ZERO, DELAYED, LOCAL, GOSSIP)
@@ -292,7 +294,7 @@ def plan_memory(
     rows = []
     for k in range(len(stages)):
         trained = num_parameters(stage_parameter_ranges(spec, k))
-        base = base_bytes(spec, k, precision)
+        base = base_bytes(spec, k, precision) + fixed_bytes(spec.model)
         of_stage = trained, num_replicas, spec.sync.replication
         weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode, codec)
         one = (known or stage_activations)(spec, k, precision)
@@ -367,24 +369,49 @@ def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activa
     element = FP32_BYTES if precision is FP32 else LOW_BYTES
     is_low, is_first, is_last = precision is not FP32, stage == 0, stage == len(stages) - 1
     positions = batch * spec.sequence_length
-    border = positions * model.hidden_size
+    is_narrow = bool(model.subspace)
+    border = positions * (model.subspace or model.hidden_size)
     parts = {name: layer_bytes(model, name, positions, element) for name in names}
     again = [name for name in names if name not in ("model.embed_tokens", "lm_head")]
     loss = parts.get("lm_head", 0)
     tokens = FP32_BYTES * positions if is_first else 0
-    num_borders = len(again) + ("lm_head" in parts)
-    kept_positions, mask, tables = document_bytes(spec, element)
+    borders = positions * sum(_input_width(model, name) for name in names)
+    beside, mask, tables = document_bytes(spec, element)
+    if is_narrow and not is_first:
+        beside += TOKEN_BYTES * positions
+    fixed = element * positions * model.hidden_size if is_narrow else 0
     if not any(name.startswith("model.layers.") for name in names):
-        mask = tables = 0
-    shared_input = 0 if is_low else FP32_BYTES * border
+        mask = tables = fixed = 0
+    has_own_input = is_low or is_narrow
+    code = FP32_BYTES * border + (TOKEN_BYTES * positions if is_narrow else 0)
+    whole = FP32_BYTES * positions * model.hidden_size
+    own = {name: 0 if _is_apart(model, name, is_low) else whole for name in again}
     return Activations(
         graph=sum(parts.values()) + mask + tables,
-        came=FP32_BYTES * border if is_low and not is_first else 0,
-        inputs=(tokens or element * border) + kept_positions,
-        outputs=element * border if is_low and not is_last else 0,
-        sent=0 if is_last else FP32_BYTES * border,
-        borders=tokens + element * border * num_borders + kept_positions + mask,
-        largest_layer=tables + max([loss, *(parts[name] - shared_input for name in again)]),
-        is_input_in_graph=is_first or not is_low,
+        came=code if has_own_input and not is_first else 0,
+        inputs=(tokens or element * border) + beside,
+        outputs=element * border if has_own_input and not is_last else 0,
+        sent=0 if is_last else code,
+        borders=tokens + element * borders + beside + mask + fixed,
+        largest_layer=tables + max([loss, *(parts[name] - own[name] for name in again)]),
+        is_input_in_graph=is_first or not has_own_input,
         is_last=is_last,
     )
+
+
+def _input_width(model: ModelSpec, layer: str) -> int:
+    """Numbers of a position that a layer gets; 0 for tokens."""
+    if layer == "model.embed_tokens":
+        return 0
+    is_decoder = layer.startswith("model.layers.")
+    return model.subspace if is_decoder and model.subspace else model.hidden_size
+
+
+def _is_apart(model: ModelSpec, layer: str, is_low: bool) -> bool:
+    """The norm's input is another tensor than the layer's own."""
+    return is_low or _input_width(model, layer) != model.hidden_size
+
+
+def fixed_bytes(model: ModelSpec) -> int:
+    """Of what all tokens have beside the trained embedding, where a table of that is kept."""
+    return FP32_BYTES * model.vocab_size * model.hidden_size if has_table(model) else 0

@@ -96,6 +96,12 @@ class LayerContext:
     """Where samples have several documents, (samples, 1, length, length), to be added to scores of
     attention: 0 where a token sees another, of its own document and not after it, else minus
     infinity; in the precision of the pass. Made once for all layers of a pass."""
+    tokens: Tensor | None = None
+    """int32 (samples, length): what the model began with, where a stage other than the first needs
+    it (`ModelPlan.fixed`)."""
+    fixed: Tensor | None = None
+    """Likewise, what `ModelPlan.fixed` makes of them: (samples, length, width), in the precision of
+    the pass. Made once for all layers of a pass."""
 
 
 def with_mask(context: LayerContext, dtype: torch.dtype) -> LayerContext:
@@ -171,6 +177,11 @@ class ModelPlan:
     is_random: bool = False
     """Layers draw random numbers (dropout): torch is seeded before every forward pass of a layer,
     so that a pass done again is the same."""
+    fixed: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    """`fixed(tokens, dtype)`: what layers need of each token beside the hidden state, and nothing
+    trains (`LayerContext.fixed`). The tokens go from stage to stage with the activations."""
+    whole_end: int = 1
+    """So many of the last layers are always one stage."""
 
 
 def derive_seed(seed: int, name: str) -> int:

@@ -143,8 +143,8 @@ class DecoderLayer(TakesContext):
         super().__init__()
         self.self_attn = Attention(spec)
         self.mlp = FeedForward(spec)
-        self.input_layernorm = _norm(spec)
-        self.post_attention_layernorm = _norm(spec)
+        self.input_layernorm = norm(spec)
+        self.post_attention_layernorm = norm(spec)
 
     def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), context)
@@ -165,7 +165,7 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
             )
             for i in range(spec.num_hidden_layers)
         ),
-        LayerBuilder("model.norm", lambda: _norm(spec), 4 * length * width, hidden),
+        LayerBuilder("model.norm", lambda: norm(spec), 4 * length * width, hidden),
         LayerBuilder(
             "lm_head",
             lambda: Linear(width, vocabulary),
@@ -195,12 +195,14 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
     )
 
 
-def decoder_flops(spec: ModelSpec, length: int) -> int:
+def decoder_flops(spec: ModelSpec, length: int, written: int = 0) -> int:
     """FLOPs of one decoder layer's forward pass over one sample. Causal attention needs half of the
-    scores; its two products of S x S x D count so."""
-    width = spec.hidden_size
+    scores; its two products of S x S x D count so. `written`: numbers of a position that attention
+    and feed-forward add to the residual stream, where these are fewer than its width."""
+    width, written = spec.hidden_size, written or spec.hidden_size
     kv_width = spec.num_key_value_heads * spec.head_size
-    matrices = 2 * width * width + 2 * width * kv_width + 3 * width * spec.intermediate_size
+    attention = width * width + 2 * width * kv_width + width * written
+    matrices = attention + (2 * width + written) * spec.intermediate_size
     return length * (2 * matrices + 2 * length * width)
 
 
@@ -257,5 +259,6 @@ def _rotate(x_BSHE: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return turned.to(x_BSHE.dtype)
 
 
-def _norm(spec: ModelSpec) -> nn.RMSNorm:
+def norm(spec: ModelSpec) -> nn.RMSNorm:
+    """A norm of the residual stream."""
     return nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +25,7 @@ from swarmnet.training.models.base import (
     num_parameters,
 )
 from swarmnet.training.models.llama import llama_plan
+from swarmnet.training.models.subspace import subspace_plan
 
 AUTO_SHARDS = 64
 """Shards of the largest stage where the spec leaves their size open: enough to spread over
@@ -40,7 +41,8 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         SpecError: the custom builder cannot be loaded or returns something else than a plan.
     """
     if spec.model.kind == "llama":
-        plan = llama_plan(spec.model, spec.sequence_length)
+        made = subspace_plan if spec.model.subspace else llama_plan
+        plan = made(spec.model, spec.sequence_length)
     elif spec.model.kind == "transformers":
         from swarmnet.training.models.adapter import adapter_plan  # slow to import
         from swarmnet.training.models.family_probe import check_documents_apart, checked
@@ -65,6 +67,12 @@ def model_plan(spec: RunSpec) -> ModelPlan:
             f"[pipeline] layers: they add up to {sum(split)}, but the model has "
             f"{len(plan.layers)} layers; swarmnet plan --measure prints some that fit"
         )
+    if split and split[-1] < plan.whole_end:
+        raise SpecError(
+            f"[pipeline] layers: the last stage has {split[-1]} layers; with [model] subspace the "
+            f"last {plan.whole_end} (decoder layer, norm and head) are one stage: what goes from "
+            "one of them to the next has the whole width"
+        )
     return replace(plan, split=split or plan.split, has_weights=has_weights)
 
 
@@ -88,10 +96,17 @@ def split_stages(plan: ModelPlan, num_stages: int) -> list[tuple[LayerBuilder, .
         assert len(ends) == num_stages, "the spec has been checked"
         return [plan.layers[end - n : end] for end, n in zip(ends, plan.split, strict=True)]
     try:
-        parts = split_layers([layer.cost for layer in plan.layers], num_stages)
+        counts = split_counts(plan, [layer.cost for layer in plan.layers], num_stages)
     except ValueError as error:
         raise SpecError(f"[pipeline] num_stages: {error}") from None
-    return [tuple(plan.layers[i] for i in part) for part in parts]
+    return [plan.layers[end - n : end] for end, n in zip(accumulate(counts), counts, strict=True)]
+
+
+def split_counts(plan: ModelPlan, costs: Sequence[float], num_stages: int) -> list[int]:
+    """Layers of each stage, by what each layer costs. Raises `ValueError` as `split_layers`."""
+    begin = len(costs) - plan.whole_end
+    counts = [len(part) for part in split_layers([*costs[:begin], sum(costs[begin:])], num_stages)]
+    return [*counts[:-1], counts[-1] - 1 + plan.whole_end]
 
 
 def stage_costs(plan: ModelPlan, num_stages: int) -> list[float]:

@@ -19,7 +19,7 @@ from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec
 from swarmnet.training.arrays import LARGEST_VALUE, check_shape, to_tensor
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.models.base import LayerContext, ModelPlan, TensorSpec
-from swarmnet.training.passes.crossing import Crossing
+from swarmnet.training.passes.crossing import Crossing, WithTokens
 from swarmnet.training.passes.fp16 import Fp16Refusals
 from swarmnet.wire import Array
 
@@ -67,12 +67,12 @@ class Boundary:
         self._copies = copies
         self._refusals = refusals
         below = codec if stage_index else BOUNDARY_CODECS[NONE]  # samples are not coded
-        self._inputs_in = self._crossing(below.activations, inputs)
+        self._inputs_in = self._activations(below.activations, inputs)
         self._input_gradients_out = self._crossing(below.gradients, inputs)
-        self._outputs_out = self._crossing(codec.activations, outputs)
+        self._outputs_out = self._activations(codec.activations, outputs)
         self._output_gradients_in = self._crossing(codec.gradients, outputs)
-        self._exact_in = self._crossing(NONE, inputs)
-        self._exact_out = self._crossing(NONE, outputs)
+        self._exact_in = self._activations(NONE, inputs)
+        self._exact_out = self._activations(NONE, outputs)
 
     def check_inputs(self, inputs: Array) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are those of a microbatch. Cheap."""
@@ -101,12 +101,28 @@ class Boundary:
             raise ProtocolViolation("this run does not keep documents apart, and some are named")
         check_documents(documents, *inputs.shape[:2])
 
-    def receive_context(self, documents: Documents | None) -> LayerContext | None:
-        """What layers get beside the activation: the position of each token in its document, int64
-        (samples, length), on the device. What is kept of it is small: each pass makes its mask."""
-        if documents is None:
+    def receive_context(
+        self, inputs: Array, documents: Documents | None = None
+    ) -> LayerContext | None:
+        """What layers get beside the activation, on the device: the position of each token in its
+        document, int64 (samples, length), and the tokens, where the model asks for them. `inputs`:
+        their shape was checked. What is kept of it is small: each pass makes its mask."""
+        tokens = self._tokens(inputs)
+        positions = None
+        if documents is not None:
+            positions = self._copies.to_device(torch.stack([_positions(n) for n in documents]))
+        if tokens is None and positions is None:
             return None
-        return LayerContext(self._copies.to_device(torch.stack([_positions(n) for n in documents])))
+        return LayerContext(positions, tokens=tokens)
+
+    def _tokens(self, inputs: Array, *, exact: bool = False) -> Tensor | None:
+        if self._plan.fixed is None:
+            return None
+        if self._inputs.dtype == "float32":
+            crossing = self._exact_in if exact else self._inputs_in
+            assert isinstance(crossing, WithTokens)
+            inputs = crossing.tokens(inputs)
+        return self._receive_integers("tokens", inputs, self._plan.inputs)
 
     def receive_inputs(self, inputs: Array) -> Tensor:
         """Inputs whose shape was checked, on the device; floats in the precision of the passes."""
@@ -147,9 +163,12 @@ class Boundary:
             raise ProtocolViolation("targets of another batch or length than the inputs")
         return x, self.receive_targets(targets)
 
-    def receive_text(self, inputs: Array, most: int, *, exact: bool) -> Tensor:
+    def receive_text(
+        self, inputs: Array, most: int, *, exact: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """A few tokens of one text, or what the stage before made of them (coded, or `exact` in
-        fp32), on the device: (1, n) or (1, n, width), n from 1 to `most`."""
+        fp32), on the device: (1, n) or (1, n, width), n from 1 to `most`. Beside it the tokens,
+        where the model asks for them."""
         is_plain = exact and self._inputs.dtype == "float32"
         dtype, largest = self._exact_in.form(self._microbatch) if is_plain else self._input_form()
         shape = inputs.shape
@@ -159,16 +178,19 @@ class Boundary:
                 f"inputs: {str(inputs.dtype)[:16]} of shape {str(shape)[:64]}; at most "
                 f"{dtype} of shape {(1, most, *largest[2:])}"
             )
+        tokens = self._tokens(inputs, exact=exact)
         if is_plain:
-            return self._exact_in.receive("inputs", inputs, self._dtype)
-        return self.receive_inputs(inputs)
+            return self._exact_in.receive("inputs", inputs, self._dtype), tokens
+        return self.receive_inputs(inputs), tokens
 
     def is_whole_batch(self, inputs: Tensor) -> bool:
         """Whether inputs have the shape of a microbatch."""
         return tuple(inputs.shape) == self._batch(self._inputs)
 
-    def send_outputs(self, outputs: Tensor) -> Callable[[], Array]:
-        """The activation for the next stage, coded, as `Crossing.send`.
+    def send_outputs(
+        self, outputs: Tensor, context: LayerContext | None = None
+    ) -> Callable[[], Array]:
+        """The activation for the next stage, coded, as `Crossing.send`. `context`: of its inputs.
 
         Raises, at once or when it is finished:
             ProtocolViolation: a value is not finite; the inputs are to blame.
@@ -180,7 +202,7 @@ class Boundary:
                 f"stage {self._stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
                 f"not {self._dtype} of shape {expected}: correct the model's output_shape"
             )
-        sending, refusals = self._outputs_out.send("activation", outputs), self._refusals
+        sending, refusals = _send(self._outputs_out, outputs, context), self._refusals
 
         def finish() -> Array:
             try:
@@ -192,14 +214,18 @@ class Boundary:
 
         return finish
 
-    def send_evaluation(self, outputs: Tensor) -> Callable[[], Array]:
+    def send_evaluation(
+        self, outputs: Tensor, context: LayerContext | None = None
+    ) -> Callable[[], Array]:
         """As `send_outputs`, of inputs that `receive_evaluation` gave. Raises `ProtocolViolation`
         where a value is not finite."""
-        return self._outputs_out.send("activation", outputs)
+        return _send(self._outputs_out, outputs, context)
 
-    def send_text(self, outputs: Tensor, *, exact: bool) -> Callable[[], Array]:
+    def send_text(
+        self, outputs: Tensor, context: LayerContext, *, exact: bool
+    ) -> Callable[[], Array]:
         """As `send_evaluation`, of inputs that `receive_text` gave; `exact`: in fp32."""
-        return (self._exact_out if exact else self._outputs_out).send("activation", outputs)
+        return _send(self._exact_out if exact else self._outputs_out, outputs, context)
 
     def send_input_gradient(self, grad: Tensor) -> Callable[[], Array]:
         """The gradient for the stage before, coded, as `Crossing.send`.
@@ -225,6 +251,11 @@ class Boundary:
         self._outputs_out.check_form("activation", array, self._microbatch)
         return self._outputs_out.read("activation", array)
 
+    def tokens_beside(self, array: Array) -> bytes:
+        """What goes with such an activation; empty where nothing does."""
+        crossing = self._outputs_out
+        return bytes(crossing.tokens(array).data) if isinstance(crossing, WithTokens) else b""
+
     def decoded_input_gradient(self, array: Array) -> Tensor:
         """As `decoded_outputs`, of the gradient for the stage before."""
         self._input_gradients_out.check_form("gradient", array, self._microbatch)
@@ -240,6 +271,13 @@ class Boundary:
 
     def _crossing(self, codec: str, spec: TensorSpec) -> Crossing:
         return Crossing(codec, spec.shape, self._num_free(spec), self._copies, self._dtype)
+
+    def _activations(self, codec: str, spec: TensorSpec) -> Crossing | WithTokens:
+        """Of what goes up. Samples have no tokens beside them: they are tokens."""
+        plain = self._crossing(codec, spec)
+        if self._plan.fixed is None or spec.dtype != "float32":
+            return plain
+        return WithTokens(plain)
 
     def _input_form(self) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the inputs of a microbatch."""
@@ -273,6 +311,16 @@ class Boundary:
                 f"{what}: {str(array.dtype)[:16]} of shape {str(shape)[:64]}; "
                 f"at most {dtype} of shape {largest}"
             )
+
+
+def _send(
+    crossing: Crossing | WithTokens, outputs: Tensor, context: LayerContext | None
+) -> Callable[[], Array]:
+    if isinstance(crossing, Crossing):
+        return crossing.send("activation", outputs)
+    assert context is not None
+    assert context.tokens is not None
+    return crossing.send("activation", outputs, context.tokens)
 
 
 def finite_loss(loss: Tensor) -> float:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from swarmnet.protocol.codecs import coded_form
+from swarmnet.protocol.codecs import TOKEN_BYTES, coded_form
 from swarmnet.training.arrays import check_shape, from_tensor, to_tensor
 from swarmnet.training.codecs.fused import fused_codec
 from swarmnet.training.codecs.registry import codec_of
@@ -48,7 +48,7 @@ class Crossing:
         self._num_free = num_free
         self._row_shape = shape[num_free - 1 :]
         self._row_values = math.prod(self._row_shape)
-        self._copies = copies
+        self.copies = copies
         # Codecs are hashed by identity, which their protocol cannot say.
         codec_key = cast(Any, self._codec)
         self._fused = fused_codec(codec_key, self._row_values, copies.device, dtype)
@@ -68,9 +68,9 @@ class Crossing:
         rows = values.detach().reshape(-1, self._row_values)
         shape = coded_form(self._codec.name, tuple(values.shape), self._num_free)[1]
         if self._fused is not None:
-            return self._send_fused(what, self._copies.to_host(self._fused.encode(rows)), shape)
+            return self._send_fused(what, self.copies.to_host(self._fused.encode(rows)), shape)
         rows = rows.float()
-        on_way = self._copies.to_host(self._codec.encode(rows)) if self._copies.is_apart else None
+        on_way = self.copies.to_host(self._codec.encode(rows)) if self.copies.is_apart else None
 
         def finish() -> Array:
             coded = self._codec.encode(rows) if on_way is None else on_way.wait()
@@ -87,9 +87,9 @@ class Crossing:
         rows = coded.reshape(math.prod(free), -1)
         if self._fused is not None:
             decoded = self._receive_fused(what, rows, dtype)
-        elif self._copies.is_apart:
+        elif self.copies.is_apart:
             self._codec.check(what, rows, self._row_values)
-            decoded = self._codec.decode(self._copies.to_device(rows), self._row_values)
+            decoded = self._codec.decode(self.copies.to_device(rows), self._row_values)
         else:
             decoded = self._codec.read(what, rows, self._row_values)
         return decoded.view(*free, *self._row_shape).to(dtype)
@@ -108,8 +108,63 @@ class Crossing:
     def _receive_fused(self, what: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
         fused = self._fused
         assert fused is not None
-        decoded, findings = self._copies.to_device_through(
+        decoded, findings = self.copies.to_device_through(
             rows, lambda coded: fused.decode(coded, dtype)
         )
         fused.check(what, rows, findings)
         return decoded
+
+
+class WithTokens:
+    """A crossing on which the token of each row goes with it, behind its code: rows of bytes, in
+    every codec."""
+
+    def __init__(self, plain: Crossing) -> None:
+        """`plain`: of the numbers."""
+        self._plain = plain
+
+    def form(self, batch: int) -> tuple[str, tuple[int, ...]]:
+        """As `Crossing.form`."""
+        dtype, (*free, row) = self._plain.form(batch)
+        return "uint8", (*free, row * _element_bytes(dtype) + TOKEN_BYTES)
+
+    def check_form(self, what: str, array: Array, batch: int) -> None:
+        """As `Crossing.check_form`."""
+        check_shape(what, array, *self.form(batch))
+
+    def send(self, what: str, values: Tensor, tokens: Tensor) -> Callable[[], Array]:
+        """As `Crossing.send`. `tokens`: of each row, on the device."""
+        coding = self._plain.send(what, values)
+        on_way = self._plain.copies.to_host(tokens.detach().int())
+
+        def finish() -> Array:
+            coded = to_tensor(coding())
+            beside = on_way.wait().reshape(*coded.shape[:-1], 1).contiguous()
+            whole = torch.cat((coded.view(torch.uint8), beside.view(torch.uint8)), dim=-1)
+            return from_tensor(whole)
+
+        return finish
+
+    def receive(self, what: str, array: Array, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As `Crossing.receive`."""
+        return self._plain.receive(what, self._bare(array), dtype)
+
+    def read(self, what: str, array: Array) -> Tensor:
+        """As `Crossing.read`."""
+        return self._plain.read(what, self._bare(array))
+
+    def tokens(self, array: Array) -> Array:
+        """Those that came with an array whose form was checked, int32. Nobody has looked at their
+        values."""
+        beside = to_tensor(array)[..., -TOKEN_BYTES:].clone(memory_format=torch.contiguous_format)
+        return from_tensor(beside.view(torch.int32).squeeze(-1))
+
+    def _bare(self, array: Array) -> Array:
+        """The codes alone."""
+        dtype, _ = self._plain.form(1)
+        codes = to_tensor(array)[..., :-TOKEN_BYTES].contiguous()
+        return from_tensor(codes.view(getattr(torch, dtype)))
+
+
+def _element_bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)

@@ -77,22 +77,23 @@ class StageGeneration:
         exact: bool = False,
     ) -> tuple[Array, ...]:
         """As the port says. Raises `NotReady` where the text, or the copy, is not here."""
-        x = self._boundary.receive_text(inputs, self.pass_tokens, exact=exact)
+        x, tokens = self._boundary.receive_text(inputs, self.pass_tokens, exact=exact)
         text = self._texts.get(session) if position else _Text(self._plan.make())
         if text is None or text.num_tokens != position or (is_copied and not self._copy):
             raise NotReady("this text is not known here")
         self._texts[session] = text
         count = x.shape[1]
         positions = torch.arange(position, position + count, device=x.device).unsqueeze(0)
+        context = LayerContext(positions, text.cache, tokens=tokens)
         try:
-            outputs = self._pass(x, LayerContext(positions, text.cache), is_copied)
+            outputs = self._pass(x, context, is_copied)
         except BaseException:
             self.drop(session)  # some layers may have these tokens, and others not
             raise
         text.num_tokens += count
         if self._layers.is_last:
             return self._logits(outputs, num_logits)
-        return self._sent(outputs, exact=exact)
+        return self._sent(outputs, context, exact=exact)
 
     def drop(self, session: Hashable) -> None:
         self._texts.pop(session, None)
@@ -107,9 +108,9 @@ class StageGeneration:
             with self._layers.showing(self._copy):
                 return self._layers.extend(x, context).float()
 
-    def _sent(self, outputs: Tensor, *, exact: bool) -> tuple[Array, ...]:
+    def _sent(self, outputs: Tensor, context: LayerContext, *, exact: bool) -> tuple[Array, ...]:
         try:
-            return (self._boundary.send_text(outputs, exact=exact)(),)
+            return (self._boundary.send_text(outputs, context, exact=exact)(),)
         except ProtocolViolation:
             raise _not_finite() from None
 

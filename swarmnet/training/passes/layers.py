@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -135,6 +136,7 @@ class StageLayers:
         Args:
             x: tokens, shape (1, n), or a hidden state, shape (1, n, width).
         """
+        context = self._of_pass(context)
         last_cached = max(
             (i for i, m in enumerate(self.modules) if isinstance(m, TakesContext)), default=-1
         )
@@ -154,8 +156,7 @@ class StageLayers:
             x: shape (samples, *shape of one sample), on the device.
             context: for layers that take one.
         """
-        if context is not None and any(isinstance(m, TakesContext) for m in self.modules):
-            context = with_mask(context, self.dtype)
+        context = None if context is None else self._of_pass(context)
         beside = () if context is None else (context,)
 
         def call(module: nn.Module, x: Tensor) -> Tensor:
@@ -212,6 +213,15 @@ class StageLayers:
         return is_good
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _of_pass(self, context: LayerContext) -> LayerContext:
+        """With what is made once for all layers of a pass."""
+        if not any(isinstance(m, TakesContext) for m in self.modules):
+            return context
+        context = with_mask(context, self.dtype)
+        if self.plan.fixed is None or context.tokens is None:
+            return context
+        return replace(context, fixed=self.plan.fixed(context.tokens, self.dtype))
 
     def _build(self, builder: LayerBuilder) -> nn.Module:
         module = build_layer(self.plan, builder, self._seed)

@@ -62,8 +62,8 @@ class Recomputation:
                 if grad_outputs is None:
                     raise ProtocolViolation("a recomputation without the gradient of the outputs")
                 grad = boundary.receive_gradient(grad_outputs)
-            x, context = boundary.receive_inputs(inputs), boundary.receive_context(documents)
-            return x, wanted, grad, context
+            context = boundary.receive_context(inputs, documents)
+            return boundary.receive_inputs(inputs), wanted, grad, context
 
         def compute(came: tuple[Any, ...]) -> tuple[Any, ...]:
             with self._vectors.showing(key[0]):
@@ -95,6 +95,8 @@ class Recomputation:
                 continue
             a, b = decoded(one), decoded(other)
             found.append(_relative(_norm(b - a), _norm(a)))
+        if found[1] < math.inf and _beside(self._boundary, ours) != _beside(self._boundary, theirs):
+            return math.inf
         return max(found)
 
     def _compute(
@@ -115,7 +117,7 @@ class Recomputation:
                 return self._layers.run(key, x, context)
 
         root, gradient = run(), None
-        sending = None if wanted is not None else self._boundary.send_outputs(root)
+        sending = None if wanted is not None else self._boundary.send_outputs(root, context)
         loss_sum = 0.0 if wanted is None else finite_loss(root)
         if wants_gradient:
             grad = torch.ones_like(root) if grad is None else grad
@@ -138,6 +140,10 @@ class Recomputation:
             if target < MIN_TARGET:
                 raise RemoteError("a gradient does not fit into fp16")
             root = again()
+
+
+def _beside(boundary: Boundary, result: StageResult) -> bytes:
+    return b"" if result.outputs is None else boundary.tokens_beside(result.outputs)
 
 
 def _gradient(root: Tensor, x: Tensor, grad: Tensor) -> Tensor:

@@ -225,6 +225,12 @@ class ParallelLayers(RankLayers):
         x = super().run(key, x, context)
         return x if self._has_head else join(region, x)
 
+    def _of_pass(self, context: LayerContext) -> LayerContext:
+        context = super()._of_pass(context)
+        if context.fixed is None or not self._region.is_split:
+            return context
+        return dataclasses.replace(context, fixed=self._region.slice(context.fixed))
+
     @contextlib.contextmanager
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import math
 import weakref
@@ -76,9 +77,20 @@ def kept_bytes(
 
     def making(context: LayerContext, dtype: torch.dtype) -> LayerContext:
         made = with_mask(context, dtype)
-        assert made.mask is not None
-        masks.append(weakref.ref(made.mask))
+        if documents is not None:
+            assert made.mask is not None
+            masks.append(weakref.ref(made.mask))
         return made
+
+    def making_fixed(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        assert plan.fixed is not None
+        made = plan.fixed(tokens, dtype)
+        masks.append(weakref.ref(made))
+        return made
+
+    plan = stage.layers.plan
+    if plan.fixed is not None:
+        stage.layers.plan = dataclasses.replace(plan, fixed=making_fixed)
 
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
@@ -95,14 +107,18 @@ def kept_bytes(
         tensor = None if array is None else to_tensor(array)
         if tensor is not None:
             kept[tensor.untyped_storage().data_ptr()] = tensor
-    positions = None if entry.context is None else entry.context.positions
-    for tensor in (entry.inputs, entry.outputs, positions, *(ref() for ref in masks)):
+    context = entry.context or LayerContext()
+    beside = context.positions, context.tokens
+    for tensor in (entry.inputs, entry.outputs, *beside, *(ref() for ref in masks)):
         if tensor is not None:
             kept[tensor.untyped_storage().data_ptr()] = tensor
     return sum(t.untyped_storage().nbytes() for t in kept.values()), output
 
 
-@pytest.mark.parametrize(("kv_heads", "documents"), [(2, None), (4, None), (2, ((10, 6), (3, 13)))])
+@pytest.mark.parametrize(
+    ("kv_heads", "documents", "subspace"),
+    [(2, None, 0), (4, None, 0), (2, ((10, 6), (3, 13)), 0), (2, None, 8)],
+)
 @pytest.mark.parametrize("policy", ["keep", "blocks", "recompute", "offload"])
 @pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=lambda p: p.name)
 def test_activations_are_what_a_stage_keeps(
@@ -112,12 +128,13 @@ def test_activations_are_what_a_stage_keeps(
     policy: Any,
     kv_heads: int,
     documents: Documents | None,
+    subspace: int,
 ) -> None:
     """Between the passes: with one microbatch more in flight there is so much more."""
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
     spec = small_spec(
         write_text(tmp_path),
-        model={"num_key_value_heads": kv_heads},
+        model={"num_key_value_heads": kv_heads, "subspace": subspace},
         pipeline={"num_stages": 3},
         data={"document_mask": documents is not None},
     )

@@ -24,13 +24,15 @@ from tests.training.test_adapter import run_of, saved
 
 LENGTH = 16
 TEXT = "a text"
-LLAMA = "the built-in llama"
+LLAMA, NARROW = "the built-in llama", "the built-in llama in a subspace"
 
 
 def spec_of(folder: Path, family: str, codec: str = NONE) -> RunSpec:
     """`codec`: of the boundary, of the built-in model."""
-    if family == LLAMA:
-        return small_spec(pipeline={"codec": codec})
+    if family in (LLAMA, NARROW):
+        return small_spec(
+            model={"subspace": 8 if family == NARROW else 0}, pipeline={"codec": codec}
+        )
     saved(folder, family, False)
     return run_of(folder)
 
@@ -91,6 +93,7 @@ def change(stages: Sequence[TorchStage]) -> None:
     ("family", "codec"),
     [
         *((LLAMA, codec) for codec in BOUNDARY_CODECS),
+        *((NARROW, codec) for codec in (NONE, "int8")),
         *((family, NONE) for family in ("llama 3", "gemma3", "mixtral", "qwen3 moe")),
     ],
 )

@@ -132,17 +132,23 @@ def compare_evaluation(one: TorchStage, many: LeadStage, spec: RunSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_kv_heads", "sequence_parallel"),
+    ("num_ranks", "num_kv_heads", "sequence_parallel", "subspace"),
     [
-        (2, 4, False),
-        (2, 1, True),
-        *(pytest.param(4, 2, parallel, marks=pytest.mark.long) for parallel in (False, True)),
+        (2, 4, False, 0),
+        (2, 1, True, 0),
+        (2, 2, True, 8),
+        *(pytest.param(4, 2, parallel, 0, marks=pytest.mark.long) for parallel in (False, True)),
     ],
 )
 def test_losses_gradients_and_logits_are_those_of_one_rank(
-    num_ranks: int, num_kv_heads: int, sequence_parallel: bool
+    num_ranks: int, num_kv_heads: int, sequence_parallel: bool, subspace: int
 ) -> None:
-    model = {"num_key_value_heads": num_kv_heads, "vocab_size": 257, "intermediate_size": 49}
+    model = {
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": 257,
+        "intermediate_size": 49,
+        "subspace": subspace,
+    }
     spec = small_spec(model=model, pipeline=ONE_STAGE)
     one = build_stage(spec, 0)
     with ranks(spec, num_ranks, sequence_parallel=sequence_parallel) as group:
