@@ -325,11 +325,18 @@ class ShardCodec(Protocol):
     names: UpdateCodec
 
     def contribution(
-        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+        self,
+        shard_index: int,
+        gradient: Array,
+        *,
+        keeps_error: bool,
+        is_short: bool = False,
+        for_others: bool = True,
     ) -> Array:
         """A gradient to be sent, with what coding has lost of this replica's contributions before.
         `keeps_error`: what coding loses now is for the next one; else this changes nothing here.
-        `is_short`: as of `UpdateCodec.of_contribution`."""
+        `is_short`: as of `UpdateCodec.of_contribution`. `for_others`: False where nobody is known
+        who gets it; its bytes may then be made when somebody reads them."""
 
     def forget_error(self, shard_index: int) -> None:
         """The last contribution to the shard does not count, nor does what coding has lost."""
@@ -399,12 +406,14 @@ class Optimizer(Protocol):
         scale: float,
         round_index: int,
         is_delayed: bool = False,
+        for_others: bool = True,
     ) -> tuple[Array, Array]:
         """One optimizer step on gradient `gradient_sum * scale`, with the learning rate of
         `round_index`. `parameters` is not changed. Returns the result, which is the new parameters
         or their change as the codec has it, and what `ShardCodec.applied` makes of it.
         `is_delayed`: the round that begins with them will lack one update, which they may
-        anticipate."""
+        anticipate. `for_others`: False where nobody is known who gets the result; it may be the new
+        parameters then."""
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""

@@ -37,6 +37,8 @@ errors, more would come than is missing."""
 SCALE_BYTES = 2
 TILE_BITS = {INT7: 7, INT6: 6, INT4: 4}
 """Of one number, in the codecs that code tiles."""
+REPEATABLE = (NONE, BF16, INT8)
+"""Codecs that make of numbers which they have decoded the same codes again."""
 DTYPES = {NONE: "float32", BF16: "bfloat16"}
 """Of coded arrays that have the shape of what was coded; all others are rows of bytes."""
 
@@ -95,6 +97,12 @@ class UpdateCodec:
         """The codec of one. `is_short`: it is a change over a single step, or the last one; what
         `topk` leaves out of these would be missed."""
         return self.sums if is_short and self.contributions == TOPK else self.contributions
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Codes of all that is sent can be made when they are asked for, of what they stand for; a
+        sum of one contribution has the codes of that."""
+        return self.contributions == self.sums and self.contributions in REPEATABLE
 
     def form(self, codec: str, size: int) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of a coded shard of so many numbers."""

@@ -397,7 +397,13 @@ class SyntheticShardCodec:
         self._time = time
 
     def contribution(
-        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+        self,
+        shard_index: int,
+        gradient: Array,
+        *,
+        keeps_error: bool,
+        is_short: bool = False,
+        for_others: bool = True,
     ) -> Array:
         codec = self.names.of_contribution(is_short=is_short)
         if keeps_error:  # what coding loses is known when it is decoded
@@ -523,6 +529,7 @@ class SyntheticOptimizer:
         scale: float,
         round_index: int,
         is_delayed: bool = False,
+        for_others: bool = True,
     ) -> tuple[Array, Array]:
         steps, momentum = self._state[shard_index]
         gradient: Gradient = gradient_sum.data

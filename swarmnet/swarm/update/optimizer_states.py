@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -241,7 +242,8 @@ class OptimizerStates:
             return Message(reply, arrays, is_background=not fetch.is_urgent)
 
 
-def descended(lineage: bytes, round_index: int, gradient: Array) -> bytes:
-    """The lineage of a shard's optimizer state after one more step."""
-    digest = xxhash.xxh3_64_digest(gradient.data)
+def descended(lineage: bytes, round_index: int, gradient: Any) -> bytes:
+    """The lineage of a shard's optimizer state after one more step. `gradient`: the bytes that it
+    is made with, or others that no other step is made with."""
+    digest = xxhash.xxh3_64_digest(gradient)
     return xxhash.xxh3_64_digest(lineage + round_index.to_bytes(8, "big") + digest)

@@ -48,6 +48,14 @@ class Codec(Protocol):
         coded = self.encode(values)
         return coded, self.decode(coded, values.shape[1])
 
+    def rounded(self, values: Tensor, what: str | None = None) -> Tensor:
+        """The second of `round_trip`, without the first where a codec can do that. `what`: checked
+        as by `check`."""
+        coded = self.encode(values)
+        if what is not None:
+            self.check(what, coded, values.shape[1])
+        return self.decode(coded, values.shape[1])
+
 
 def pieces_of(rows: Tensor, num_values: int) -> tuple[Tensor, ...]:
     """Rows, cut so that each piece has about `PIECE` numbers."""

@@ -67,13 +67,16 @@ class Int8(Codec):
         coded, decoded = _empty_rows(values), torch.empty_like(values)
         pieces = (pieces_of(rows, n) for rows in (values, coded, decoded))
         for piece, out, back in zip(*pieces, strict=True):
-            blocks = back.view(-1, n // BLOCK, BLOCK) if n % BLOCK == 0 else _scratch(piece)
-            scales = _encode(piece, out, blocks)
-            # Of -0.0, the code of a small negative number, decoding makes 0.0.
-            blocks.add_(0.0).mul_(scales)
-            if n % BLOCK:
-                back.copy_(blocks.flatten(1)[:, :n])
+            _round(piece, out, back)
         return coded, decoded
+
+    def rounded(self, values: Tensor, what: str | None = None) -> Tensor:
+        n, decoded = values.shape[1], torch.empty_like(values)
+        for piece, back in zip(pieces_of(values, n), pieces_of(decoded, n), strict=True):
+            scales = _round(piece, None, back)
+            if what is not None:
+                check_scales(what, scales, 0.0, LARGEST_SCALED / LARGEST_CODE)
+        return decoded
 
 
 def _empty_rows(values: Tensor) -> Tensor:
@@ -87,9 +90,22 @@ def _scratch(values: Tensor) -> Tensor:
     return values.new_empty((rows, num_blocks(n, BLOCK), BLOCK))
 
 
-def _encode(values: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
-    """Coded rows, into `out`, and their codes as fp32 [rows, blocks, BLOCK], into `scratch`.
-    Returns the scales, fp32 [rows, blocks, 1]."""
+def _round(values: Tensor, out: Tensor | None, back: Tensor) -> Tensor:
+    """Coded rows, into `out` where they are wanted, and decoded again, into `back`. Returns the
+    scales."""
+    n = values.shape[1]
+    blocks = back.view(-1, n // BLOCK, BLOCK) if n % BLOCK == 0 else _scratch(values)
+    scales = _encode(values, out, blocks)
+    # Of -0.0, the code of a small negative number, decoding makes 0.0.
+    blocks.add_(0.0).mul_(scales)
+    if n % BLOCK:
+        back.copy_(blocks.flatten(1)[:, :n])
+    return scales
+
+
+def _encode(values: Tensor, out: Tensor | None, scratch: Tensor) -> Tensor:
+    """Coded rows, into `out` where they are wanted, and their codes as fp32 [rows, blocks, BLOCK],
+    into `scratch`. Returns the scales, fp32 [rows, blocks, 1]."""
     blocks = in_blocks(values, BLOCK)
     # Two quick passes: on a CPU `aminmax` along a short dimension takes five times as long.
     largest = torch.abs(blocks, out=scratch).amax(dim=-1, keepdim=True).clamp_min_(SMALLEST)
@@ -97,6 +113,8 @@ def _encode(values: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
     rounded = divided(largest, LARGEST_CODE).bfloat16()
     scales = rounded.float()
     codes = torch.div(blocks, scales, out=scratch).round_().flatten(1)
+    if out is None:
+        return scales
     end = SCALE_BYTES * scales.shape[1]
     out[:, :end] = as_bytes(rounded.squeeze(-1))
     out[:, end:].view(torch.int8).copy_(codes[:, : values.shape[1]])

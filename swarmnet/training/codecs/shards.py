@@ -31,6 +31,7 @@ from swarmnet.training.arrays import (
 )
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.cores import CORES
+from swarmnet.training.late_arrays import Late
 from swarmnet.wire import Array
 
 ROW = CHUNK
@@ -54,11 +55,21 @@ class TorchShardCodec:
     # ---- contributions ----------------------------------------------------------------------
 
     def contribution(
-        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+        self,
+        shard_index: int,
+        gradient: Array,
+        *,
+        keeps_error: bool,
+        is_short: bool = False,
+        for_others: bool = True,
     ) -> Array:
         name = self.names.of_contribution(is_short=is_short)
         if name == NONE:
             return gradient
+        if keeps_error and not for_others and self.names.is_repeatable:
+            late = self._rounded(name, shard_index, gradient)
+            if late is not None:
+                return late
         known, values = self._errors.get(shard_index), to_tensor(gradient)
         before = known[1] if known is not None and known[0] == name else None
         decay, size = ERROR_DECAY.get(name, 1.0), values.numel()
@@ -85,6 +96,27 @@ class TorchShardCodec:
             self._errors[shard_index] = name, lost
         return from_tensor(coded)
 
+    def _rounded(self, name: str, shard_index: int, gradient: Array) -> Late | None:
+        """A contribution whose codes nobody may ask for. None where it is of no use."""
+        known, values = self._errors.get(shard_index), to_tensor(gradient)
+        before = known[1] if known is not None and known[0] == name else None
+        size = values.numel()
+        sent, lost = torch.empty(size), torch.empty(size, dtype=torch.bfloat16)
+
+        def work(part: slice) -> None:
+            here, out = values[part], sent[part]
+            if before is not None:
+                here = torch.add(here, before[part])
+            out.copy_(rounded(name, here, is_checked=True))
+            lost[part].copy_(torch.sub(here, out))
+
+        try:
+            CORES.over(size, work)
+        except ProtocolViolation:
+            return None
+        self._errors[shard_index] = name, lost
+        return _late(name, sent)
+
     def forget_error(self, shard_index: int) -> None:
         self._errors.pop(shard_index, None)
 
@@ -104,6 +136,8 @@ class TorchShardCodec:
         self._errors = loaded
 
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
+        if isinstance(coded, Late):
+            return _decoded_late(coded)
         size, short = self._sizes[shard_index], self.names.of_contribution(is_short=True)
         is_short = (coded.dtype, coded.shape) == self.names.form(short, size)
         name = short if is_short else self.names.contributions
@@ -114,6 +148,8 @@ class TorchShardCodec:
     def coded_sum(self, shard_index: int, total: Array) -> tuple[Array, Array]:
         if self.names.sums == NONE:
             return total, total
+        if isinstance(total, Late) and total.codec == self.names.sums:  # of one contribution
+            return _late(total.codec, total.numbers), total
         name, values = self.names.sums, to_tensor(total)
         size = values.numel()
         coded, decoded = empty_codes(name, size), torch.empty(size)
@@ -128,6 +164,8 @@ class TorchShardCodec:
         return from_tensor(coded), from_tensor(decoded)
 
     def decoded_sum(self, shard_index: int, coded: Array) -> Array:
+        if isinstance(coded, Late):
+            return _decoded_late(coded)
         return self._read("a sum", self.names.sums, shard_index, coded)
 
     # ---- results ----------------------------------------------------------------------------
@@ -192,6 +230,16 @@ def decode_shard(name: str, coded: Tensor, num_values: int) -> Tensor:
     return values
 
 
+def _late(name: str, numbers: Tensor) -> Late:
+    """What a codec that is repeatable has made, and its codes when they are wanted."""
+    form = coded_form(name, (numbers.numel(),), 0)
+    return Late(*form, numbers, name, lambda: encode_shard(name, numbers))
+
+
+def _decoded_late(coded: Late) -> Late:
+    return Late("float32", tuple(coded.numbers.shape), coded.numbers, coded.codec)
+
+
 # ---- parts of a shard, by one thread ------------------------------------------------------------
 
 
@@ -205,6 +253,12 @@ def round_trip(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
     codec = codec_of(name)
     parts = [codec.round_trip(rows) for rows in _rows(values, values.numel(), ROW)]
     return _joined([coded for coded, _ in parts]), _joined([decoded for _, decoded in parts])
+
+
+def rounded(name: str, values: Tensor, *, is_checked: bool = False) -> Tensor:
+    """The second of `round_trip`. Raises as `decode_shard` where it `is_checked`."""
+    codec, what = codec_of(name), "a coded shard" if is_checked else None
+    return _joined([codec.rounded(rows, what) for rows in _rows(values, values.numel(), ROW)])
 
 
 def _decoded(name: str, coded: Tensor, num_values: int) -> Tensor:

@@ -26,9 +26,11 @@ from swarmnet.training.codecs.shards import (
     coded_part,
     empty_codes,
     round_trip,
+    rounded,
     shard_codec_of,
 )
 from swarmnet.training.cores import CORES, scratch
+from swarmnet.training.late_arrays import Late, numbers_of
 from swarmnet.training.optimizer import aggregation
 from swarmnet.training.optimizer.store import MemoryStore, Store
 from swarmnet.wire import Array
@@ -96,6 +98,8 @@ class ShardedOptimizer(ABC):
     def sum(self, contributions: Sequence[Array]) -> Array:
         """Raises `ProtocolViolation` where the contributions are not fp32 of one shape."""
         first, *others = _alike(contributions)
+        if not others and isinstance(contributions[0], Late):
+            return contributions[0]  # in memory of its own, that nobody changes
         total = torch.empty_like(first)
 
         def work(part: slice) -> None:
@@ -126,7 +130,7 @@ class ShardedOptimizer(ABC):
         return from_tensor(aggregation.scaled_sum(tensors, factors))
 
     def sum_of_squares(self, values: Array) -> float:
-        return sum_of_squares(to_tensor(values))
+        return sum_of_squares(numbers_of(values))
 
     def distance(self, one: Array, other: Array) -> float:
         return sum_of_squares(to_tensor(one) - to_tensor(other)) ** 0.5
@@ -141,6 +145,7 @@ class ShardedOptimizer(ABC):
         scale: float,
         round_index: int,
         is_delayed: bool = False,
+        for_others: bool = True,
     ) -> tuple[Array, Array]:
         """As the port says. Raises `ProtocolViolation`, the state unchanged, where the gradient has
         the wrong length or is not finite, or leads to parameters that no stage takes, and
@@ -154,7 +159,7 @@ class ShardedOptimizer(ABC):
         before = state.ahead
         is_ahead = is_delayed or name != NONE
         ahead = (before if before is not None else self._store.zeros(size)) if is_ahead else None
-        coded = None if name == NONE else empty_codes(name, size)
+        coded = empty_codes(name, size) if name != NONE and for_others else None
         advance = self._stepper(shard_index, state, round_index, is_delayed=is_delayed)
         published = torch.empty(size)
 
@@ -167,10 +172,13 @@ class ShardedOptimizer(ABC):
             else:
                 torch.sub(at, before[part], out=own)
             wanted = advance(part, own, gradient)
-            if coded is not None:
+            if name != NONE:
                 change = torch.sub(wanted, at, out=scratch("change", at.numel()))
-                codes, decoded = round_trip(name, change)
-                coded[coded_part(name, part, size)].copy_(codes)
+                if coded is None:
+                    decoded = rounded(name, change)
+                else:
+                    codes, decoded = round_trip(name, change)
+                    coded[coded_part(name, part, size)].copy_(codes)
                 torch.add(decoded, at, out=out)
             elif wanted is not out:
                 out.copy_(wanted)
@@ -214,7 +222,7 @@ class ShardedOptimizer(ABC):
     def _values(self, shard_index: int, what: str, array: Array) -> Tensor:
         size = self._sizes[shard_index]
         check_shape(f"{what} of shard {shard_index}", array, "float32", (size,))
-        return to_tensor(array)
+        return numbers_of(array)
 
 
 def _alike(contributions: Sequence[Array]) -> list[Tensor]:
@@ -223,7 +231,7 @@ def _alike(contributions: Sequence[Array]) -> list[Tensor]:
     for c in contributions:
         if c.dtype != "float32" or c.shape != contributions[0].shape:
             raise ProtocolViolation("contributions of unlike dtype or shape")
-    return [to_tensor(c) for c in contributions]
+    return [numbers_of(c) for c in contributions]
 
 
 def _is_finite_scaled(values: Tensor, scale: float) -> bool:

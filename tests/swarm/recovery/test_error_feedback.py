@@ -154,12 +154,10 @@ class AuditedCodec(TorchShardCodec):
         return torch.zeros(self.sizes[j]).double() if kept is None else kept[1].double()
 
     def contribution(
-        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+        self, shard_index: int, gradient: Array, *, keeps_error: bool, **how: Any
     ) -> Array:
         before, values = self.error(shard_index), to_tensor(gradient).double()
-        coded = super().contribution(
-            shard_index, gradient, keeps_error=keeps_error, is_short=is_short
-        )
+        coded = super().contribution(shard_index, gradient, keeps_error=keeps_error, **how)
         sent = to_tensor(self.decoded_contribution(shard_index, coded)).double()
         made = Coding(values, before, sent, bytes(coded.data), is_offer=not keeps_error)
         self._audit.happened[self._name, shard_index].append(made)

@@ -24,6 +24,7 @@ from swarmnet.protocol.codecs import (
     INT8,
     KEPT,
     NONE,
+    REPEATABLE,
     TILE,
     TOPK,
     coded_form,
@@ -74,6 +75,27 @@ def test_what_is_done_at_once_gives_the_same_bits(name: str, values: Tensor) -> 
     assert bits(coded) == bits(codec.encode(values))
     assert bits(decoded) == bits(codec.decode(coded, n))
     assert bits(decoded) == bits(codec.read("rows", coded, n))
+    assert bits(decoded) == bits(codec.rounded(values))
+    assert bits(decoded) == bits(codec.rounded(values, "rows"))
+
+
+@pytest.mark.parametrize("name", REPEATABLE)
+@given(values=rows_of_numbers())
+def test_what_is_repeatable_makes_the_same_codes_of_what_it_has_decoded(
+    name: str, values: Tensor
+) -> None:
+    codec = codec_of(name)
+    coded, decoded = codec.round_trip(values)
+    assert bits(codec.encode(decoded)) == bits(coded)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_found_without_codes(name: str, value: float) -> None:
+    values = torch.ones(2, 100)
+    values[1, 40] = value
+    with pytest.raises(ProtocolViolation):
+        codec_of(name).rounded(values, "rows")
 
 
 def errors_and_largest(values: Tensor, decoded: Tensor, size: int) -> tuple[Tensor, Tensor]:

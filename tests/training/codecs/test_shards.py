@@ -219,3 +219,54 @@ def test_helpers_change_no_bit(codec: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not shards.errors()
     with pytest.raises(ProtocolViolation):
         shards.decoded_contribution(0, bad)
+
+
+@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize("is_delayed", [False, True])
+def test_what_nobody_gets_has_the_numbers_of_what_is_sent(codec: str, is_delayed: bool) -> None:
+    """Contribution, sum, step and what coding has lost, with and without others."""
+    size = 2 * ROW + 100
+
+    def all_made(*, for_others: bool) -> list[bytes]:
+        parameter = ParameterRange("p", 0, (size,), size)
+        spec = OptimizerSpec(learning_rate=0.01, rounds=10)
+        optimizer = ShardedAdamW([parameter], [size], spec, codec=codec)
+        optimizer.create(0)
+        shards, parameters, made = optimizer.codec, from_tensor(numbers(9, size)), list[Array]()
+        for r in range(3):
+            gradient = from_tensor(numbers(r, size))
+            sent = shards.contribution(0, gradient, keeps_error=True, for_others=for_others)
+            total = optimizer.sum([shards.decoded_contribution(0, sent)])
+            coded, decoded = shards.coded_sum(0, total)
+            again = shards.decoded_sum(0, coded)
+            _, parameters = optimizer.step(
+                0, parameters, decoded, 0.1, r, is_delayed, for_others=for_others
+            )
+            made += [sent, total, coded, decoded, again, parameters, shards.errors()[0][1]]
+            made += optimizer.export(0)[1]
+        return [bytes(array.data) for array in made]
+
+    assert all_made(for_others=False) == all_made(for_others=True)
+
+
+def test_codes_that_nobody_gets_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = shard_codec_of("int8", [SIZE])
+    monkeypatch.setattr("swarmnet.training.codecs.shards.encode_shard", lambda *_: 1 / 0)
+    gradient = from_tensor(numbers(1))
+    sent = shards.contribution(0, gradient, keeps_error=True, for_others=False)
+    total = shards.decoded_contribution(0, sent)
+    assert shards.coded_sum(0, total)[1] is total
+    assert (sent.dtype, sent.shape) == shards.names.form("int8", SIZE)
+    assert sent.num_bytes == row_bytes("int8", SIZE)
+    with pytest.raises(ZeroDivisionError):
+        sent.data.nbytes  # noqa: B018  it is read
+
+
+def test_a_gradient_that_is_not_finite_is_found_where_nobody_gets_it() -> None:
+    shards = shard_codec_of("int8", [SIZE])
+    values = numbers(1)
+    values[-1] = math.inf
+    bad = shards.contribution(0, from_tensor(values), keeps_error=True, for_others=False)
+    assert not shards.errors()
+    with pytest.raises(ProtocolViolation):
+        shards.decoded_contribution(0, bad)

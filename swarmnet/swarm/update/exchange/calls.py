@@ -506,8 +506,9 @@ class SumsAhead:
 
     def give(self, shard: int, total: Array, ballot: Ballot, backups: Iterable[str]) -> None:
         """Sends the sum of a shard to these, each in its turn on the uplink."""
-        digest = digest_of(total)
-        for backup in backups:
+        named = list(backups)
+        digest = digest_of(total) if named else b""  # what nobody gets may have no bytes yet
+        for backup in named:
             group, sent = self._open.get(backup, (None, None))
             if group is None or sent is None or not self._has_room(group, total):
                 group = Group()

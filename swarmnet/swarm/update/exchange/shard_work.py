@@ -230,10 +230,13 @@ class ShardWork:
         """Gradients by shard as they are sent, once for an exchange: pushed again, they are the
         same."""
         codec, plan = self._replica.optimizer.codec, self.plan
+        has_others = self._proofs.is_of_use
 
         def coded(shard: int, gradient: Array) -> Array:
             is_short = len(plan.window(shard, exchange)) == 1 or exchange >= plan.rounds - 1
-            return codec.contribution(shard, gradient, keeps_error=True, is_short=is_short)
+            return codec.contribution(
+                shard, gradient, keeps_error=True, is_short=is_short, for_others=has_others
+            )
 
         def work() -> dict[int, Array]:
             self._coded_for.update(dict.fromkeys(gradients, exchange))
@@ -353,7 +356,7 @@ class ShardWork:
         """`decoded`: of `gradient`, where it is known. `is_copy`: it is another one's step."""
         replica = self._replica
         await self.until_exported()
-        is_signed = self._proofs.is_of_use
+        has_others, own = self._proofs.is_of_use, self._gossip.own.peer_id
 
         def work() -> Result:
             present = replica.common_shard(shard)
@@ -361,12 +364,16 @@ class ShardWork:
             total = decoded
             if total is None:
                 total = replica.optimizer.codec.decoded_sum(shard, gradient)
-            made = replica.optimizer.step(shard, present, total, before.scale, exchange, is_delayed)
-            self._states.stepped(shard, exchange, descended(before.lineage, exchange, gradient))
+            made = replica.optimizer.step(
+                shard, present, total, before.scale, exchange, is_delayed, has_others
+            )
+            # The codes of a replica that is alone may not have been made, and are not for this.
+            seen = gradient.data if has_others else f"{own} {before.scale}".encode()
+            self._states.stepped(shard, exchange, descended(before.lineage, exchange, seen))
             values, parameters = made
             digest = xxhash.xxh3_64_digest(values.data)
             size = replica.optimizer.distance(parameters, present) if is_copy else 0.0
-            hashed = hash_of(values) if is_signed else b""
+            hashed = hash_of(values) if has_others else b""
             return Result(values, digest=digest, parameters=parameters, hash=hashed, size=size)
 
         return await replica.worker.run(work)

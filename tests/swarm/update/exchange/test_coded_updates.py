@@ -14,7 +14,9 @@ import torch
 from swarmnet.errors import NotReady
 from swarmnet.protocol.codecs import UPDATE_CODECS, coded_form
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.codecs.blocks import Int8
 from swarmnet.training.codecs.shards import TorchShardCodec
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
@@ -241,3 +243,46 @@ def test_parameters_of_a_result_are_never_made_of_those_of_the_next_round(
             assert bytes(late.data) == whole
 
     in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_a_replica_that_is_alone_rounds_as_a_swarm_does_and_codes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Its parameters are those of one that makes all codes; another one can join it."""
+    spec = coded_spec(tmp_path, "int8", num_stages=1, mode=mode)
+    found, num_coded = list[dict[str, torch.Tensor]](), list[int]()
+    encode = Int8.encode
+
+    def counted(self: Int8, values: torch.Tensor) -> torch.Tensor:
+        num_coded[-1] += 1
+        return encode(self, values)
+
+    round_trip = Int8.round_trip
+
+    def counted_too(self: Int8, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        num_coded[-1] += 1
+        return round_trip(self, values)
+
+    monkeypatch.setattr(Int8, "encode", counted)
+    monkeypatch.setattr(Int8, "round_trip", counted_too)
+
+    async def scenario(swarm: Swarm) -> None:
+        num_coded.append(0)
+        swarm.start("peer-0")
+        await swarm.until_round(4)
+        num_alone = num_coded[-1]
+        found.append({name: p.clone() for name, p in swarm.parameters().items()})
+        swarm.start("peer-1")
+        await swarm.until_round(ROUNDS)
+        assert num_coded[-1] > num_alone
+        num_coded[-1] = num_alone
+
+    in_virtual_time(scenario, spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(Proofs, "is_of_use", True)
+        in_virtual_time(scenario, spec)
+    assert num_coded[0] == 0 < num_coded[1]
+    ours, theirs = found
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
