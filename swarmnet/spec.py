@@ -731,8 +731,8 @@ class SyncSpec(_Table):
     `int8`. A file that does not say has `auto`, as in `[pipeline]`."""
 
     optimizer_store: Literal["memory", "disk"] = "memory"
-    """Where a peer keeps its optimizer state: `memory` (of the host, even where the stage is on
-    a GPU), or `disk` (memory-mapped files in the state directory)."""
+    """Where a peer keeps its optimizer state that has no wish (`--optimizer-memory`): `memory` (of
+    the host, or of a GPU that has room), or `disk` (memory-mapped files in the state directory)."""
 
     @model_validator(mode="after")
     def _check(self) -> SyncSpec:

@@ -159,6 +159,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     sync = spec.sync
     share = optimizer_share(options.replicas, sync.replication)
     store = "in files" if sync.optimizer_store == "disk" else "in the host's memory"
+    if sync.mode == "zero":
+        store += " (of a machine with one GPU: in that, where it has room)"
     is_own = sync.mode in ("local", "gossip")
     beside = exchange_bytes(sync.mode, share, p, sync.codec)
     without = exchange_bytes(sync.mode, 1.0, p, sync.codec)
@@ -189,7 +191,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         f"round, with {_sizes(sync.mode, sync.codec)}; local the same every H = "
         f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}. "
         "Activations and their gradients come on top.",
-        f"Optimizer: {store}, the share of a replica of average upload bandwidth. Activations: "
+        f"Optimizer: {store}, or where --optimizer-memory says; the share of a replica of average "
+        "upload bandwidth. Activations: "
         f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
         f'activations = "{spec.pipeline.activations}" (auto: each machine by its free memory; here '
         "as keep); offload moves the rest out of the device's memory.",

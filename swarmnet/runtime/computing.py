@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 OFFLOAD_FOLDER = "activations"
 """In the state folder."""
+AUTO, DEVICE, HOST, DISK = "auto", "device", "host", "disk"
+PLACES = {DEVICE: "in the device's memory", HOST: "in the host's memory", DISK: "in files"}
+"""Of optimizer state, by `--optimizer-memory`."""
 
 
 def free_bytes_of(device: torch.device | str) -> int:
@@ -37,10 +40,12 @@ def choose_computing(
     where the stage does not fit into the memory that is free: before any of it is built."""
     import torch
 
+    from swarmnet.protocol.sync_modes import ZERO
     from swarmnet.training.computing import ActivationsName, Computing, choose_precision
     from swarmnet.training.memory.activation_choice import (
         FREE_PART,
         POLICIES,
+        Choice,
         choose_activations,
         expected_in_flight,
         known_activations,
@@ -68,29 +73,51 @@ def choose_computing(
         ranges[-1].stop, 1, spec.sync.replication, numbers, spec.sync.mode, spec.sync.codec
     )
     on_device = weights + gradients + base_bytes(spec, stage, numbers)
+    updating = exchange + optimizer
     if device.type == "cpu":
-        on_device += exchange + (optimizer if spec.sync.optimizer_store == "memory" else 0)
+        on_device += exchange + (optimizer if host_place(spec, options) == HOST else 0)
+    if options.optimizer_memory == DEVICE:
+        on_device += updating
     free = free_bytes_of(device)
     # Ranks with devices of their own share the stage; those on CPUs share the memory.
     _check_room(stage, on_device, free * (len(devices) if device.type == "cuda" else 1))
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
     left = max(0.0, FREE_PART * free - on_device) * len(devices if device.type == "cuda" else [0])
-    in_flight = expected_in_flight(spec)
-    choice = choose_activations(
-        known_activations(spec, stage, numbers),
-        free_bytes=left,
-        in_flight=in_flight,
-        policies=policies,
-    )
+    in_flight, known = expected_in_flight(spec), known_activations(spec, stage, numbers)
+
+    def choice_of(num_bytes: float) -> Choice:
+        return choose_activations(
+            known, free_bytes=num_bytes, in_flight=in_flight, policies=policies
+        )
+
+    choice, is_there = choice_of(left), options.optimizer_memory == DEVICE
+    may_be_there = device.type == "cuda" and len(devices) == 1 and spec.sync.mode == ZERO
+    if options.optimizer_memory == AUTO and may_be_there and updating < left:
+        beside = choice_of(left - updating)
+        has_room = beside.max_in_flight >= min(choice.max_in_flight, in_flight)
+        is_there = has_room and beside.activations == choice.activations
+        choice = beside if is_there else choice
+        left -= updating if is_there else 0
     computing = Computing(
         precision=precision,
         activations=choice.activations,
         compile=options.compile,
         folder=str(options.state_dir / OFFLOAD_FOLDER),
         max_in_flight=choice.max_in_flight,
+        updates_on_device=is_there,
     )
-    return computing, _line(stage, device, computing, choice.needed_bytes, in_flight, left)
+    place = DEVICE if is_there else host_place(spec, options)
+    line = _line(stage, device, computing, choice.needed_bytes, in_flight, left)
+    return computing, f"{line}; optimizer state {PLACES[place]}"
+
+
+def host_place(spec: RunSpec, options: PeerOptions) -> str:
+    """Where optimizer state lies that is not in the device's memory: what this machine wants, else
+    what the run says."""
+    if options.optimizer_memory in (HOST, DISK):
+        return options.optimizer_memory
+    return DISK if spec.sync.optimizer_store == DISK else HOST
 
 
 def _check_room(stage: int, needed: float, free: float) -> None:
@@ -103,9 +130,20 @@ def _check_room(stage: int, needed: float, free: float) -> None:
 
 def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:
     """Raises `UsageError` where options do not go together."""
+    from swarmnet.protocol.sync_modes import ZERO
     from swarmnet.training.computing import choose_precision
 
     precision = choose_precision(spec, options.precision, devices[0])
+    if options.optimizer_memory == DEVICE:
+        if devices[0] == "cpu":
+            raise UsageError("--optimizer-memory device: there is no GPU at work here; use host")
+        if len(devices) > 1:
+            raise UsageError("--optimizer-memory device is for one rank; use host, or add --tp 1")
+        if spec.sync.mode != ZERO:
+            raise UsageError(
+                f"--optimizer-memory device: mode {spec.sync.mode} makes its updates beside a "
+                "round, on the host; use host"
+            )
     if len(devices) > 1 and options.compile:
         raise UsageError("--compile goes with one rank; leave it out, or add --tp 1")
     if len(devices) > 1 and options.local == "fsdp" and precision == "fp16":

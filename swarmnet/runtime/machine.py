@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, UserError
-from swarmnet.runtime.computing import choose_computing, free_bytes_of
+from swarmnet.runtime.computing import choose_computing, free_bytes_of, host_place
 from swarmnet.runtime.joining.past import open_ended, unused_states
 from swarmnet.runtime.joining.starting import Run
 from swarmnet.runtime.options import PeerOptions
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("swarmnet.peer")
 
 OPTIMIZER_FOLDER = "optimizer"
-"""In the state folder, for `[sync] optimizer_store = "disk"`."""
+"""In the state folder, for optimizer state on the disk."""
 
 
 def build_machine(
@@ -103,7 +103,7 @@ def _builders(
     from swarmnet.training.stage import build_stage
 
     devices = choose_devices(spec, options)
-    store = open_store(spec.sync.optimizer_store, options.state_dir / OPTIMIZER_FOLDER)
+    store = open_store(host_place(spec, options), options.state_dir / OPTIMIZER_FOLDER)
 
     def build(stage_index: int) -> tuple[Any, Any]:
         computing, line = choose_computing(spec, options, stage_index, devices)

@@ -16,6 +16,7 @@ LocalName = Literal["tensor", "fsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
+OptimizerMemoryName = Literal["auto", "device", "host", "disk"]
 
 ANY_INTERFACE = "0.0.0.0"
 AUTO_STAGES = "auto"
@@ -241,6 +242,14 @@ class ComputeOptions:
             metavar="POLICY",
             help="Kept between forward and backward: keep, blocks, recompute, offload, or auto "
             "(as the run says, else by free memory).",
+        ),
+    ] = "auto"
+    optimizer_memory: Annotated[
+        OptimizerMemoryName,
+        Option(
+            metavar="PLACE",
+            help="Where optimizer state lies here: device (in the GPU's memory; updates are made "
+            "there), host, disk, or auto (device where it has room, else as the run says).",
         ),
     ] = "auto"
     tp: Annotated[

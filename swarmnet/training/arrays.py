@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.training.cores import CORES
+from swarmnet.training.cores import over
 from swarmnet.wire import Array, array_bytes
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -136,7 +136,7 @@ def _dot(values: Tensor) -> float:
         parts = [torch.linalg.vector_norm(r, dim=1) for r in rows if r.numel()]
         norms[part.start] = torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    CORES.over(flat.numel(), work)
+    over(flat, work)
     if not norms:
         return 0.0
     # In one order, whoever was first.

@@ -38,6 +38,9 @@ class Computing:
     """`torch.compile` each layer."""
     max_in_flight: int = 1 << 16
     """Microbatches between their passes that memory has room for."""
+    updates_on_device: bool = False
+    """Parameters, gradient and moments lie in the memory of a device that has its own, and the
+    update is made there."""
     folder: str = ""
     """Where `offload` puts its files, without a GPU; empty for the system's temporary folder."""
 

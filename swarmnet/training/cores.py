@@ -27,6 +27,8 @@ LEAST_SHARED = 1 << 19
 (`benchmarks/round_end.py`)."""
 GRAIN = 1 << 13
 """Parts begin at multiples of it: two rows of coded shards."""
+PART_APART = 1 << 23
+"""Likewise in a device's memory, where each step takes time to start."""
 MOST_HELPERS = 16
 """More of them wait for the interpreter and for memory, and not for numbers."""
 
@@ -177,11 +179,12 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def scratch(name: str, num_numbers: int) -> Tensor:
-    """fp32 [num_numbers], of this thread, and whatever was left there under this name: memory that
-    is new costs more than numbers."""
-    if num_numbers > PART:
-        return torch.empty(num_numbers)
+def scratch(name: str, like: Tensor) -> Tensor:
+    """fp32 of this vector's size and device, of this thread, and whatever was left there under this
+    name: memory that is new costs more than numbers."""
+    num_numbers = like.numel()
+    if num_numbers > PART or not like.is_cpu:  # a device's memory is kept for it by torch
+        return torch.empty_like(like, dtype=torch.float32)
     vector = _scratch.vectors.get(name)
     if vector is None:
         vector = _scratch.vectors[name] = torch.empty(PART)
@@ -190,3 +193,14 @@ def scratch(name: str, num_numbers: int) -> Tensor:
 
 CORES = Cores()
 """Of this process."""
+
+
+def over(vector: Tensor, work: Work, *, in_parts: bool = True) -> None:
+    """As `Cores.over`, of a vector in the host's memory. One in a device's is worked on there."""
+    num_numbers = vector.numel()
+    if vector.is_cpu:
+        CORES.over(num_numbers, work, in_parts=in_parts)
+        return
+    size = PART_APART if in_parts else max(num_numbers, 1)
+    for start in range(0, num_numbers, size):
+        work(slice(start, min(start + size, num_numbers)))

@@ -1,7 +1,8 @@
 """Arrays whose bytes are made when somebody reads them.
 
-An update hands arrays on that nobody may ever send: codes of a replica that is alone in its stage.
-What such an array stands for is there as a tensor, and whoever works with tensors takes that.
+An update hands arrays on that nobody may ever send: codes of a replica that is alone in its stage,
+and vectors in a device's memory. What such an array stands for is there as a tensor, and whoever
+works with tensors takes that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.wire import Array
 
 
@@ -24,7 +26,8 @@ class Late(Array):
     numbers: Tensor
     """fp32: what the array stands for."""
     codec: str
-    """That gives these numbers again where they are coded with it."""
+    """That gives these numbers again where they are coded with it; empty where none is known, and
+    the numbers may be somebody's who changes them."""
     _make: Callable[[], Tensor] | None
     _made: Any
     _lock: threading.Lock
@@ -61,8 +64,28 @@ class Late(Array):
             return self._made
 
 
-def numbers_of(array: Array) -> Tensor:
-    """An fp32 array as a tensor, as `to_tensor`; that of a late one without its bytes."""
+def numbers_of(array: Array, copies: DeviceCopies | None = None) -> Tensor:
+    """An fp32 array as a tensor, as `to_tensor`; that of a late one without its bytes. `copies`: to
+    the device on which it is needed."""
     if isinstance(array, Late) and array.dtype == "float32":
         return array.numbers
-    return to_tensor(array)
+    return tensor_on(array, copies)
+
+
+def tensor_on(array: Array, copies: DeviceCopies | None) -> Tensor:
+    """Any array as a tensor on a device, or where there is none as `to_tensor`."""
+    tensor = to_tensor(array)
+    return tensor if copies is None else copies.to_device(tensor)
+
+
+def array_of(numbers: Tensor, copies: DeviceCopies | None = None, codec: str = "") -> Array:
+    """The reverse of `numbers_of`. `codec`: as of `Late`."""
+    if copies is None and not codec:
+        return from_tensor(numbers)
+    make = None if copies is None else lambda: copies.to_host(numbers).wait()
+    return Late("float32", tuple(numbers.shape), numbers, codec, make)
+
+
+def sent(coded: Tensor, copies: DeviceCopies | None) -> Array:
+    """Codes, on their way to others: on the host."""
+    return from_tensor(coded if copies is None else copies.to_host(coded).wait())

@@ -33,6 +33,7 @@ from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing, computing_of
+from swarmnet.training.late_arrays import array_of
 from swarmnet.training.memory.device_copies import DeviceCopies, copies_of
 from swarmnet.training.models.base import (
     LayerBuilder,
@@ -132,6 +133,7 @@ class TorchStage:
         )
         self.parameter_ranges = self.layers.parameter_ranges
         self.num_parameters = self.layers.num_parameters
+        self.update_copies = self.layers.update_copies
         self.vectors = RoundVectors(self.layers, reuses_gradient=reuses_gradient)
         self.shard_sizes = self.vectors.shard_sizes
         self.base = self.layers.base
@@ -330,13 +332,13 @@ class TorchStage:
     # ---- shards -----------------------------------------------------------------------------
 
     def gradient_shard(self, shard_index: int) -> Array:
-        return from_tensor(self.vectors.gradient_shard(shard_index))
+        return array_of(self.vectors.gradient_shard(shard_index), self.update_copies)
 
     def copy_gradient(self, shard_index: int) -> Array:
-        return from_tensor(self.vectors.copy_gradient(shard_index))
+        return array_of(self.vectors.copy_gradient(shard_index), self.update_copies)
 
     def parameter_shard(self, shard_index: int) -> Array:
-        return from_tensor(self.vectors.present.parameter_shards[shard_index])
+        return array_of(self.vectors.present.parameter_shards[shard_index], self.update_copies)
 
     def digest(self, shard_index: int) -> bytes:
         return xxhash.xxh3_64_digest(self.parameter_shard(shard_index).data)
@@ -346,7 +348,7 @@ class TorchStage:
 
     def coming_shard(self, shard_index: int) -> Array | None:
         coming = self.vectors.coming_shard(shard_index)
-        return None if coming is None else from_tensor(coming)
+        return None if coming is None else array_of(coming, self.update_copies)
 
     # ---- rounds -----------------------------------------------------------------------------
 

@@ -56,9 +56,53 @@ def test_free_memory_decides_and_the_person_is_told(
     with pytest.raises(UserError, match=r"stage 0 needs .* of this machine's memory"):
         with_free(1e6)
     computing, line = with_free(26e6)
-    assert line.endswith("; no more than 2 are let in")
+    assert line.endswith("; no more than 2 are let in; optimizer state in the host's memory")
     assert computing.max_in_flight == 2
     assert computing.activations != "offload"  # to a disk only where somebody wants it
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "options", "mode", "place"),
+    [
+        (64_000, {}, "zero", "in the device's memory"),
+        (64_000, {"optimizer_memory": "device"}, "zero", "in the device's memory"),
+        (64_000, {"optimizer_memory": "host"}, "zero", "in the host's memory"),
+        (64_000, {"optimizer_memory": "disk"}, "zero", "in files"),
+        (64_000, {}, "delayed", "in the host's memory"),
+        (44, {}, "zero", "in the host's memory"),
+        (44, {"optimizer_memory": "device"}, "zero", "in the device's memory"),
+    ],
+)
+def test_optimizer_state_lies_where_there_is_room(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    megabytes: int,
+    options: dict[str, Any],
+    mode: str,
+    place: str,
+) -> None:
+    monkeypatch.setattr("swarmnet.runtime.computing.free_bytes_of", lambda device: megabytes * 1e6)
+    spec = small_spec(
+        model=LARGE, pipeline={"num_stages": 2, "global_batch": 64}, sync={"mode": mode}
+    )
+    computing, line = choose(tmp_path, spec, ["cuda:0"], precision="fp32", **options)
+    assert place in line.rsplit(";", 1)[1]
+    assert computing.updates_on_device == ("device's" in place)
+
+
+def test_optimizer_state_that_fits_nowhere_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(match: str, devices: list[str], mode: str = "zero") -> None:
+        with pytest.raises(UserError, match=match):
+            choose(tmp_path, small_spec(sync={"mode": mode}), devices, optimizer_memory="device")
+
+    refused("there is no GPU at work here; use host", CPU)
+    refused("mode delayed makes its updates beside a round", ["cuda:0"], "delayed")
+    refused("device is for one rank", ["cuda:0", "cuda:1"])
+    monkeypatch.setattr("swarmnet.runtime.computing.free_bytes_of", lambda device: 1e5)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: False)
+    refused(r"needs .* of this machine's memory", ["cuda:0"])
 
 
 def test_what_is_fully_sharded_is_recomputed(tmp_path: Path) -> None:

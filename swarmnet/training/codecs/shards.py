@@ -27,11 +27,12 @@ from swarmnet.training.arrays import (
     check_shape,
     from_tensor,
     is_finite,
-    to_tensor,
 )
 from swarmnet.training.codecs.registry import codec_of
-from swarmnet.training.cores import CORES
-from swarmnet.training.late_arrays import Late
+from swarmnet.training.cores import over
+from swarmnet.training.late_arrays import Late, array_of, numbers_of, tensor_on
+from swarmnet.training.late_arrays import sent as sent_to_others
+from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.wire import Array
 
 ROW = CHUNK
@@ -46,8 +47,15 @@ class TorchShardCodec:
     `topk` has left out of many changes does not come back at once with a short one.
     """
 
-    def __init__(self, names: UpdateCodec, shard_sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        names: UpdateCodec,
+        shard_sizes: Sequence[int],
+        copies: DeviceCopies | None = None,
+    ) -> None:
+        """`copies`: to the device on which all is coded, where that is not the host."""
         self.names = names
+        self._copies = copies
         self._sizes = tuple(shard_sizes)
         self._errors: dict[int, tuple[str, Tensor]] = {}
         """By shard: what was lost of the last contribution, and in which codec."""
@@ -70,11 +78,11 @@ class TorchShardCodec:
             late = self._rounded(name, shard_index, gradient)
             if late is not None:
                 return late
-        known, values = self._errors.get(shard_index), to_tensor(gradient)
+        known, values = self._errors.get(shard_index), numbers_of(gradient, self._copies)
         before = known[1] if known is not None and known[0] == name else None
         decay, size = ERROR_DECAY.get(name, 1.0), values.numel()
-        coded = empty_codes(name, size)
-        lost = torch.empty(size, dtype=torch.bfloat16) if keeps_error else None
+        coded = empty_codes(name, values)
+        lost = torch.empty_like(values, dtype=torch.bfloat16) if keeps_error else None
         are_finite = list[bool]()
 
         def work(part: slice) -> None:
@@ -90,18 +98,17 @@ class TorchShardCodec:
             are_finite.append(is_finite(gap))
             lost[part].copy_(gap)
 
-        CORES.over(size, work)
+        over(values, work)
         # A bad gradient never counts, and would spoil all that come after it.
         if lost is not None and all(are_finite):
             self._errors[shard_index] = name, lost
-        return from_tensor(coded)
+        return sent_to_others(coded, self._copies)
 
     def _rounded(self, name: str, shard_index: int, gradient: Array) -> Late | None:
         """A contribution whose codes nobody may ask for. None where it is of no use."""
-        known, values = self._errors.get(shard_index), to_tensor(gradient)
+        known, values = self._errors.get(shard_index), numbers_of(gradient, self._copies)
         before = known[1] if known is not None and known[0] == name else None
-        size = values.numel()
-        sent, lost = torch.empty(size), torch.empty(size, dtype=torch.bfloat16)
+        sent, lost = torch.empty_like(values), torch.empty_like(values, dtype=torch.bfloat16)
 
         def work(part: slice) -> None:
             here, out = values[part], sent[part]
@@ -111,11 +118,24 @@ class TorchShardCodec:
             lost[part].copy_(torch.sub(here, out))
 
         try:
-            CORES.over(size, work)
+            over(values, work)
         except ProtocolViolation:
             return None
         self._errors[shard_index] = name, lost
-        return _late(name, sent)
+        return self._late(name, sent)
+
+    def _late(self, name: str, numbers: Tensor) -> Late:
+        """What a repeatable codec has made, and its codes when they are wanted."""
+        form, copies = coded_form(name, (numbers.numel(),), 0), self._copies
+
+        def codes() -> Tensor:
+            coded = encode_shard(name, numbers)
+            return coded if copies is None else copies.to_host(coded).wait()
+
+        return Late(*form, numbers, name, codes)
+
+    def _decoded_late(self, coded: Late) -> Array:
+        return array_of(coded.numbers, self._copies, coded.codec)
 
     def forget_error(self, shard_index: int) -> None:
         self._errors.pop(shard_index, None)
@@ -130,14 +150,14 @@ class TorchShardCodec:
             if name not in known or not 0 <= j < len(self._sizes):
                 raise ProtocolViolation(f"what {name} has lost of shard {j}, in a run without that")
             check_shape(f"what was lost of shard {j}", lost, "bfloat16", (self._sizes[j],))
-            values = to_tensor(lost)
+            values = tensor_on(lost, self._copies)
             check_finite(f"what was lost of shard {j}", values)
             loaded[j] = name, values
         self._errors = loaded
 
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
-        if isinstance(coded, Late):
-            return _decoded_late(coded)
+        if isinstance(coded, Late) and coded.codec:
+            return self._decoded_late(coded)
         size, short = self._sizes[shard_index], self.names.of_contribution(is_short=True)
         is_short = (coded.dtype, coded.shape) == self.names.form(short, size)
         name = short if is_short else self.names.contributions
@@ -149,10 +169,10 @@ class TorchShardCodec:
         if self.names.sums == NONE:
             return total, total
         if isinstance(total, Late) and total.codec == self.names.sums:  # of one contribution
-            return _late(total.codec, total.numbers), total
-        name, values = self.names.sums, to_tensor(total)
+            return self._late(total.codec, total.numbers), total
+        name, values = self.names.sums, numbers_of(total, self._copies)
         size = values.numel()
-        coded, decoded = empty_codes(name, size), torch.empty(size)
+        coded, decoded = empty_codes(name, values), torch.empty_like(values)
 
         def work(part: slice) -> None:
             codes = _encoded(name, values[part])
@@ -160,12 +180,12 @@ class TorchShardCodec:
             # Checked like what comes from others: a step is made by all owners or by none.
             decoded[part].copy_(_decoded(name, codes, part.stop - part.start))
 
-        CORES.over(size, work)
-        return from_tensor(coded), from_tensor(decoded)
+        over(values, work)
+        return sent_to_others(coded, self._copies), array_of(decoded, self._copies)
 
     def decoded_sum(self, shard_index: int, coded: Array) -> Array:
-        if isinstance(coded, Late):
-            return _decoded_late(coded)
+        if isinstance(coded, Late) and coded.codec:
+            return self._decoded_late(coded)
         return self._read("a sum", self.names.sums, shard_index, coded)
 
     # ---- results ----------------------------------------------------------------------------
@@ -174,25 +194,28 @@ class TorchShardCodec:
         if result.dtype == "float32":
             return result
         change = self._read("a result", self.names.results, shard_index, result)
-        return from_tensor(to_tensor(present) + to_tensor(change))
+        now, change_of = numbers_of(present, self._copies), numbers_of(change, self._copies)
+        return array_of(now + change_of, self._copies)
 
     def _read(self, what: str, name: str, shard_index: int, coded: Array) -> Array:
         size = self._sizes[shard_index]
         check_shape(f"{what} to shard {shard_index}", coded, *self.names.form(name, size))
         if name == NONE:
             return coded
-        return from_tensor(decode_shard(name, to_tensor(coded), size))
+        return array_of(decode_shard(name, tensor_on(coded, self._copies), size), self._copies)
 
 
-def shard_codec_of(name: str, shard_sizes: Sequence[int]) -> TorchShardCodec:
+def shard_codec_of(
+    name: str, shard_sizes: Sequence[int], copies: DeviceCopies | None = None
+) -> TorchShardCodec:
     """By `[sync] codec`. Raises `KeyError` for an unknown name."""
-    return TorchShardCodec(update_codec(name), shard_sizes)
+    return TorchShardCodec(update_codec(name), shard_sizes, copies)
 
 
-def empty_codes(name: str, num_values: int) -> Tensor:
-    """Memory for a coded flat vector of so many numbers."""
-    dtype, shape = coded_form(name, (num_values,), 0)
-    return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+def empty_codes(name: str, values: Tensor) -> Tensor:
+    """Memory for the codes of a flat vector, on its device."""
+    dtype, shape = coded_form(name, (values.numel(),), 0)
+    return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=values.device)
 
 
 def coded_part(name: str, part: slice, num_values: int) -> slice:
@@ -208,36 +231,26 @@ def coded_part(name: str, part: slice, num_values: int) -> slice:
 def encode_shard(name: str, values: Tensor) -> Tensor:
     """fp32 [n] as a coded flat vector of `row_bytes(name, n)` bytes."""
     size = values.numel()
-    coded = empty_codes(name, size)
+    coded = empty_codes(name, values)
 
     def work(part: slice) -> None:
         coded[coded_part(name, part, size)].copy_(_encoded(name, values[part]))
 
-    CORES.over(size, work)
+    over(values, work)
     return coded
 
 
 def decode_shard(name: str, coded: Tensor, num_values: int) -> Tensor:
     """The reverse, checked. Raises `ProtocolViolation`: not what this codec makes of finite
     numbers."""
-    values = torch.empty(num_values)
+    values = torch.empty(num_values, device=coded.device)
 
     def work(part: slice) -> None:
         codes = coded[coded_part(name, part, num_values)]
         values[part].copy_(_decoded(name, codes, part.stop - part.start))
 
-    CORES.over(num_values, work)
+    over(values, work)
     return values
-
-
-def _late(name: str, numbers: Tensor) -> Late:
-    """What a codec that is repeatable has made, and its codes when they are wanted."""
-    form = coded_form(name, (numbers.numel(),), 0)
-    return Late(*form, numbers, name, lambda: encode_shard(name, numbers))
-
-
-def _decoded_late(coded: Late) -> Late:
-    return Late("float32", tuple(coded.numbers.shape), coded.numbers, coded.codec)
 
 
 # ---- parts of a shard, by one thread ------------------------------------------------------------

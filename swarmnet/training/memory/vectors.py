@@ -30,7 +30,8 @@ class Vectors:
     ) -> None:
         """
         Args:
-            parameters: fp32, shape (num_parameters,), in the host's memory.
+            parameters: fp32, shape (num_parameters,), in the host's memory, or in that of the
+                device where the update is made there.
             gradients: of the same kind and shape.
             shard_size: elements of each shard, where the last one may be shorter; or of every one.
             ranges: where each parameter of the layers lies in the vectors. Empty where the layers

@@ -49,10 +49,10 @@ def step(
     about: Step,
     weight_decay: float,
 ) -> None:
-    """Makes one step in place: all but `gradient` are changed, fp32 vectors of one length in the
-    host's memory."""
+    """Makes one step in place: all but `gradient` are changed, fp32 vectors of one length on one
+    device."""
     vectors = (parameters, gradient, mean, square)
-    if not fuses_as_written():
+    if not (parameters.is_cpu and fuses_as_written()):
         written(*vectors, about, weight_decay)
         return
     end = parameters.numel() // WHOLE * WHOLE

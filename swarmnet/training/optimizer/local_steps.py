@@ -24,7 +24,7 @@ from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
 from swarmnet.training.optimizer.outer import OuterNesterov
 from swarmnet.training.optimizer.sharded import ShardedOptimizer
 from swarmnet.training.optimizer.shards import ShardedAdamW
-from swarmnet.training.optimizer.store import Store
+from swarmnet.training.optimizer.store import DeviceStore, HostStore, MemoryStore, Store
 from swarmnet.training.stage import TorchStage
 from swarmnet.wire import Array
 
@@ -196,12 +196,17 @@ def build_local_steps(
 
 
 def build_optimizer(
-    spec: RunSpec, stage: TorchStage, store: Store | None = None
+    spec: RunSpec, stage: TorchStage, store: HostStore | None = None
 ) -> ShardedAdamW | OuterNesterov:
-    """What the owners of a stage's shards step with, by the run's mode; it owns none yet."""
+    """What the owners of a stage's shards step with, by the run's mode; it owns none yet. `store`:
+    of state, or where the stage's update is made on the device, of what that has no room for."""
     sync, ranges, sizes = spec.sync, stage.parameter_ranges, stage.shard_sizes
     if sync.mode not in (LOCAL, GOSSIP):
-        return ShardedAdamW(ranges, sizes, spec.optimizer, store, sync.codec)
+        copies = stage.update_copies
+        place: Store | None = store
+        if copies is not None:
+            place = DeviceStore(copies.device, store or MemoryStore())
+        return ShardedAdamW(ranges, sizes, spec.optimizer, place, sync.codec, copies)
     return OuterNesterov(
         sizes,
         sync.outer_learning_rate,

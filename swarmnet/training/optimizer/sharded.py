@@ -29,8 +29,9 @@ from swarmnet.training.codecs.shards import (
     rounded,
     shard_codec_of,
 )
-from swarmnet.training.cores import CORES, scratch
-from swarmnet.training.late_arrays import Late, numbers_of
+from swarmnet.training.cores import over, scratch
+from swarmnet.training.late_arrays import Late, array_of, numbers_of, sent
+from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.optimizer import aggregation
 from swarmnet.training.optimizer.store import MemoryStore, Store
 from swarmnet.wire import Array
@@ -62,10 +63,16 @@ class ShardedOptimizer(ABC):
     """A step changes the state part by part. It cannot where one part may be refused."""
 
     def __init__(
-        self, shard_sizes: Sequence[int], store: Store | None = None, codec: str = NONE
+        self,
+        shard_sizes: Sequence[int],
+        store: Store | None = None,
+        codec: str = NONE,
+        copies: DeviceCopies | None = None,
     ) -> None:
-        """`store`: where the state lies; in memory where it is left out. `codec`: of updates."""
-        self.codec: ShardCodec = shard_codec_of(codec, shard_sizes)
+        """`store`: where the state lies; in memory where it is left out. `codec`: of updates.
+        `copies`: to the device on which sums and steps are made, where that is not the host."""
+        self.codec: ShardCodec = shard_codec_of(codec, shard_sizes, copies)
+        self._copies = copies
         self._store = store or MemoryStore()
         self._sizes = tuple(shard_sizes)
         self._states: dict[int, ShardState] = {}
@@ -97,9 +104,10 @@ class ShardedOptimizer(ABC):
 
     def sum(self, contributions: Sequence[Array]) -> Array:
         """Raises `ProtocolViolation` where the contributions are not fp32 of one shape."""
-        first, *others = _alike(contributions)
-        if not others and isinstance(contributions[0], Late):
-            return contributions[0]  # in memory of its own, that nobody changes
+        first, *others = self._alike(contributions)
+        only = contributions[0]
+        if not others and isinstance(only, Late) and only.codec:
+            return only  # in memory of its own, that nobody changes
         total = torch.empty_like(first)
 
         def work(part: slice) -> None:
@@ -109,8 +117,8 @@ class ShardedOptimizer(ABC):
             for i, values in enumerate(others):
                 torch.add(out if i else first[part], values[part], out=out)
 
-        CORES.over(total.numel(), work)
-        return from_tensor(total)
+        over(total, work)
+        return array_of(total, self._copies)
 
     def aggregate(
         self,
@@ -119,10 +127,11 @@ class ShardedOptimizer(ABC):
         tokens: Sequence[int],
         factors: Sequence[float],
     ) -> Array:
-        """As the port says. Raises `ProtocolViolation` as `sum`."""
+        """As the port says, on the host but for plain sums. Raises `ProtocolViolation` as `sum`."""
         if rule in (robust.MEAN, robust.MEDIAN_CLIP) and all(f == 1.0 for f in factors):
             return self.sum(contributions)
-        tensors = _alike(contributions)
+        self._alike(contributions)
+        tensors = [to_tensor(c) for c in contributions]
         if rule == robust.TRIMMED_MEAN:
             return from_tensor(aggregation.trimmed_mean(tensors, tokens))
         if rule == robust.CENTERED_CLIP:
@@ -130,10 +139,11 @@ class ShardedOptimizer(ABC):
         return from_tensor(aggregation.scaled_sum(tensors, factors))
 
     def sum_of_squares(self, values: Array) -> float:
-        return sum_of_squares(numbers_of(values))
+        return sum_of_squares(numbers_of(values, self._copies))
 
     def distance(self, one: Array, other: Array) -> float:
-        return sum_of_squares(to_tensor(one) - to_tensor(other)) ** 0.5
+        first, second = (numbers_of(values, self._copies) for values in (one, other))
+        return sum_of_squares(first - second) ** 0.5
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -156,24 +166,28 @@ class ShardedOptimizer(ABC):
         if not _is_finite_scaled(total, scale):
             raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
         name, size = self.codec.names.results, present.numel()
-        before = state.ahead
-        is_ahead = is_delayed or name != NONE
-        ahead = (before if before is not None else self._store.zeros(size)) if is_ahead else None
-        coded = empty_codes(name, size) if name != NONE and for_others else None
-        advance = self._stepper(shard_index, state, round_index, is_delayed=is_delayed)
-        published = torch.empty(size)
+        is_ahead, is_first = is_delayed or name != NONE, state.ahead is None
+        new = state.ahead if not is_first else self._store.zeros(size) if is_ahead else None
+        kept = state.vectors if new is None else (*state.vectors, new)
+        used = [self._near(values) for values in kept]
+        before = None if is_first else used[-1]
+        ahead = used[-1] if is_ahead else None
+        coded = empty_codes(name, present) if name != NONE and for_others else None
+        near = ShardState(tuple(used[: self.num_vectors]), state.steps)
+        advance = self._stepper(shard_index, near, round_index, is_delayed=is_delayed)
+        published = torch.empty_like(present)
 
         def work(part: slice) -> None:
             at, out = present[part], published[part]
-            gradient = torch.mul(total[part], scale, out=scratch("gradient", at.numel()))
-            own = scratch("own", at.numel()) if is_ahead else out
+            gradient = torch.mul(total[part], scale, out=scratch("gradient", at))
+            own = scratch("own", at) if is_ahead else out
             if before is None:
                 own.copy_(at)
             else:
                 torch.sub(at, before[part], out=own)
             wanted = advance(part, own, gradient)
             if name != NONE:
-                change = torch.sub(wanted, at, out=scratch("change", at.numel()))
+                change = torch.sub(wanted, at, out=scratch("change", at))
                 if coded is None:
                     decoded = rounded(name, change)
                 else:
@@ -185,19 +199,33 @@ class ShardedOptimizer(ABC):
             if ahead is not None:
                 torch.sub(out, own, out=ahead[part])
 
-        CORES.over(size, work, in_parts=self.steps_in_parts)
+        over(published, work, in_parts=self.steps_in_parts)
+        for there, here in zip(kept, used, strict=True):
+            if there is not here:
+                there.copy_(here)
         state.steps += 1
-        state.ahead = ahead
-        parameters = from_tensor(published)
-        return parameters if coded is None else from_tensor(coded), parameters
+        state.ahead = new if is_ahead else None
+        parameters = array_of(published, self._copies)
+        return parameters if coded is None else sent(coded, self._copies), parameters
+
+    def _near(self, values: Tensor) -> Tensor:
+        """A vector of the state, where the step is made."""
+        if self._copies is None or values.device == self._copies.device:
+            return values
+        return self._copies.to_device(values)
 
     # ---- on its way -------------------------------------------------------------------------
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         state = self._states[shard_index]
         kept = (*state.vectors, state.ahead)
-        arrays = tuple(from_tensor(values.clone()) for values in kept if values is not None)
+        arrays = tuple(self._snapshot(values) for values in kept if values is not None)
         return {"steps": state.steps}, arrays
+
+    def _snapshot(self, values: Tensor) -> Array:
+        if self._copies is None or values.device != self._copies.device:
+            return from_tensor(values.clone())
+        return sent(values, self._copies)
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
         if not 0 <= shard_index < len(self._sizes):
@@ -222,16 +250,15 @@ class ShardedOptimizer(ABC):
     def _values(self, shard_index: int, what: str, array: Array) -> Tensor:
         size = self._sizes[shard_index]
         check_shape(f"{what} of shard {shard_index}", array, "float32", (size,))
-        return numbers_of(array)
+        return numbers_of(array, self._copies)
 
-
-def _alike(contributions: Sequence[Array]) -> list[Tensor]:
-    if not contributions:
-        raise ValueError("a sum of nothing")
-    for c in contributions:
-        if c.dtype != "float32" or c.shape != contributions[0].shape:
-            raise ProtocolViolation("contributions of unlike dtype or shape")
-    return [numbers_of(c) for c in contributions]
+    def _alike(self, contributions: Sequence[Array]) -> list[Tensor]:
+        if not contributions:
+            raise ValueError("a sum of nothing")
+        for c in contributions:
+            if c.dtype != "float32" or c.shape != contributions[0].shape:
+                raise ProtocolViolation("contributions of unlike dtype or shape")
+        return [numbers_of(c, self._copies) for c in contributions]
 
 
 def _is_finite_scaled(values: Tensor, scale: float) -> bool:
@@ -243,5 +270,5 @@ def _is_finite_scaled(values: Tensor, scale: float) -> bool:
         ends = torch.stack(torch.aminmax(values[part])) * factor
         are_finite.append(math.isfinite(ends[0].item()) and math.isfinite(ends[1].item()))
 
-    CORES.over(values.numel(), work)
+    over(values, work)
     return all(are_finite)

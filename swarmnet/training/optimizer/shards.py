@@ -27,6 +27,7 @@ from torch import Tensor
 
 from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import OptimizerSpec
+from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.optimizer import adamw
 from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState, Stepper
@@ -61,9 +62,10 @@ class ShardedAdamW(ShardedOptimizer):
         spec: OptimizerSpec,
         store: Store | None = None,
         codec: str = NONE,
+        copies: DeviceCopies | None = None,
     ) -> None:
         """`parameters`: of the stage; the rest as for `ShardedOptimizer`."""
-        super().__init__(shard_sizes, store, codec)
+        super().__init__(shard_sizes, store, codec, copies)
         self._spec = spec
         self._segments = cut_segments(parameters, shard_sizes)
 

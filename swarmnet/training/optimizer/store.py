@@ -1,8 +1,9 @@
-"""Where the moments of a shard lie: in memory, or in memory-mapped files.
+"""Where the moments of a shard lie: in the device's memory, in the host's, or in memory-mapped
+files.
 
-In memory means the host's, whatever device the stage is on (ZeRO-Offload, Ren et al., 2021); in
-files, the operating system keeps in memory what it has room for (ZeRO-Infinity, Rajbhandari et al.,
-2021). The numbers are the same, bit for bit: both are fp32 tensors to the kernel that steps.
+In the host's memory, the step is made there, whatever device the stage is on (ZeRO-Offload, Ren et
+al., 2021); in files, the operating system keeps in memory what it has room for (ZeRO-Infinity,
+Rajbhandari et al., 2021). The numbers are the same, bit for bit: all are fp32 tensors to the step.
 
 A file has no name from the moment it is mapped: its space is free again when the shard is dropped
 or the process ends, however it ends. It is written in full before it is mapped, since a full disk
@@ -12,6 +13,7 @@ would otherwise be a bus error in the middle of a step.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from pathlib import Path
 
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import UserError
+
+log = logging.getLogger("swarmnet.optimizer")
 
 FP32_BYTES = 4
 _numbers = itertools.count()
@@ -56,11 +60,34 @@ class DiskStore:
             path.unlink(missing_ok=True)
 
 
-Store = MemoryStore | DiskStore
+HostStore = MemoryStore | DiskStore
 
 
-def open_store(kind: str, folder: Path) -> Store:
-    """`kind`: of `[sync] optimizer_store`."""
+class DeviceStore:
+    """Zeros in a device's memory, and where that is full in another place."""
+
+    def __init__(self, device: torch.device, beyond: HostStore) -> None:
+        self._device = device
+        self._beyond = beyond
+        self._is_full = False
+
+    def zeros(self, num_elements: int) -> Tensor:
+        """Raises as `DiskStore`, of what lies beyond."""
+        try:
+            return torch.zeros(num_elements, device=self._device)
+        except torch.OutOfMemoryError:
+            if not self._is_full:
+                where = "files" if isinstance(self._beyond, DiskStore) else "the host's memory"
+                log.warning("%s has no room for more optimizer state: %s", self._device, where)
+            self._is_full = True
+            return self._beyond.zeros(num_elements)
+
+
+Store = HostStore | DeviceStore
+
+
+def open_store(kind: str, folder: Path) -> HostStore:
+    """`kind`: "disk"; anything else for the host's memory."""
     return DiskStore(folder) if kind == "disk" else MemoryStore()
 
 
@@ -79,5 +106,5 @@ def _unusable(folder: Path, error: Exception) -> UserError:
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
     return UserError(
         f"cannot keep optimizer state in {folder} ({reason}): make room or choose another "
-        '--state-dir, or set [sync] optimizer_store = "memory"'
+        "--state-dir, or add --optimizer-memory host"
     )

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from swarmnet.errors import NotReady, ProtocolViolation, RemoteError
 from swarmnet.protocol.generation import MAX_TOKENS, pass_tokens
-from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.arrays import from_tensor
+from swarmnet.training.late_arrays import numbers_of
 from swarmnet.training.models.base import CachePlan, LayerContext, TakesContext
 from swarmnet.training.passes.boundary import Boundary
 from swarmnet.training.passes.layers import StageLayers
@@ -58,7 +59,7 @@ class StageGeneration:
         flat = torch.empty(layers.num_parameters, dtype=layers.dtype, device=layers.device)
         start = 0
         for shard in shards:
-            values = to_tensor(shard)
+            values = numbers_of(shard)
             flat[start : start + values.numel()].copy_(values)
             start += values.numel()
         self._copy = [r.part_of(flat) for r in layers.parameter_ranges]

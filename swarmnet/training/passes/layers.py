@@ -80,6 +80,8 @@ class StageLayers:
         self.stage_index = stage_index
         self.is_last = stage_index == num_stages - 1
         self.copies = copies
+        self.update_copies = copies if computing.updates_on_device and copies.is_apart else None
+        """To the device, where the flat vectors lie there; None where they lie on the host."""
         self._computing = computing
         self._seed = seed
         self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
@@ -243,14 +245,15 @@ class StageLayers:
         for module in self.modules:
             module.to(self.device)
             lower_buffers(module, self.dtype, self.plan.exact_buffers)
-        is_pinned = self.device.type == "cuda"
-        total = self.num_parameters
-        values = torch.empty(total, dtype=torch.float32, pin_memory=is_pinned)
-        gradients = torch.zeros(total, dtype=torch.float32, pin_memory=is_pinned)
-        sums = None
-        if self.copies.is_apart:
+        total, is_on_host = self.num_parameters, self.update_copies is None
+        place: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        if is_on_host:
+            place |= {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        values, gradients, sums = torch.empty(total, **place), torch.zeros(total, **place), None
+        is_apart = self.copies.is_apart and is_on_host
+        if is_apart:
             sums = torch.zeros(total, dtype=torch.float32, device=self.device)
-        needs_copies = self.copies.is_apart or self.dtype != torch.float32
+        needs_copies = is_apart or self.dtype != torch.float32
         adding = gradients if sums is None else sums
         for r, p in zip(self.parameter_ranges, self.parameters(), strict=True):
             value, gradient = r.part_of(values), r.part_of(adding)

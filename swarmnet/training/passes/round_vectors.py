@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.training.arrays import check_finite, check_shape, to_tensor
-from swarmnet.training.cores import CORES
+from swarmnet.training.arrays import check_finite, check_shape
+from swarmnet.training.cores import over
+from swarmnet.training.late_arrays import numbers_of
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.wire import Array
@@ -101,8 +102,8 @@ class RoundVectors:
             raise ProtocolViolation(f"this stage has no shard {str(shard_index)[:32]}")
         assert self._ahead is None, "those of the round ahead are known"
         check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
-        tensor = to_tensor(values)
-        CORES.over(tensor.numel(), lambda part: check_finite("parameters", tensor[part]))
+        tensor = numbers_of(values, self._layers.update_copies)
+        over(tensor, lambda part: check_finite("parameters", tensor[part]))
         if self._reuses_gradient:
             tensor = _copied(self.present.gradient_shards[shard_index], tensor)
         elif self._spare is not None:
@@ -192,5 +193,5 @@ def _copied(target: Tensor, values: Tensor) -> Tensor:
     def work(part: slice) -> None:
         target[part].copy_(values[part])
 
-    CORES.over(target.numel(), work)
+    over(target, work)
     return target

@@ -159,12 +159,12 @@ def test_a_vector_that_cannot_be_cut_is_one_part(four: Cores) -> None:
 
 
 def test_scratch_is_of_a_thread_and_a_name() -> None:
-    ours = scratch("a", 5)
-    assert scratch("a", 3).data_ptr() == ours.data_ptr()
-    assert scratch("b", 5).data_ptr() != ours.data_ptr()
+    ours = scratch("a", torch.empty(5))
+    assert scratch("a", torch.empty(3)).data_ptr() == ours.data_ptr()
+    assert scratch("b", torch.empty(5)).data_ptr() != ours.data_ptr()
     theirs = list[int]()
-    thread = threading.Thread(target=lambda: theirs.append(scratch("a", 5).data_ptr()))
+    thread = threading.Thread(target=lambda: theirs.append(scratch("a", torch.empty(5)).data_ptr()))
     thread.start()
     thread.join()
     assert theirs != [ours.data_ptr()]
-    assert scratch("a", cores.PART + 1).numel() == cores.PART + 1
+    assert scratch("a", torch.empty(cores.PART + 1)).numel() == cores.PART + 1

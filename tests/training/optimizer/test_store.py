@@ -89,7 +89,7 @@ def test_a_swarm_on_disk_makes_the_updates_of_one_in_memory(tmp_path: Path) -> N
 
 def test_a_folder_that_cannot_be_written_to_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"cannot keep optimizer state in .*optimizer_store") as e:
+    with pytest.raises(UserError, match=r"cannot keep .* in .*--optimizer-memory") as e:
         DiskStore(tmp_path / "file" / "optimizer")
     assert "\n" not in str(e.value)
 

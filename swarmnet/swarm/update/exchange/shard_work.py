@@ -79,7 +79,8 @@ class Result:
     """Whether the own contribution is in it, as was told with it; None where that follows from
     who made it."""
     digest: bytes = b""
-    """XXH3-64 of the values, where they are of a step that was made here."""
+    """XXH3-64 of the values, where they are of a step that was made here, and somebody else may
+    have the same."""
     parameters: Array | None = None
     """What `values` lead to, where that is known and does not lie in the stage."""
     hash: bytes = b""
@@ -371,7 +372,7 @@ class ShardWork:
             seen = gradient.data if has_others else f"{own} {before.scale}".encode()
             self._states.stepped(shard, exchange, descended(before.lineage, exchange, seen))
             values, parameters = made
-            digest = xxhash.xxh3_64_digest(values.data)
+            digest = xxhash.xxh3_64_digest(values.data) if has_others else b""
             size = replica.optimizer.distance(parameters, present) if is_copy else 0.0
             hashed = hash_of(values) if has_others else b""
             return Result(values, digest=digest, parameters=parameters, hash=hashed, size=size)
