@@ -18,6 +18,7 @@ moments once, and with a codec what coding has lost, too. Several replicas on on
 sum of that, and read and write what they send. All columns but `ns/parameter` and `ratio` (of `s`
 over `bytes`) are seconds; `CPU` is of all cores, and says more where the machine is busy.
 
+With `--device cuda` the update is made on the GPU, or with `--optimizer-memory host` on the host.
 `--device apart` is a second part of main memory in place of a GPU's.
 """
 
@@ -32,7 +33,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.rounds import ZeroUpdates
+from swarmnet.training.computing import computing_of
 from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
 from swarmnet.training.memory.device_copies import DeviceCopies, OneMemory, OnHost
 from swarmnet.training.optimizer.local_steps import build_optimizer
@@ -92,6 +94,8 @@ class Way:
     replicas: int
     codec: str
     device: str
+    is_on_device: bool = True
+    """The update is made on a device that has memory of its own."""
 
     def spec(self) -> RunSpec:
         return RunSpec.model_validate(
@@ -131,19 +135,23 @@ class TimedWorker(WorkerThread):
 class Member:
     """A replica, and what makes its updates."""
 
-    def __init__(self, hub: MemoryHub, spec: RunSpec, rank: int, device: str) -> None:
+    def __init__(self, hub: MemoryHub, spec: RunSpec, rank: int, way: Way) -> None:
         key = Identity.generate()
         self.transport = hub.transport(key.peer_id)
         self.transport.set_run(spec.run_id)
-        copies: DeviceCopies | None = Apart() if device == APART else None
+        copies: DeviceCopies | None = Apart() if way.device == APART else None
+        device = "cpu" if way.device == APART else way.device
+        computing = replace(computing_of(spec, device), updates_on_device=way.is_on_device)
         self.stage: Any = build_stage(
             spec,
             0,
-            device="cpu" if device == APART else device,
+            device=device,
+            computing=computing,
             make=lambda *a, **k: TorchStage(*a, copies=copies, **k),
         )
         size = self.stage.num_parameters
-        self._gradient = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+        gradient = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+        self._gradient = gradient.to(device)
         self.worker = TimedWorker()
         self.replica = Replica(
             self.stage,
@@ -233,7 +241,7 @@ class Member:
 @contextlib.asynccontextmanager
 async def swarm_of(way: Way) -> Any:
     hub, spec, tasks = MemoryHub(), way.spec(), Tasks("benchmark")
-    members = [Member(hub, spec, rank, way.device) for rank in range(way.replicas)]
+    members = [Member(hub, spec, rank, way) for rank in range(way.replicas)]
     for member in members:
         tasks.start(member.gossip.run())
         for other in members[:1]:
@@ -359,7 +367,8 @@ def ways(options: argparse.Namespace) -> Iterator[Way]:
     for layers in options.layers or (3, 12):
         for replicas in options.replicas or (1, 2):
             for codec in options.codec or (NONE, "int8"):
-                yield Way(layers, replicas, codec, options.device)
+                is_there = options.optimizer_memory == "device"
+                yield Way(layers, replicas, codec, options.device, is_there)
 
 
 def main() -> None:
@@ -368,6 +377,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, action="append", help="repeatable")
     parser.add_argument("--codec", action="append", help="of [sync]; repeatable")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or apart")
+    parser.add_argument("--optimizer-memory", choices=("device", "host"), default="device")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--where", action="store_true")

@@ -210,7 +210,7 @@ class ShardedOptimizer(ABC):
 
     def _near(self, values: Tensor) -> Tensor:
         """A vector of the state, where the step is made."""
-        if self._copies is None or values.device == self._copies.device:
+        if self._copies is None or values.device.type == self._copies.device.type:
             return values
         return self._copies.to_device(values)
 
@@ -223,7 +223,7 @@ class ShardedOptimizer(ABC):
         return {"steps": state.steps}, arrays
 
     def _snapshot(self, values: Tensor) -> Array:
-        if self._copies is None or values.device != self._copies.device:
+        if self._copies is None or values.device.type != self._copies.device.type:
             return from_tensor(values.clone())
         return sent(values, self._copies)
 
