@@ -18,6 +18,7 @@ round, and those of the round before (its gradient is being exchanged) or of the
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.passes.recomputation import Recomputation
 from swarmnet.training.passes.round_vectors import RoundVectors
 from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.stage")
 
 OWN_STEPS = (LOCAL, GOSSIP)
 """Modes of `[sync]` in which replicas make steps of their own."""
@@ -192,12 +195,15 @@ class TorchStage:
             x, context = came
             self.vectors.use(key[0])
             kept = self.kept.begin(key, x, context=context)
-            keeps_graph = self.computing.activations != "recompute"
+
+            def run() -> Tensor:
+                with torch.set_grad_enabled(self.layers.activations != "recompute"):
+                    return self.layers.run(key, kept.inputs, kept.context)
+
             with self.kept.forget_on_error(key):
-                with torch.set_grad_enabled(keeps_graph):
-                    outputs = self.layers.run(key, kept.inputs, kept.context)
+                outputs = self._with_room(run)
                 sending = self._boundary.send_outputs(outputs, kept.context)
-            if keeps_graph:
+            if self.layers.activations != "recompute":
                 kept.keep_graph(outputs)
             return sending
 
@@ -216,9 +222,15 @@ class TorchStage:
                 raise NotReady("the microbatch was given up here")
             self.kept.check_not_added(key)
             self.vectors.use(key[0])
-            scale = self._backward_passes.add(
-                kept.take_graph(), lambda: self.layers.again(key, kept), grad, kept.inputs
-            )
+
+            def again() -> Tensor:
+                return self._with_room(lambda: self.layers.again(key, kept))
+
+            try:
+                scale = self._backward_passes.add(kept.take_graph(), again, grad, kept.inputs)
+            except torch.OutOfMemoryError:  # a part of it is added: it cannot be done again
+                self._keep_less()
+                raise
             kept.mark_added(scale, grad)
             with _after_adding():
                 return self._input_gradient(kept)
@@ -251,7 +263,7 @@ class TorchStage:
             self.vectors.use(key[0])
             kept = self.kept.begin(key, x, wanted, context=context)
             with self.kept.forget_on_error(key):
-                loss = self.layers.again(key, kept)
+                loss = self._with_room(lambda: self.layers.again(key, kept))
                 loss_sum = finite_loss(loss)
             scale = self._backward_passes.add(
                 loss, lambda: self.layers.again(key, kept), torch.ones_like(loss), kept.inputs
@@ -369,6 +381,25 @@ class TorchStage:
             self.vectors.drop_ahead()
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _with_room(self, run: Callable[[], Tensor]) -> Tensor:
+        """A pass that adds no gradient; where there is no memory for it, once more in less."""
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            if not self._keep_less():
+                raise
+        return run()  # what the first try held is free now
+
+    def _keep_less(self) -> bool:
+        """There was no memory for a pass. False where nothing less can be kept."""
+        self.max_in_flight = max(1, min(self.max_in_flight, self.kept.num_in_flight - 1))
+        has_less = self.layers.keep_less()
+        line = "out of memory in a pass: activations %s from now on, at most %d microbatches inside"
+        log.warning(line, self.layers.activations, self.max_in_flight)
+        if self.layers.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return has_less
 
     def _input_gradient(self, kept: Kept) -> Callable[[], Array | None]:
         """After a backward pass: what the stage before waits for."""

@@ -79,6 +79,11 @@ class KeptMicrobatches:
         """The entry of a microbatch; None where it was forgotten or never here."""
         return self._entries.get(key)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Microbatches between their passes, or in one of them."""
+        return sum(not kept.is_added for kept in list(self._entries.values()))
+
     def is_added(self, key: StepKey) -> bool:
         """Whether the gradient of a microbatch is in the round's sum and can be retracted."""
         kept = self._entries.get(key)

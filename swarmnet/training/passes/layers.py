@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swarmnet.errors import SpecError
 from swarmnet.ports import StepKey
-from swarmnet.training.computing import Computing
+from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.memory.offload import FilePlace, HostPlace, OffloadedPass, Place
 from swarmnet.training.memory.parameter_copies import ParameterCopies, lower_buffers
@@ -41,6 +42,8 @@ from swarmnet.training.models.base import (
 from swarmnet.training.models.frozen import StageBase, settle
 from swarmnet.training.passes.kept import Kept
 
+LESS_AND_LESS: tuple[ActivationsName, ...] = ("keep", "blocks", "recompute")
+"""Policies for activations, each for less memory of a device than the one before."""
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
 """Layers that keep no more than their input for the backward pass in any case."""
 
@@ -50,6 +53,8 @@ class StageLayers:
 
     generates = True
     """False where a pass takes others that do not know of texts."""
+    may_keep_less = True
+    """False where other ranks would have to know of it."""
     overlaps_rounds = True
     """False where the layers hold parameters in a way of their own: they can show one pair of
     vectors only, so no round is opened ahead."""
@@ -104,6 +109,20 @@ class StageLayers:
     def parameters(self) -> list[nn.Parameter]:
         """The layers' parameters, in canonical order."""
         return [p for _, p in own_parameters(self.builders, self.modules)]
+
+    @property
+    def activations(self) -> ActivationsName:
+        """What passes keep between forward and backward."""
+        return self._computing.activations
+
+    def keep_less(self) -> bool:
+        """From now on; the numbers stay the same, bit for bit. False where there is no less."""
+        policies = LESS_AND_LESS[:-1] if self.is_last else LESS_AND_LESS  # it keeps nothing between
+        less = dict(pairwise(policies)).get(self.activations)
+        if less is None or not self.may_keep_less:
+            return False
+        self._computing = replace(self._computing, activations=less)
+        return True
 
     def show(self, vectors: Vectors) -> None:
         """Lets the layers compute with other vectors and add gradients to them."""
@@ -168,7 +187,7 @@ class StageLayers:
 
         if not torch.is_grad_enabled():
             return self._through_modules(x, call)
-        activations = self._computing.activations
+        activations = self.activations
         if activations == "offload":
             with OffloadedPass(self._place(), self._parameter_storages()).hooks():
                 return self._through_modules(x, call)

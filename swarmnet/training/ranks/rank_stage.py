@@ -37,6 +37,7 @@ class RankLayers(StageLayers):
     """The layers of one rank. How they hold their part of the parameters, subclasses say."""
 
     generates = False
+    may_keep_less = False
     overlaps_rounds = False
 
     def __init__(

@@ -55,6 +55,76 @@ def test_every_policy_gives_the_same_bits(
             theirs.retract((0, index))
 
 
+class Full:
+    """In place of the layers' passes: no memory for one with this policy."""
+
+    def __init__(self, stage: TorchStage, *policies: str) -> None:
+        self._layers: Any = stage.layers
+        self._run = stage.layers.run
+        self._policies = policies
+        self.num_failed = 0
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        if self._layers.activations in self._policies:
+            self.num_failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._run(*args)
+
+
+def test_a_pass_without_memory_is_made_again_in_less(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same bits, and fewer microbatches are let in."""
+    data = open_data(spec)
+    keep, other = stages(spec, Computing()), stages(spec, Computing())
+    assert fly(keep, (0, 0), *batch(data, 0)) == fly(other, (0, 0), *batch(data, 0))
+    full = [Full(stage, "keep") for stage in other]
+    for stage, run in zip(other, full, strict=True):
+        monkeypatch.setattr(stage.layers, "run", run)
+    for i in (1, 2):
+        a, b = (fly(row, (0, i), *batch(data, i)) for row in (keep, other))
+        assert a.loss_sum == b.loss_sum
+    for ours, theirs in zip(other, keep, strict=True):
+        assert torch.equal(gradient(ours), gradient(theirs))
+        assert (ours.layers.activations, ours.max_in_flight) == ("blocks", 1)
+    assert [run.num_failed for run in full] == [1, 1, 1]
+    lines = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
+    said = "out of memory in a pass: activations blocks from now on, at most 1 microbatches inside"
+    assert lines == [said] * 3
+
+
+def test_a_pass_that_has_no_memory_in_less_either_is_an_error(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = open_data(spec)
+    first, *_ = stages(spec, Computing())
+    full = Full(first, "keep", "blocks", "recompute")
+    monkeypatch.setattr(first.layers, "run", full)
+    for num_failed in (2, 4, 5):
+        with pytest.raises(torch.OutOfMemoryError):
+            first.forward((0, 0), batch(data, 0)[0])
+        assert full.num_failed == num_failed
+        assert len(first.kept) == 0
+    assert first.layers.activations == "recompute"
+
+
+def test_a_gradient_of_which_a_part_was_added_for_want_of_memory_is_spoilt(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = open_data(spec)
+    first, *_ = stages(spec, Computing())
+    sent = first.forward((0, 0), batch(data, 0)[0])
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "backward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        first.backward((0, 0), sent)
+    assert gradient(first).isnan().all()
+    assert first.layers.activations == "blocks"
+
+
 def held_bytes(stage: TorchStage, pass_: Callable[[], Any]) -> int:
     """What the graph of a pass keeps in memory, beside parameters; each storage once."""
     found: dict[int, int] = {}
