@@ -36,10 +36,10 @@ from peer.options import (
     StatusOptions,
     TextOptions,
 )
-from swarmnet.errors import NotNow, SwarmnetError, UserError
+from swarmnet.errors import FinalError, NotNow, SwarmnetError, UsageError, UserError
 from swarmnet.printable import printable
 from swarmnet.protocol.trouble import Kind
-from swarmnet.runtime.options import PeerChoices, UsageError
+from swarmnet.runtime.options import PeerChoices
 from swarmnet.system import WINDOWS, end_with_parent
 from swarmnet.version import __version__
 
@@ -111,7 +111,7 @@ def _errors_told(debug: bool) -> Iterator[None]:
 
             traceback.print_exc()
         _complain(_describe(error, debug))
-        raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED) from None
+        raise typer.Exit(EXIT_USAGE if isinstance(error, FinalError) else EXIT_FAILED) from None
 
 
 def _describe(error: Exception, debug: bool) -> str:

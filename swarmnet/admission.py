@@ -20,7 +20,7 @@ from typing import Protocol
 
 import base58
 
-from swarmnet.errors import Forged, ProtocolViolation, UserError
+from swarmnet.errors import Forged, InviteError, ProtocolViolation
 from swarmnet.identity import KEY_BYTES, Identity, verify
 from swarmnet.protocol.membership.records import MAX_CREDENTIAL_BYTES
 from swarmnet.wire import pack, unpack
@@ -119,16 +119,16 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> Invite:
-        """Reads what `str()` wrote. Raises `UserError`."""
+        """Reads what `str()` wrote. Raises `InviteError`."""
         text = "".join(text.split())
         if not text.startswith(INVITE_PREFIX) or len(text) > MAX_INVITE_CHARS:
-            raise UserError(f"that is no invite; one begins with {INVITE_PREFIX}")
+            raise InviteError(f"that is no invite; one begins with {INVITE_PREFIX}")
         try:
             invite = unpack(base58.b58decode(text[len(INVITE_PREFIX) :]), cls)
             invite.terms  # noqa: B018  must be readable too
             return invite
         except (ValueError, ProtocolViolation):
-            raise UserError("the invite is damaged; copy it again, whole") from None
+            raise InviteError("the invite is damaged; copy it again, whole") from None
 
     def __str__(self) -> str:
         return INVITE_PREFIX + base58.b58encode(pack(self)).decode()
@@ -139,10 +139,10 @@ class Invite:
         return unpack(self.grant, Grant)
 
     def credential(self, peer_id: str) -> bytes:
-        """What the peer with this id shows. Raises `UserError` where the invite is another's."""
+        """What the peer with this id shows. Raises `InviteError` where the invite is another's."""
         if not self.seed:
             if self.terms.holder != peer_id:
-                raise UserError(
+                raise InviteError(
                     f"the invite is for the peer {self.terms.holder}, and this is {peer_id}; "
                     "ask the run's owner for one of your own"
                 )
@@ -169,12 +169,12 @@ class InviteOnly:
             raise ProtocolViolation("its invite has expired")
 
     def accepts(self, invite: Invite, peer_id: str) -> bytes:
-        """The own credential from an invite. Raises `UserError` where others would refuse it."""
+        """The own credential from an invite. Raises `InviteError` where others would refuse it."""
         credential = invite.credential(peer_id)
         try:
             self.check(peer_id, credential)
         except ProtocolViolation as e:
-            raise UserError(
+            raise InviteError(
                 f"this invite is refused: {e}; ask the run's owner for a new one"
             ) from None
         return credential

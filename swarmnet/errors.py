@@ -2,9 +2,14 @@
 
     SwarmnetError
     ├── UserError              a person can mend it; its text is one line that says how
-    │   ├── SpecError          run.toml is wrong
+    │   ├── FinalError         only a person can: the same command fails again (exit code 2)
+    │   │   ├── UsageError     options that do not go together, or not with this run or machine
+    │   │   ├── SpecError      run.toml is wrong
+    │   │   └── InviteError    the run is closed, and there is no invite that opens it
     │   ├── DataError          the training data cannot be read
     │   └── AddressError       an address is malformed, taken, or nobody answers on it
+    │       ├── WrongAddress   malformed, or not one to use here: a FinalError too
+    │       └── PortTaken      another process listens there: a FinalError too
     ├── NotNow                 nobody's mistake: what was asked for may be had later
     ├── TransportError         the link, not what was said over it
     │   ├── Unreachable        no address of the peer answers
@@ -47,8 +52,21 @@ class UserError(SwarmnetError):
     """Something that the person at the keyboard can mend."""
 
 
-class SpecError(UserError):
+class FinalError(UserError):
+    """Whoever starts the same command again fails again, until a person has changed something:
+    services do not restart a peer that ends so (exit code 2)."""
+
+
+class UsageError(FinalError):
+    """Options that do not go together, or not with this run or machine."""
+
+
+class SpecError(FinalError):
     """The run's spec is wrong."""
+
+
+class InviteError(FinalError):
+    """The run is closed, and there is no invite, or none that opens it to this peer."""
 
 
 class DataError(UserError):
@@ -57,6 +75,14 @@ class DataError(UserError):
 
 class AddressError(UserError):
     """An address is malformed, taken, or nobody answers on it."""
+
+
+class WrongAddress(FinalError, AddressError):
+    """A person has named an address that is malformed, or that is not to be used here."""
+
+
+class PortTaken(FinalError, AddressError):
+    """Another process listens at the port that was asked for."""
 
 
 class NotNow(SwarmnetError):

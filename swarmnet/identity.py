@@ -16,7 +16,7 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.errors import FinalError, ProtocolViolation, UserError
 from swarmnet.protocol.membership.seats import split_seat
 
 PRIVATE_HEAD = b"\x08\x01\x12\x40"
@@ -68,10 +68,10 @@ class Identity:
     def _parse(cls, data: bytes, path: Path) -> Identity:
         seed = data[len(PRIVATE_HEAD) : len(PRIVATE_HEAD) + KEY_BYTES]
         if len(data) != FILE_BYTES or not data.startswith(PRIVATE_HEAD):
-            raise UserError(f"{path} is no Ed25519 key; move it away and a new one is made")
+            raise FinalError(f"{path} is no Ed25519 key; move it away and a new one is made")
         identity = cls(seed)
         if identity.to_file_bytes() != data:
-            raise UserError(f"{path} is damaged; move it away and a new key is made")
+            raise FinalError(f"{path} is damaged; move it away and a new key is made")
         return identity
 
     @property

@@ -14,10 +14,9 @@ from typing import Any
 
 from peer.console import without_controls
 from peer.options import LOOPBACK, TextOptions
-from swarmnet.errors import UserError
+from swarmnet.errors import UsageError, UserError
 from swarmnet.parsing.frames import given
 from swarmnet.runtime.observer import Observer
-from swarmnet.runtime.options import UsageError
 from swarmnet.runtime.text_codec import TOKENIZER, FileCodec, text_codec_of
 from swarmnet.runtime.writing.chat import Message, chat_prompt, chat_template
 from swarmnet.runtime.writing.sampling import Sampling

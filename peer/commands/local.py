@@ -34,10 +34,10 @@ from peer.processes import (
     keep_folder,
     run_folder,
 )
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.printable import printable
 from swarmnet.runtime.joining.starting import start_run
-from swarmnet.runtime.options import INVITE_VARIABLE, ComputeOptions, LinkOptions, UsageError
+from swarmnet.runtime.options import INVITE_VARIABLE, ComputeOptions, LinkOptions
 from swarmnet.spec import BYTES_TOKENIZER, HELD_OUT_NAME, PYTHON_STDLIB, RunSpec, describe
 from swarmnet.swarm.lifecycle.departure import LONGEST_DRAIN_S
 from swarmnet.swarm.recovery.checkpointing import LAST_SAVE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
@@ -12,9 +13,10 @@ from peer.machine.limit_keeper import Keeper
 from peer.machine.limits import LIMITS_FILE, change_limits
 from peer.machine.memory_cap import MemoryCap, stage_needs, tree_bytes
 from peer.options import LimitOptions, OutputOptions
+from swarmnet.errors import UsageError
 from swarmnet.protocol.membership.seats import MAX_SEATS
 from swarmnet.runtime.joining.ready import ready_target
-from swarmnet.runtime.options import AUTO_STAGES, PeerChoices, PeerOptions, UsageError
+from swarmnet.runtime.options import AUTO_STAGES, PeerChoices, PeerOptions
 from swarmnet.runtime.run import Extra, RunningPeer
 from swarmnet.runtime.state_dir import claimed_state_dir
 
@@ -27,7 +29,6 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
     `run_peer` raises."""
     from peer.loop import Stopped
     from peer.loop import run as run_in_loop
-    from peer.observe.dashboard.server import listen
     from peer.observe.metrics import open_metrics
     from swarmnet.runtime.run import run_peer
 
@@ -39,15 +40,27 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
             is_quiet=output.quiet,
         )
         change_limits(folder, limits)
-        page = None
-        if output.dashboard is not None:
-            page = (output.dashboard_host, listen(output.dashboard_host, output.dashboard))
-        with open_metrics(output.metrics, append=True) as metrics:
-            life = run_peer(options, extras(output, metrics, page))
-            try:
+        try:
+            page = None
+            if output.dashboard is not None:
+                page = (output.dashboard_host, run_in_loop(_listener(output), output.parent_pid))
+            with open_metrics(output.metrics, append=True) as metrics:
+                life = run_peer(options, extras(output, metrics, page))
                 run_in_loop(life, output.parent_pid)
-            except Stopped:
-                pass  # how a peer ends
+        except Stopped:
+            pass  # how a peer ends
+
+
+async def _listener(output: OutputOptions) -> socket.socket:
+    """Of the web page, when its port is free."""
+    from peer.observe.dashboard.server import listen
+    from swarmnet.runtime.net import once_free
+
+    async def one() -> socket.socket:
+        assert output.dashboard is not None
+        return listen(output.dashboard_host, output.dashboard)
+
+    return await once_free(one)
 
 
 def check(choices: PeerChoices) -> None:
@@ -86,11 +99,15 @@ def extras(output: OutputOptions, metrics: Any, page: Any) -> list[Extra]:
 
     async def serve_prometheus(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.observe.prometheus import serve_metrics, shut_down_when_cancelled
+        from swarmnet.runtime.net import once_free
 
         port = output.metrics_port
         assert port is not None
-        server = serve_metrics(running.peer, running.spec, output.metrics_host, port)
-        return shut_down_when_cancelled(server)
+
+        async def listen() -> Any:
+            return serve_metrics(running.peer, running.spec, output.metrics_host, port)
+
+        return shut_down_when_cancelled(await once_free(listen))
 
     async def health(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.observe.health import tell_health

@@ -21,10 +21,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from peer.options import SimulateOptions
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.needs import install_command
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, ZERO
-from swarmnet.runtime.options import UsageError
 from swarmnet.simulation.churn import ChurnRates, read_trace
 from swarmnet.simulation.coding import DEVICE_KINDS, Coding
 from swarmnet.simulation.network import BITS, FAST_LINK, MEGABIT, Link

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from peer.observe.monitor import newest_held_out, owners_by_shard
-from swarmnet.errors import UserError
+from swarmnet.errors import PortTaken, UserError
 from swarmnet.printable import printable
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.membership.records import STATES
@@ -212,14 +213,15 @@ def _buckets(histogram: Histogram) -> tuple[list[tuple[str, int]], float]:
 
 
 def serve_metrics(peer: Peer, spec: RunSpec, host: str, port: int) -> Any:
-    """Serves `/metrics` until the result's `shutdown()`. Raises `UserError` where the port is
-    taken."""
+    """Serves `/metrics` until the result's `shutdown()`. Raises `PortTaken`, or `UserError`
+    where the address is not this machine's."""
     registry = CollectorRegistry()
     registry.register(PeerCollector(peer, spec, asyncio.get_running_loop()))
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as e:
-        raise UserError(
+        kind = PortTaken if e.errno == errno.EADDRINUSE else UserError
+        raise kind(
             f"cannot serve metrics on {host}:{port}: {e.strerror}; choose another --metrics-port"
         ) from None
     return server

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from swarmnet.admission import INVITE_PREFIX, OPEN, Admission, Invite, InviteOnly, Open
-from swarmnet.errors import UserError
+from swarmnet.errors import InviteError, UserError
 from swarmnet.files import text_of
 from swarmnet.spec import RunSpec
 
@@ -35,13 +35,14 @@ def admission_of(spec: RunSpec) -> Open | InviteOnly:
 
 def admit(spec: RunSpec, peer_id: str, given: str, state_dir: Path | None) -> Admitted:
     """The own credential for a run, from an invite just given or from the one in the state
-    folder, where a given one is kept. Raises `UserError` that says what to do."""
+    folder, where a given one is kept. Raises `InviteError` that says what
+    to do; `UserError` where it cannot be kept."""
     admission = admission_of(spec)
     if isinstance(admission, Open):
         return Admitted()
     invite = _given(given) if given else _kept(state_dir)
     if invite is None:
-        raise UserError(
+        raise InviteError(
             f"the run {spec.name!r} is closed; ask its owner for an invite, then add "
             "--invite INVITE"
         )
@@ -60,7 +61,7 @@ def _given(text: str) -> Invite:
         with path.open("rb") as file:
             return Invite.parse(text_of(file.read(MAX_FILE_BYTES), path))
     except OSError as e:
-        raise UserError(
+        raise InviteError(
             f"--invite {text[:64]} is neither an invite ({INVITE_PREFIX}...) nor a file: "
             f"{e.strerror}"
         ) from None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from swarmnet.errors import UserError
+from swarmnet.errors import UsageError
 from swarmnet.identity import Identity as Key
 from swarmnet.runtime.admission import Admitted
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches
@@ -66,7 +66,7 @@ def compose(
     """A `Peer` of real parts. `resource_limits`: of the machine's first seat. `remembered`: as of
     `Peer`."""
     if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
-        raise UserError(
+        raise UsageError(
             f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
         )
     now_unix_s = time.time()

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarmnet.errors import UserError
-from swarmnet.runtime.options import PeerOptions, UsageError
+from swarmnet.errors import UsageError, UserError
+from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
 from swarmnet.system import free_bytes_in_container

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from swarmnet.errors import DataError, UserError
+from swarmnet.errors import DataError, UsageError, UserError
 from swarmnet.runtime.computing import choose_computing, free_bytes_of, host_place
 from swarmnet.runtime.joining.past import open_ended, unused_states
 from swarmnet.runtime.joining.starting import Run
@@ -126,7 +126,7 @@ def open_initial_weights(
     """What the run began from; None where that is random. Raises `SpecError` or `UserError`."""
     if not spec.model.weights:
         if options.weights is not None:
-            raise UserError("--weights: this run began from random weights; leave it out")
+            raise UsageError("--weights: this run began from random weights; leave it out")
         return None
     from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
     from swarmnet.training.models.model_folder import find_folder
@@ -198,16 +198,16 @@ def open_shared(
 
     asked = "--serve-data" if options.serve_data else "--fetch-data" if options.fetch_data else ""
     if asked and not spec.data.fingerprint:
-        raise UserError(
+        raise UsageError(
             f"{asked}: leave it out; this run's data have no fingerprint (they come out of a "
             "custom model's code, or the run was started with --no-feed)"
         )
     if asked and not options.feed:
-        raise UserError(f"{asked}: only a peer that feeds has data; leave out --no-feed")
+        raise UsageError(f"{asked}: only a peer that feeds has data; leave out --no-feed")
     if isinstance(data, TextData):
         return SharedData(WorkerThread("data"), given=data) if options.serve_data else None
     if options.serve_data:
-        raise UserError("--serve-data: this machine has not the run's data; name them (--data)")
+        raise UsageError("--serve-data: this machine has not the run's data; name them (--data)")
     has_tokenizer = spec.data.tokenizer == BYTES_TOKENIZER or files.path(TOKENIZER) is not None
     if not (options.feed and spec.data.fingerprint and has_tokenizer):
         return None

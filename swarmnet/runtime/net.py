@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from swarmnet.errors import PortTaken
 from swarmnet.identity import Identity as Key
 from swarmnet.identity import verify
 from swarmnet.runtime.carriers import carrier_of, here
@@ -22,6 +23,10 @@ log = logging.getLogger("swarmnet.net")
 T = TypeVar("T")
 
 AGENT = f"swarmnet/{__version__}"
+PORT_WAIT_S = 30.0
+"""A port that another process has is waited for so long: it may be that of this peer's own last
+process, which is about to end."""
+PORT_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,23 @@ class Net:
     on_restart: Callable[[Callable[[], None]], None] | None
 
 
+async def once_free(listen: Callable[[], Awaitable[T]]) -> T:
+    """What `listen` returns, called until the port that it wants is free. Raises `PortTaken` after
+    `PORT_WAIT_S`, and what else it raises."""
+    loop = asyncio.get_running_loop()
+    end, is_told = loop.time() + PORT_WAIT_S, False
+    while True:
+        try:
+            return await listen()
+        except PortTaken as e:
+            if loop.time() >= end:
+                raise
+            if not is_told:
+                log.warning("%s; waiting %.0f s for it", e, PORT_WAIT_S)
+                is_told = True
+            await asyncio.sleep(PORT_LOOK_S)
+
+
 async def open_net(
     name: TransportName,
     key: Key,
@@ -61,7 +83,7 @@ async def open_net(
 ) -> Net:
     """A started transport of the wanted kind. `direct_port`: where to listen for direct
     connections; None: none are made. `shares_port`: as of `P2pdCarrier`; the other
-    carrier never does. Raises `AddressError` where a port is taken."""
+    carrier never does. Raises `AddressError`, `PortTaken` where a port is taken."""
     direct = None if direct_port is None else DirectListener(host, direct_port)
     carrier: Any
     p2p: Callable[[], Any] | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from swarmnet.errors import UserError
+from swarmnet.errors import UsageError
 from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
 
 TransportName = Literal["auto", "p2pd", "py-libp2p"]
@@ -354,11 +354,11 @@ class PeerOptions(PeerChoices):
         return self.tokenizer
 
     def model_builder(self, spec: RunSpec) -> str:
-        """`path/file.py:function` of a custom model. Raises `UserError` where the code would be
+        """`path/file.py:function` of a custom model. Raises `UsageError` where the code would be
         chosen by the network: it runs with the rights of whoever started this peer."""
         if self.builder or self.starts_run or spec.model.kind != "custom":
             return self.builder or spec.model.builder
-        raise UserError(
+        raise UsageError(
             f"this run's model is code on your machine ({spec.model.builder}); read it, then "
             f"add --builder {spec.model.builder}"
         )
@@ -371,7 +371,3 @@ def with_overrides(spec: RunSpec, *, rounds: int | None, seed: int | None) -> Ru
     if seed is not None:
         spec = spec.with_seed(seed)
     return spec
-
-
-class UsageError(UserError):
-    """Options that do not go together: exit code 2."""

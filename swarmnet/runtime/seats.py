@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import MAX_SEATS, Room, room_for
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
@@ -193,7 +193,7 @@ class SeatCount:
             num_seats, why = int(self.options.stages), "as --stages says"
         num_stages = self.spec.pipeline.num_stages
         if num_seats > num_stages:
-            raise UserError(
+            raise UsageError(
                 f"--stages {num_seats}: this run has {num_stages}, and a machine serves each of "
                 f"them once; --stages {num_stages} is the most"
             )

@@ -12,10 +12,9 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from swarmnet.errors import UserError
+from swarmnet.errors import UsageError, UserError
 from swarmnet.printable import printable
 from swarmnet.protocol.pipeline.dispatching import LONGEST_CALL_S
-from swarmnet.runtime.options import UsageError
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.training.device import Piece
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import errno
 import hashlib
 import hmac
 import logging
@@ -33,7 +34,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
-from swarmnet.errors import AddressError, Unreachable
+from swarmnet.errors import AddressError, PortTaken, Unreachable
 from swarmnet.methods.contact import Ticket
 from swarmnet.protocol.dialing.addresses import STAGGER_S
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
@@ -224,7 +225,8 @@ class DirectListener:
             listening.listen(BACKLOG)
         except OSError as e:
             listening.close()
-            raise AddressError(
+            kind = PortTaken if e.errno == errno.EADDRINUSE else AddressError
+            raise kind(
                 f"direct connections cannot listen on {self._host} port {self.port} "
                 f"({e.strerror}); choose another --direct-port, or --no-direct"
             ) from None

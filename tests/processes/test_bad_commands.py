@@ -62,7 +62,7 @@ def test_what_would_have_been_beside_a_peer_is_no_news(tmp_path: Path, taken_por
     arguments += ["--state-dir", str(tmp_path / "state"), "--metrics-port", str(taken_port)]
     command = [sys.executable, "-m", "peer", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "--metrics-port" in ended.stderr.splitlines()[-1]
     assert "never awaited" not in ended.stderr
 
@@ -73,8 +73,8 @@ def test_a_run_that_cannot_start_says_why(
     good = tiny_run(tmp_path)
     state = ["--host", "127.0.0.1", "--state-dir", str(tmp_path / "state")]
 
-    def start(spec: Path, *extra: str) -> str:
-        return complaint(["peer", "--spec", str(spec), *state, *extra], capsys)
+    def start(spec: Path, *extra: str, code: int = 2) -> str:
+        return complaint(["peer", "--spec", str(spec), *state, *extra], capsys, code)
 
     wrong = tmp_path / "wrong.toml"
     wrong.write_text(good.read_text().replace("hidden_size", "hiden_size"))
@@ -84,9 +84,9 @@ def test_a_run_that_cannot_start_says_why(
     wrong.write_text("[model\n")
     assert "wrong.toml" in start(wrong)
     missing = tiny_run(tmp_path, seed=2, data=str(tmp_path / "nowhere"))
-    assert "nowhere" in start(missing)
+    assert "nowhere" in start(missing, code=1)
     (tmp_path / "empty").mkdir()
-    assert "empty" in start(tiny_run(tmp_path, seed=3, data=str(tmp_path / "empty")))
+    assert "empty" in start(tiny_run(tmp_path, seed=3, data=str(tmp_path / "empty")), code=1)
     assert "--stage 7: this run has stages 0 to 1" in start(good, "--stage", "7")
     assert "pigeon" in start(good, "--announce", "/pigeon/4")
 
@@ -99,14 +99,13 @@ def test_addresses_that_lead_nowhere(
     peer_id = Identity.generate().peer_id
     where = f"/ip4/127.0.0.1/tcp/{free_port}"
 
-    def join(address: str) -> str:
-        line = complaint(
-            ["peer", "--join", address, "--patience", "0", *state, "--transport", transport], capsys
-        )
+    def join(address: str, code: int = 2) -> str:
+        words = ["peer", "--join", address, "--patience", "0", *state, "--transport", transport]
+        line = complaint(words, capsys, code)
         assert len(line) < 400, line
         return line
 
-    assert "refused" in join(f"{where}/p2p/{peer_id}")
+    assert "refused" in join(f"{where}/p2p/{peer_id}", code=1)
     assert "/p2p/" in join(where)
     assert "nonsense" in join("nonsense")
     assert "12D3" in join(f"{where}/p2p/12D3KooWnotapeer")
@@ -117,11 +116,16 @@ def test_addresses_that_lead_nowhere(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_taken_port(
-    tmp_path: Path, transport: str, taken_port: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    transport: str,
+    taken_port: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("swarmnet.runtime.net.PORT_WAIT_S", 0.0)
     arguments = ["--spec", str(tiny_run(tmp_path)), "--state-dir", str(tmp_path / "state")]
     listen = ["--host", "127.0.0.1", "--port", str(taken_port), "--transport", transport]
-    line = complaint(["peer", *arguments, *listen], capsys)
+    line = complaint(["peer", *arguments, *listen], capsys, 2)
     assert str(taken_port) in line
     assert "taken" in line
     assert "choose another" in line

@@ -26,7 +26,7 @@ def test_only_the_invited_train(running: Machine, capsys: pytest.CaptureFixture[
     first = running.start_peer("first", "--spec", str(spec), "--invite", invite, "--stage", "0")
     running.until_ready(first)
     stranger = running.start_peer("stranger", "--join", first.address)
-    assert running.wait(stranger) == 1
+    assert running.wait(stranger) == 2
     assert "ask its owner for an invite" in stranger.errors()[-1]
     assert not first.events("round"), "stage 1 has no replica: nothing can be trained yet"
     for_guest = printed(capsys, "invite", "--key", key, "--join", first.address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -79,8 +80,12 @@ def test_prometheus_reads_a_peer(running: Machine) -> None:
     assert named - set(seen) <= {"swarmnet_held_out_loss_nats"}, "a panel without a metric"
     assert json.loads(DASHBOARD.read_text())["panels"]
 
-    again = running.start_peer("third", "--join", first.address, "--metrics-port", str(port))
-    assert running.wait(again) == 1
+    at_once = "import swarmnet.runtime.net as net; net.PORT_WAIT_S = 0.0"
+    again = running.start_peer(
+        *("third", "--join", first.address, "--metrics-port", str(port)),
+        command=(sys.executable, "-c", f"{at_once}; from peer.cli import main; main()"),
+    )
+    assert running.wait(again) == 2
     assert "--metrics-port" in again.errors()[-1]
     running.interrupt(second)
     running.interrupt(first)

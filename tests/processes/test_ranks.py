@@ -39,7 +39,7 @@ def ranks_of(peer: Command) -> list[int]:
 def test_a_peer_and_its_ranks_end_together_and_the_swarm_goes_on(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS)
     refused = running.start_peer("refused", "--spec", str(path), "--tp", "3", "--sequence-parallel")
-    assert running.wait(refused) == 1
+    assert running.wait(refused) == 2
     assert "possible: 1, 2, 4" in refused.errors()[-1]
 
     witness = running.start_peer("witness", "--spec", str(path), "--stage", "0", *SPARING)

@@ -58,5 +58,5 @@ def test_one_machine_trains_alone_and_another_shares_the_work(
 def test_more_seats_than_stages_are_refused(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS)
     peer = running.start_peer("greedy", "--spec", str(path), "--stages", "5")
-    assert running.wait(peer) == 1
+    assert running.wait(peer) == 2
     assert "--stages 2 is the most" in peer.errors()[-1]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from swarmnet.errors import UserError
+from swarmnet.errors import UsageError, UserError
 from swarmnet.runtime.computing import choose_computing, free_bytes_of
-from swarmnet.runtime.options import PeerOptions, UsageError
+from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import choose_devices
 from swarmnet.spec import RunSpec
 from tests.training.specs import small_spec

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from swarmnet.errors import UserError
+from swarmnet.errors import PortTaken, UserError
 
 log = logging.getLogger("swarmnet.dashboard")
 
@@ -53,7 +53,8 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """For a page. Port 0: any that is free. Raises `UserError` where the port cannot be had."""
+    """For a page. Port 0: any that is free. Raises `UserError` where the port
+    cannot be had, `PortTaken` where another process has it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -65,6 +66,7 @@ def listen(host: str, port: int) -> socket.socket:
         taken = isinstance(e, OSError) and e.errno == errno.EADDRINUSE
         hint = "choose another port" if taken else "give an address of this machine"
         reason = e.strerror if isinstance(e, OSError) else str(e)
-        raise UserError(f"cannot show the page on {host}:{port}: {reason}; {hint}") from None
+        kind = PortTaken if taken else UserError
+        raise kind(f"cannot show the page on {host}:{port}: {reason}; {hint}") from None
     listener.setblocking(False)
     return listener

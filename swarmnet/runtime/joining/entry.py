@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from swarmnet.errors import UserError
 from swarmnet.identity import Identity as Key
@@ -21,7 +22,7 @@ from swarmnet.runtime.joining.beside import (
 from swarmnet.runtime.joining.find import FILE_MARK, WaysIn, find_living, find_run
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.starting import Run, start_run
-from swarmnet.runtime.net import Net, open_net
+from swarmnet.runtime.net import Net, once_free, open_net
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.spec import RunSpec
@@ -59,13 +60,16 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
     `UserError`, `AddressError` or `SpecError`."""
     key = Key.load_or_create(options.state_dir / KEY_FILE)
     started = await asyncio.to_thread(_start, options)
-    net = await open_net(
-        options.transport,
-        key,
-        host=options.host,
-        port=options.port,
-        announce=options.announce,
-        direct_port=options.direct_port if options.direct else None,
+    net = await once_free(
+        partial(
+            open_net,
+            options.transport,
+            key,
+            host=options.host,
+            port=options.port,
+            announce=options.announce,
+            direct_port=options.direct_port if options.direct else None,
+        )
     )
     stack.push_async_callback(net.transport.close)
     known = KnownPeers.load(options.state_dir, net.transport.addresses)

@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
+from swarmnet.errors import (
+    AddressError,
+    SpecError,
+    SwarmnetError,
+    UserError,
+    WrongAddress,
+    WrongProtocol,
+    WrongVersion,
+)
 from swarmnet.files import text_of
 from swarmnet.protocol.dialing.addresses import by_peer, in_turns, peer_of
 from swarmnet.runtime.joining.known_peers import KnownPeers
@@ -178,7 +186,7 @@ def _as_error(failed: NoneAnswers) -> UserError:
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
-    """Raises `AddressError` for one that no waiting makes right."""
+    """Raises `WrongAddress` for one that no waiting makes right."""
     from multiaddr import Multiaddr
     from multiaddr.exceptions import Error as MultiaddrError
 
@@ -188,7 +196,7 @@ def check_addresses(addresses: Sequence[str]) -> None:
                 raise ValueError("it has no /p2p/ and peer id at its end")
             Multiaddr(address)
         except (ValueError, LookupError, MultiaddrError) as e:
-            raise AddressError(
+            raise WrongAddress(
                 f"{address[:128]!r} is no address of a peer ({str(e)[:80]}); one looks like "
                 "/ip4/203.0.113.7/tcp/4001/p2p/12D3Koo..."
             ) from None
@@ -345,7 +353,12 @@ async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:
         raise UserError(str(e)) from None
     except SwarmnetError as e:
         raise AddressError(f"peer {peer_id[-8:]} does not tell its run: {e}") from None
-    spec = RunSpec.from_canonical(reply.spec)
+    try:
+        spec = RunSpec.from_canonical(reply.spec)
+    except SpecError as e:
+        raise UserError(
+            f"peer {peer_id[-8:]} gave a spec that is wrong: {e}; join another"
+        ) from None
     if spec.run_id != reply.run_id:
         raise UserError(
             f"peer {peer_id[-8:]} gave a spec that does not match its hash; join another"

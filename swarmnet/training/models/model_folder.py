@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarmnet.errors import SpecError, one_line
+from swarmnet.errors import SpecError, UserError, one_line
 from swarmnet.spec import MAX_FILE_BYTES, RUN_FILES, SMALL_FILE_BYTES, ModelSpec
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.model_config import read_config, require_transformers
@@ -28,7 +28,7 @@ OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.
 
 def find_folder(source: str) -> Path:
     """The folder itself, or the hub's model of that name, downloaded where it is not here yet.
-    Raises `SpecError`."""
+    Raises `SpecError`; `UserError` where the hub does not give it."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -42,7 +42,7 @@ def find_folder(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # of the network, the hub, the disk: each has its own kind
         text = one_line(error)
-        raise SpecError(f"[model] from: {source} cannot be downloaded: {text}") from None
+        raise UserError(f"[model] from: {source} cannot be downloaded: {text}") from None
 
 
 def read_folder(folder: Path, model: ModelSpec) -> tuple[ModelSpec, dict[str, bytes]]:

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import trio
 
-from swarmnet.errors import AddressError, Unreachable, WrongProtocol
+from swarmnet.errors import AddressError, PortTaken, Unreachable, WrongProtocol
 from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL
 from swarmnet.transport.libp2p import imports as p2p
 from swarmnet.transport.libp2p.yamux import MAX_PAYLOAD_BYTES, Stream, StreamReset, Yamux
@@ -487,7 +487,7 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
         return list(await trio.open_tcp_listeners(port, host=host))
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise AddressError(
+            raise PortTaken(
                 f"port {port} of {host} is taken: stop what listens there, "
                 "or choose another port (0: any free one)"
             ) from None

@@ -29,7 +29,7 @@ from swarmnet.transport.libp2p.dial_reasons import OTHER_PROTOCOL, DialReasons
 from swarmnet.transport.libp2p.interfaces import own_hosts
 from swarmnet.transport.libp2p.knocking import knock
 from swarmnet.transport.libp2p.known_peers import KnownPeers, check_multiaddr, without_peer
-from swarmnet.transport.libp2p.listening import ListenAddress
+from swarmnet.transport.libp2p.listening import ListenAddress, announced
 from swarmnet.transport.libp2p.runtime_dir import RuntimeDir
 
 log = logging.getLogger("swarmnet.transport")
@@ -67,12 +67,13 @@ class P2pdCarrier:
         """`host`, `port`: where to listen (0: any free port). `announce`: further addresses to tell
         others. `runtime_base`: where the folder with the sockets is made. `shares_port`: it goes
         out from the port on which it listens, by which `swarmnet doctor` tells kinds of NAT apart;
-        two that dial each other at once do not meet then (`FROM_ANY_PORT`)."""
+        two that dial each other at once do not meet then (`FROM_ANY_PORT`). Raises
+        `WrongAddress` for one that is not to be announced."""
         self.peer_id = identity.peer_id
         self.p2p: Any = None
         self._identity = identity
         self._listen = ListenAddress(host, port)
-        self._announce = tuple(announce)
+        self._announce = announced(announce, self.peer_id, host)
         self._environment = {} if shares_port else FROM_ANY_PORT
         self._runtime_base = runtime_base
         self._runtime: RuntimeDir | None = None
@@ -93,8 +94,6 @@ class P2pdCarrier:
         self._accept = accept
         self._runtime = RuntimeDir(self._runtime_base)
         try:
-            for address in self._announce:
-                check_multiaddr(address)
             for attempt in range(START_ATTEMPTS):
                 try:
                     await self._start_daemon()

@@ -28,6 +28,7 @@ from swarmnet.identity import Identity
 from swarmnet.protocol.dialing.addresses import to_tell
 from swarmnet.transport.base import PROTOCOL_NAME, ByteStream
 from swarmnet.transport.libp2p.interfaces import own_hosts
+from swarmnet.transport.libp2p.listening import announced
 from swarmnet.transport.libp2p.trio_thread import ThreadEnded, TrioThread
 
 if TYPE_CHECKING:
@@ -64,12 +65,12 @@ class PyLibp2pCarrier:
         announce: Sequence[str] = (),
     ) -> None:
         """Listens on `host` and TCP `port` (0: any free one) from `start` on. `announce`: further
-        multiaddrs at which others can dial this peer. Raises `AddressError` for one that is
-        malformed."""
+        multiaddrs at which others can dial this peer. Raises `WrongAddress` for one that is
+        not to be announced."""
         self.peer_id = identity.peer_id
         self._seed = identity.seed
         self._listen = (host, port)
-        self._announce = tuple(_with_peer_id(a, self.peer_id) for a in announce)
+        self._announce = announced(announce, self.peer_id, host)
         self._told: tuple[str, ...] = ()
         self._known: dict[str, tuple[str, ...]] = {}
         self._streams: dict[asyncio.Transport, None] = {}
@@ -296,13 +297,6 @@ def _parse(address: str) -> re.Match[str]:
             "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooW..."
         )
     return match
-
-
-def _with_peer_id(address: str, peer_id: str) -> str:
-    match = _parse(address)
-    if match["peer"] not in (None, peer_id):
-        raise AddressError(f"the announced address {address} names another peer")
-    return address if match["peer"] else f"{address}/p2p/{peer_id}"
 
 
 def _endpoint(match: re.Match[str]) -> tuple[str, int]:

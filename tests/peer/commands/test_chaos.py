@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from peer.commands.chaos import may_lose, parse_chaos
+from swarmnet.errors import UsageError
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.membership.view import View
-from swarmnet.runtime.options import UsageError
 
 
 def test_rates_are_per_second() -> None:

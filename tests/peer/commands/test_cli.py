@@ -203,7 +203,7 @@ def test_the_options_of_each_command_are_frozen(command: str) -> None:
         ("local --peers 0", 2, "--peers"),
         ("local --peers 1", 2, "2 stages need at least --peers 2"),
         ("local --peres 3", 2, "No such option: --peres"),
-        ("local --spec missing.toml", 1, "cannot read missing.toml: No such file"),
+        ("local --spec missing.toml", 2, "cannot read missing.toml: No such file"),
         ("local --metrics no/such/folder", 1, "cannot write --metrics no/such/folder"),
         ("status", 2, "Missing argument 'ADDR'"),
         ("status x --transport pigeon", 2, "'pigeon' is not one of"),
@@ -263,12 +263,13 @@ def test_a_peer_is_started_with_its_options(
 
 
 def test_a_dashboard_whose_port_is_taken_starts_no_peer(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("swarmnet.runtime.net.PORT_WAIT_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         line = f"peer --join a --state-dir {tmp_path} --dashboard {port}"
-        assert run_command(line.split()) == 1
+        assert run_command(line.split()) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert f"cannot show the page on 127.0.0.1:{port}" in err

@@ -17,10 +17,9 @@ from peer.commands import local
 from peer.commands.local import run_local
 from peer.options import LocalOptions, default_spec_path
 from peer.processes import remove_stale_folders
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.observer import sample_token
-from swarmnet.runtime.options import UsageError
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.arrays import from_numpy
 from tests.peer.fakes import FakeObserver, fake_command

@@ -163,7 +163,7 @@ def test_a_cut_that_does_not_fit_is_one_clear_line(tmp_path: Path) -> None:
             SPEC.read_text().replace("num_stages = 2", f"num_stages = 2\nlayers = {layers}")
         )
         result = CliRunner().invoke(app, ["plan", "--spec", str(path)])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert words in str(result.output) + str(result.exception)
 
 
@@ -171,7 +171,7 @@ def test_a_cut_that_does_not_fit_is_one_clear_line(tmp_path: Path) -> None:
     ("arguments", "code"),
     [
         (["--spec", str(SPEC), "--write"], 2),
-        (["--spec", "nowhere.toml"], 1),
+        (["--spec", "nowhere.toml"], 2),
         (["--spec", "x", "--replicas", "0"], 2),
     ],
 )

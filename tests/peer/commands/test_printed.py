@@ -53,7 +53,7 @@ def test_brackets_in_what_is_printed_are_no_markup(
     make_console().print("[lora] r of [/work/x] and [bold]")
     assert "[lora] r of [/work/x] and [bold]" in capsys.readouterr().out
     path = tmp_path / "[model]" / "[red]run.toml"
-    assert run_command(["data", str(path)]) == 1
+    assert run_command(["data", str(path)]) == 2
     assert f"cannot read {path}" in capsys.readouterr().err
 
 
@@ -107,7 +107,7 @@ def test_commands_go_on_where_the_locale_is_not_utf8(tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert b"l\\xe4uft.toml: [model] is missing" in ended.stderr or b"uft.toml" in ended.stderr
     assert b"Traceback" not in ended.stderr
 

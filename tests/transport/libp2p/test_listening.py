@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnet.errors import AddressError, TransportError
-from swarmnet.transport.libp2p.listening import ListenAddress
+from swarmnet.errors import AddressError, PortTaken, TransportError, WrongAddress
+from swarmnet.identity import Identity
+from swarmnet.transport.libp2p.listening import ListenAddress, announced
+from swarmnet.transport.libp2p.p2pd import P2pdCarrier
+from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
 
 HOST = "127.0.0.1"
 
@@ -21,10 +24,10 @@ def test_the_port_of_the_first_start_is_kept() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "said"),
     [
-        ("bind: address already in use", AddressError, "is taken; choose another --port"),
-        ("bind: permission denied", AddressError, "choose a --port above 1023"),
+        ("bind: address already in use", PortTaken, "is taken; choose another --port"),
+        ("bind: permission denied", WrongAddress, "choose a --port above 1023"),
         ("cannot assign requested address", AddressError, "choose another --host"),
-        ("failed to parse multiaddr", AddressError, "is no IP address to listen on"),
+        ("failed to parse multiaddr", WrongAddress, "is no IP address to listen on"),
         ("failed to listen on any addresses", AddressError, "cannot be used"),
         ("panic: a bug", TransportError, "p2pd did not start: panic: a bug"),
     ],
@@ -33,3 +36,52 @@ def test_each_reason_has_its_remedy(text: str, error: type[Exception], said: str
     failure = ListenAddress(HOST, 80).failure(text)
     assert type(failure) is error
     assert said in str(failure)
+
+
+OWN, OTHER = Identity(bytes(32)), Identity(bytes([1] * 32))
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("nonsense", "is no address at which a peer listens"),
+        ("/pigeon/4", "is no address"),
+        ("/ip4/203.0.113.7/udp/4001/quic-v1", "is no address"),
+        (f"/ip4/203.0.113.7/tcp/4001/p2p/{OTHER.peer_id}/p2p-circuit", "is no address"),
+        ("/ip4/203.0.113.7", "has no port"),
+        ("/dns4/home.example.org", "has no port"),
+        ("/ip4/203.0.113.7/tcp/0", "has no port"),
+        ("/ip4/203.0.113.7/tcp/70000", "has no port"),
+        (f"/ip4/203.0.113.7/tcp/4001/p2p/{OTHER.peer_id}", "names another peer"),
+        ("/ip6/203.0.113.7/tcp/4001", "has no IP address of that kind after /ip6/"),
+        ("/ip4/home.example.org/tcp/4001", "has no IP address of that kind after /ip4/"),
+        ("/dns4/203.0.113.7/tcp/4001", "has no name of a machine"),
+        ("/dns/so it is/tcp/4001", "has no name of a machine"),
+        ("/ip4/0.0.0.0/tcp/4001", "has an address of no machine"),
+        ("/ip4/224.0.0.1/tcp/4001", "has an address of no machine"),
+        ("/ip4/169.254.3.4/tcp/4001", "has an address of no machine"),
+        ("/ip6/fe80::1/tcp/4001", "has an address of no machine"),
+        ("/ip4/127.0.0.1/tcp/4001", "leads each other machine to itself"),
+    ],
+)
+@pytest.mark.parametrize("carrier", [P2pdCarrier, PyLibp2pCarrier])
+def test_what_cannot_be_an_address_of_this_peer_is_not_announced(
+    carrier: type[P2pdCarrier | PyLibp2pCarrier], address: str, said: str
+) -> None:
+    with pytest.raises(WrongAddress, match=said) as caught:
+        carrier(OWN, host="0.0.0.0", announce=["/ip4/203.0.113.7/tcp/4001", address])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_announced_address_ends_in_the_own_id_once() -> None:
+    end = f"/p2p/{OWN.peer_id}"
+    given = ["/dns/home.example.org/tcp/4001", "/ip6/2001:db8::7/tcp/4001/", "/ip4/10.1.2.3/tcp/1"]
+    told = announced([*given, f"/ip4/203.0.113.7/tcp/443{end}"], OWN.peer_id, "0.0.0.0")
+    assert told == (
+        f"/dns/home.example.org/tcp/4001{end}",
+        f"/ip6/2001:db8::7/tcp/4001{end}",
+        f"/ip4/10.1.2.3/tcp/1{end}",
+        f"/ip4/203.0.113.7/tcp/443{end}",
+    )
+    loopback = "/ip4/127.0.0.1/tcp/4001"
+    assert announced([loopback], OWN.peer_id, "127.0.0.1") == (loopback + end,)
