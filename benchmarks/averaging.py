@@ -267,6 +267,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.training.device import DeviceThread, WorkerThread
     from swarmnet.training.optimizer.local_steps import build_optimizer
     from swarmnet.training.stage import build_stage
+    from swarmnet.transport.direct import DirectListener
 
     torch.set_num_threads(1)
     spec = load(options["replication"], options["clip"], options["shard"])
@@ -278,7 +279,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         host="127.0.0.1",
         port=0,
         announce=(),
-        direct_port=0 if options["direct"] else None,
+        direct=DirectListener("127.0.0.1", 0) if options["direct"] else None,
     )
     transport = net.transport
     transport.set_run(spec.run_id)

@@ -41,6 +41,7 @@ from swarmnet.runtime.options import ANY_INTERFACE
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.calls import call
 from swarmnet.transport.base import Transport
+from swarmnet.transport.direct import DirectListener, port_after
 from swarmnet.version import __version__
 from swarmnet.wire import Array, Message
 
@@ -230,9 +231,15 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
     from swarmnet.runtime.net import open_net
 
     key = Identity.generate()
+    second = DirectListener(ANY_INTERFACE, port_after(options.port))
     try:
         listening = await open_net(
-            options.transport, key, host=ANY_INTERFACE, port=options.port, announce=()
+            options.transport,
+            key,
+            host=ANY_INTERFACE,
+            port=options.port,
+            announce=(),
+            direct=second,
         )
     except SwarmnetError as e:
         if isinstance(e, AddressError):
@@ -246,7 +253,7 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
         return found, None
     try:
         addresses = listening.transport.addresses()
-        which = f"{options.port}" if options.port else "any free one"
+        which = f"{options.port} and {second.port}" if options.port else "any two free ones"
         found = [Finding("port", GOOD, f"can listen on {which}")]
         if not options.join:
             text = "not looked into"
@@ -330,9 +337,9 @@ async def check_way_in(
     nat = "this machine is behind NAT (it has private addresses only)"
     text = nat if all(is_private(a) for a in own) else "a firewall is in the way"
     mend = (
-        "forward a TCP port to this machine, then start peers with --port PORT --announce "
-        "/ip4/YOUR.PUBLIC.IP/tcp/PORT; without it others reach this peer through relays, which "
-        "is slower"
+        "forward two TCP ports to this machine, PORT and the next one, then start peers with "
+        "--port PORT --announce /ip4/YOUR.PUBLIC.IP/tcp/PORT; without it others reach this peer "
+        "through relays, which is slower"
     )
     return [*found, Finding("the way in", WARNING, f"not reached: {text}", mend)]
 

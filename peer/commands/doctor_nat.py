@@ -29,8 +29,8 @@ from swarmnet.wire import Message, unpack
 ASK_TIMEOUT_S = 12.0
 MAX_ASKED_FOR_RELAY = 4
 MEND = (
-    "forward a TCP port to this machine on your router, and start peers with --port PORT "
-    "--announce /ip4/{host}/tcp/PORT"
+    "forward two TCP ports to this machine on your router, PORT and the next one, and start peers "
+    "with --port PORT --announce /ip4/{host}/tcp/PORT"
 )
 
 

@@ -75,7 +75,7 @@ def check(choices: PeerChoices) -> None:
         raise UsageError(f"--stages {stages}: a number from 1 to {MAX_SEATS}, or auto")
     if stages != "1" and choices.tp is not None and choices.tp > 1:
         raise UsageError("--stages goes with one rank: the ranks of --tp serve one stage")
-    if 0 < choices.direct_port < FIRST_DIRECT_PORT:
+    if 0 < (choices.direct_port or 0) < FIRST_DIRECT_PORT:
         raise UsageError(f"--direct-port: 0, or {FIRST_DIRECT_PORT} and above")
 
 

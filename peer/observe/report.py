@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -138,6 +139,13 @@ async def open_page(
     return hub, address
 
 
+def ports_line(ports: Sequence[int]) -> str:
+    """What a router is to forward, and a firewall to let in."""
+    if len(ports) < 2:
+        return f"listens on TCP port {', '.join(map(str, ports)) or 'of no address'}"
+    return f"listens on TCP ports {ports[0]} and {ports[1]} (the second for large messages)"
+
+
 async def report_peer(
     running: RunningPeer,
     mode: ScreenName,
@@ -163,6 +171,8 @@ async def report_peer(
         say(f"swarmnet peer --join {running.addresses[0]}")
         if (others := others_to_name(running.addresses)) and not reporter.screen.is_quiet:
             say(f"or, where that cannot be reached: {listed(others, ', ', MAX_OTHERS_CHARS)}")
+        if not reporter.screen.is_quiet:
+            say(ports_line(running.transport.ports()))
         if page is not None and not reporter.screen.is_quiet:
             say(f"dashboard: {shown_at}")
         if keeper.line and not reporter.screen.is_quiet:

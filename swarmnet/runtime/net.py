@@ -78,13 +78,12 @@ async def open_net(
     host: str,
     port: int,
     announce: Sequence[str],
-    direct_port: int | None = None,
+    direct: DirectListener | None = None,
     shares_port: bool = False,
 ) -> Net:
-    """A started transport of the wanted kind. `direct_port`: where to listen for direct
+    """A started transport of the wanted kind. `direct`: where to listen for direct
     connections; None: none are made. `shares_port`: as of `P2pdCarrier`; the other
     carrier never does. Raises `AddressError`, `PortTaken` where a port is taken."""
-    direct = None if direct_port is None else DirectListener(host, direct_port)
     carrier: Any
     p2p: Callable[[], Any] | None
     if carrier_of(name) == "p2pd":

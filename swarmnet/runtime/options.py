@@ -194,15 +194,15 @@ class NetworkOptions:
         str, Option(metavar="HOST", help="Listen on the interface with this address.")
     ] = ANY_INTERFACE
     direct_port: Annotated[
-        int,
+        int | None,
         Option(
             min=0,
             max=MAX_PORT,
             metavar="PORT",
             help="Listen for direct connections on this port (1024 or above); 0 = any that is "
-            "free.",
+            "free. Default: the port after --port, where that is given and the next one is free.",
         ),
-    ] = 0
+    ] = None
     relay: Annotated[
         bool,
         Option("--no-relay", help="Carry nothing between other peers that cannot dial each other."),

@@ -15,6 +15,7 @@ from swarmnet.identity import Identity
 from swarmnet.methods.contact import TICKET
 from swarmnet.protocol.dialing.addresses import full_address, peer_of
 from swarmnet.protocol.dialing.dial_book import at_seen_host
+from swarmnet.protocol.dialing.zones import target_of
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import seat_id, split_seat
 from swarmnet.protocol.rate import RateLimiter
@@ -107,6 +108,12 @@ class ChannelTransport:
 
     def addresses(self) -> list[str]:
         return [*self._announced, *self.carrier.addresses()]
+
+    def ports(self) -> tuple[int, ...]:
+        """The TCP ports at which it listens: the carrier's, and that of direct connections."""
+        told = map(target_of, self.carrier.addresses()[-1:])  # announced ones come first
+        found = [target[1] for target in told if target is not None]
+        return (*found, *([self.direct.port] if self.direct is not None else []))
 
     def set_run(self, run_id: str) -> None:
         self.run_id = run_id

@@ -37,6 +37,7 @@ from cryptography.x509.oid import NameOID
 from swarmnet.errors import AddressError, PortTaken, Unreachable
 from swarmnet.methods.contact import Ticket
 from swarmnet.protocol.dialing.addresses import STAGGER_S
+from swarmnet.protocol.dialing.zones import FIRST_PORT, MAX_PORT
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
 from swarmnet.system import machine_secret, secret_file
 from swarmnet.transport.base import ByteStream
@@ -67,6 +68,12 @@ ACCEPT_PAUSE_S = 0.5
 """Rest after an accept that failed (no file descriptors left, as a rule)."""
 VALID_DAYS = 3650
 """Of the certificate; nobody looks at it, the fingerprint counts."""
+
+
+def port_after(port: int) -> int:
+    """That at which a peer listens for direct connections where it listens at `port` for others; 0,
+    any, where that is any or nobody dials the next one."""
+    return port + 1 if port and FIRST_PORT <= port + 1 <= MAX_PORT else 0
 
 
 def machine_proof(token: bytes, asker: str) -> bytes:
@@ -202,9 +209,11 @@ class _Visitor(_Waiting):
 class DirectListener:
     """Where other peers connect directly."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """`host`: of the interface; `port`: 0 for any that is free."""
+    def __init__(self, host: str, port: int, *, is_wish: bool = False) -> None:
+        """`host`: of the interface; `port`: 0 for any that is free. `is_wish`: any other will do
+        where that port is taken."""
         self.port = port
+        self._is_wish = is_wish
         self.tickets = Tickets(secrets.token_bytes)
         self._host = host
         self._certificate = Certificate()
@@ -221,7 +230,12 @@ class DirectListener:
         try:
             listening.setblocking(False)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self._host, self.port))
+            try:
+                listening.bind((self._host, self.port))
+            except OSError as e:
+                if not self._is_wish or e.errno != errno.EADDRINUSE:
+                    raise
+                listening.bind((self._host, 0))
             listening.listen(BACKLOG)
         except OSError as e:
             listening.close()

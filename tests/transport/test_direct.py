@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from swarmnet.errors import AddressError, ProtocolViolation, Unreachable
+from swarmnet.errors import AddressError, PortTaken, ProtocolViolation, Unreachable
 from swarmnet.methods.contact import TICKET, Ticket
 from swarmnet.protocol import upgrade
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
@@ -31,6 +31,7 @@ from swarmnet.transport.direct import (
     DirectListener,
     client_context,
     dial_direct,
+    port_after,
 )
 from swarmnet.transport.frames import NOTIFY, head_frame
 from swarmnet.transport.links import MAX_DIRECT, DirectLinks
@@ -715,3 +716,32 @@ def test_channels_without_a_hello_are_bounded_too() -> None:
             stream.transport.abort()
 
     play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("port", "second"), [(0, 0), (4001, 4002), (1023, 1024), (443, 0), (65_535, 0)]
+)
+def test_the_second_port_is_next_to_the_first_where_others_dial_that(
+    port: int, second: int
+) -> None:
+    assert port_after(port) == second
+
+
+def test_a_port_that_is_only_wished_for_may_be_another() -> None:
+    async def main() -> None:
+        first = DirectListener(HOST, 0)
+        await first.start(lambda stream: None)
+        wishing, insisting = (
+            DirectListener(HOST, first.port, is_wish=is_wish) for is_wish in (True, False)
+        )
+        with pytest.raises(PortTaken, match="choose another --direct-port"):
+            await insisting.start(lambda stream: None)
+        await wishing.start(lambda stream: None)
+        assert wishing.port not in (0, first.port)
+        carrier = Carrier(LoopbackHub(), identity(1).peer_id)
+        assert ChannelTransport(carrier, direct=wishing).ports() == (4001, wishing.port)
+        assert ChannelTransport(carrier).ports() == (4001,)
+        await first.close()
+        await wishing.close()
+
+    asyncio.run(main())

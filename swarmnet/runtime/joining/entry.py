@@ -26,6 +26,7 @@ from swarmnet.runtime.net import Net, once_free, open_net
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.spec import RunSpec
+from swarmnet.transport.direct import DirectListener, port_after
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -68,7 +69,7 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
             host=options.host,
             port=options.port,
             announce=options.announce,
-            direct_port=options.direct_port if options.direct else None,
+            direct=_direct(options),
         )
     )
     stack.push_async_callback(net.transport.close)
@@ -104,6 +105,16 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
     else:
         await files.fetch(net.transport, await neighbours)
     return Entry(key, net, started or Run(spec), known, ways, neighbours, beside, files)
+
+
+def _direct(options: PeerOptions) -> DirectListener | None:
+    """Beside the carrier's port, so that two neighbours are forwarded, unless a person wants
+    another."""
+    if not options.direct:
+        return None
+    if options.direct_port is not None:
+        return DirectListener(options.host, options.direct_port)
+    return DirectListener(options.host, port_after(options.port), is_wish=True)
 
 
 async def _end(looking: asyncio.Future[list[str]]) -> None:

@@ -26,6 +26,7 @@ from swarmnet.spec import load_spec
 
 ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+ADDRESS = "/ip4/203.0.113.7/tcp/4001"
 DOCKERFILE = (ROOT / "peer" / "Dockerfile").read_text()
 SERVICES: dict[str, Any] = COMPOSE["services"]
 STAGES = [name for name in SERVICES if name.startswith("stage-")]
@@ -218,3 +219,17 @@ def test_what_the_image_copies_is_there_and_not_ignored() -> None:
     for name in copied:
         assert (ROOT / name).exists()
         assert f"!{name}" in ignored
+
+
+def test_both_ports_of_a_public_peer_are_published() -> None:
+    public: dict[str, Any] = yaml.safe_load((ROOT / "examples/compose.public.yml").read_text())
+    service = public["services"]["bootstrap"]
+    name, *arguments = shlex.split(
+        filled(re.sub(r"\$\{ANNOUNCE[^}]*\}", ADDRESS, service["command"]))
+    )
+    command: Any = typer.main.get_command(app)
+    options = command.commands[name].make_context(name, list(arguments)).params
+    ports = [str(options["port"]), str(options["direct_port"])]
+    assert [filled(port).split(":")[1] for port in service["ports"]] == ports
+    assert filled(service["ports"][1]) == f"{ports[1]}:{ports[1]}", "others are told that number"
+    assert f"EXPOSE {' '.join(ports)}" in DOCKERFILE
