@@ -318,7 +318,9 @@ def dashboard(options: DashboardOptions) -> None:
     from peer.commands.dashboard import show_live, show_replay
 
     if options.replay is not None:
-        _run_until_stopped(show_replay(options.replay, options.host, options.port))
+        _run_until_stopped(
+            show_replay(options.replay, options.host, options.port, options.allowed_host)
+        )
     else:
         _run_until_stopped(show_live(options))
 

@@ -4,6 +4,7 @@ among the groups."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -51,6 +52,28 @@ DashboardHostOption = Annotated[
     str,
     typer.Option(
         metavar="HOST", help="Address to show the page on; by default for this machine only."
+    ),
+]
+HOST_NAME = re.compile(r"(\*\.)?\w([-.\w]*\w)?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", re.ASCII)
+
+
+def _host_names(names: list[str] | None) -> list[str]:
+    for name in names or ():
+        if HOST_NAME.fullmatch(name) is None:
+            raise typer.BadParameter(
+                f"{name!r} is no name of a host; one looks like training.example.org, without "
+                "https:// and port"
+            )
+    return list(names or ())
+
+
+AllowedHostOption = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        metavar="HOST",
+        callback=_host_names,
+        help="Answer requests to the page that name this host, beside localhost: that of a proxy. "
+        "Repeat it for several; *.example.org for all below.",
     ),
 ]
 MetricsOption = Annotated[
@@ -127,6 +150,7 @@ class OutputOptions:
 
     dashboard: DashboardOption = None
     dashboard_host: DashboardHostOption = LOOPBACK
+    allowed_host: AllowedHostOption = ()
     metrics: MetricsOption = None
     plain: PlainOption = False
     quiet: Annotated[bool, typer.Option(help="Print the address to join, and nothing else.")] = (
@@ -230,6 +254,7 @@ class LocalOptions(LocalRunOptions, LinkOptions, ComputeOptions):
     dtype: DtypeOption = ""
     dashboard: DashboardOption = None
     dashboard_host: DashboardHostOption = LOOPBACK
+    allowed_host: AllowedHostOption = ()
     metrics: MetricsOption = None
     plain: PlainOption = False
     debug: DebugOption = False
@@ -604,6 +629,7 @@ class DashboardOptions:
     host: Annotated[
         str, typer.Option(help="Address to show it on; by default for this machine only.")
     ] = LOOPBACK
+    allowed_host: AllowedHostOption = ()
     transport: TransportOption = "auto"
     debug: DebugOption = False
 

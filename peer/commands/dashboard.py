@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -33,7 +34,9 @@ async def show_live(options: DashboardOptions, join: JoinRun = wait_for_run) -> 
         raise
     try:
         async with AsyncExitStack() as stack:
-            hub, address = await open_page(stack, observer.spec, host, listener)
+            hub, address = await open_page(
+                stack, observer.spec, host, listener, options.allowed_host
+            )
             _greet(address, host)
             monitor, loop = monitor_of(observer.spec), asyncio.get_running_loop()
             while True:
@@ -46,11 +49,11 @@ async def show_live(options: DashboardOptions, join: JoinRun = wait_for_run) -> 
         await observer.close()
 
 
-async def show_replay(path: Path, host: str, port: int) -> None:
+async def show_replay(path: Path, host: str, port: int, allowed: Sequence[str] = ()) -> None:
     """Shows a metrics file, until cancelled; what is added to it meanwhile is seen with the next
     visit. Raises `UserError`."""
     await asyncio.to_thread(check_file, path)
-    app = replay_app(functools.partial(make_film, path), host)
+    app = replay_app(functools.partial(make_film, path), host, allowed)
     async with serving(app, listen(host, port)) as address:
         _greet(address, host)
         await asyncio.Event().wait()

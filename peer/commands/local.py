@@ -84,7 +84,9 @@ async def run_local(
         hub = None
         if options.dashboard is not None:
             listener = listen(options.dashboard_host, options.dashboard)
-            hub, shown_at = await open_page(stack, spec, options.dashboard_host, listener)
+            hub, shown_at = await open_page(
+                stack, spec, options.dashboard_host, listener, options.allowed_host
+            )
         metrics = stack.enter_context(open_metrics(options.metrics, append=False))
         reporter = stack.enter_context(Reporter(spec, options.screen, metrics, hub))
         folder = stack.enter_context(run_folder())

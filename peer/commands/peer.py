@@ -43,7 +43,8 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
         try:
             page = None
             if output.dashboard is not None:
-                page = (output.dashboard_host, run_in_loop(_listener(output), output.parent_pid))
+                listener = run_in_loop(_listener(output), output.parent_pid)
+                page = (output.dashboard_host, listener, output.allowed_host)
             with open_metrics(output.metrics, append=True) as metrics:
                 life = run_peer(options, extras(output, metrics, page))
                 run_in_loop(life, output.parent_pid)

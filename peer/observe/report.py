@@ -126,15 +126,19 @@ class Reporter:
 
 
 async def open_page(
-    stack: AsyncExitStack, spec: RunSpec, host: str, listener: socket.socket
+    stack: AsyncExitStack,
+    spec: RunSpec,
+    host: str,
+    listener: socket.socket,
+    allowed: Sequence[str] = (),
 ) -> tuple[Hub, str]:
     """A dashboard of a run that the caller will look at, and its address. `host`: as the user
-    named it."""
+    named it; `allowed`: further hosts under which it is asked for."""
     from peer.observe.dashboard.app import live_app
     from peer.observe.dashboard.server import serving
 
     hub = Hub(spec)
-    address = await stack.enter_async_context(serving(live_app(hub, host), listener))
+    address = await stack.enter_async_context(serving(live_app(hub, host, allowed), listener))
     stack.callback(hub.close)  # before the server ends: it would cut streams off, with a traceback
     return hub, address
 
@@ -150,11 +154,11 @@ async def report_peer(
     running: RunningPeer,
     mode: ScreenName,
     metrics: MetricsFile | None,
-    page: tuple[str, socket.socket] | None,
+    page: tuple[str, socket.socket, Sequence[str]] | None,
     keeper: Keeper,
 ) -> None:
-    """Says how to join, and then what the peer sees, until it is cancelled. `page`: host and socket
-    of the dashboard, where one is wanted. `keeper`: of its owner's limits."""
+    """Says how to join, and then what the peer sees, until it is cancelled. `page`: host, socket
+    and further hosts of the dashboard, where one is wanted. `keeper`: of its owner's limits."""
     stays = not running.options.exit_when_done
     and_now = "this peer goes on serving the model (Ctrl-C ends it)" if stays else "this peer ends"
     loop = asyncio.get_running_loop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -54,6 +55,26 @@ def test_only_this_machine_is_answered_under_its_own_names() -> None:
     assert visitor.get("/state.json", headers={"host": "evil.example"}).status_code == 400
     opened = client("0.0.0.0")
     assert opened.get("/healthz", headers={"host": "training.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, "0.0.0.0", "192.0.2.7"])
+def test_hosts_that_a_person_names_are_answered_beside_this_machine(host: str) -> None:
+    visitor = TestClient(live_app(Played().hub, host, ["Training.example", "*.below.example"]))
+    answered = ("training.example", "a.below.example:8443", "localhost:8080", f"{host}:8080")
+    for name in answered:
+        assert visitor.get("/healthz", headers={"host": name}).status_code == 200, name
+    for name in ("evil.example", "below.example.evil", "other.training.example"):
+        assert visitor.get("/healthz", headers={"host": name}).status_code == 400, name
+
+
+def test_the_page_asks_for_nothing_by_an_absolute_path() -> None:
+    """So that it works under any path of a proxy."""
+    visitor = client()
+    assert not re.findall(r"(?:href|src)=[\"']/", visitor.get("/").text)
+    script = visitor.get("/static/app.js").text
+    assert re.findall(r"(?:fetch|EventSource)\([\"'`]\w", script)
+    assert not re.findall(r"(?:fetch|EventSource)\([\"'`]/", script)
+    assert visitor.get("/static", follow_redirects=False).status_code == 404, "no absolute redirect"
 
 
 def test_nothing_can_be_written() -> None:

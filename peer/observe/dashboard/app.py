@@ -1,7 +1,9 @@
 """What a browser may ask for. Read-only: there is nothing here that changes a run.
 
-Bound to loopback, only requests that name this machine are answered (a page elsewhere cannot have a
-browser fetch from here under another name); scripts and styles come from here alone.
+Bound to loopback, only requests that name this machine are answered, or a host that a person has
+named (a page elsewhere cannot have a browser fetch from here under another name); scripts and
+styles come from here alone. All that the page asks for is relative to its own address, so a proxy
+may show it under any path.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +68,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def live_app(hub: Hub, host: str) -> Starlette:
-    """The page of a run that goes on."""
+def names_of(host: str, allowed: Sequence[str]) -> list[str]:
+    """Under which names a page is asked for that is shown at the address `host`: of this machine
+    and of the `allowed` hosts; any, where all may look and no host is named."""
+    if not allowed and not is_loopback(host):
+        return ["*"]
+    return list(dict.fromkeys([*LOCAL_NAMES, host, *allowed]))
+
+
+def live_app(hub: Hub, host: str, allowed: Sequence[str] = ()) -> Starlette:
+    """The page of a run that goes on. `host`, `allowed`: as of `names_of`."""
 
     async def stream(request: Request) -> Response:
         if hub.is_full:
@@ -89,27 +99,29 @@ def live_app(hub: Hub, host: str) -> Starlette:
         return Response(status_code=204)
 
     routes = {"/stream": stream, "/peer": history, "/state.json": state, "/replay.json": no_film}
-    return _app(host, [Route(path, answer) for path, answer in routes.items()])
+    return _app(names_of(host, allowed), [Route(p, answer) for p, answer in routes.items()])
 
 
-def replay_app(film: Callable[[], dict[str, Any]], host: str) -> Starlette:
-    """The page of a run that is over. `film`: see `replay.make_film`; called for each visitor."""
+def replay_app(
+    film: Callable[[], dict[str, Any]], host: str, allowed: Sequence[str] = ()
+) -> Starlette:
+    """The page of a run that is over. `film`: see `replay.make_film`; called for each visitor.
+    `host`, `allowed`: as of `names_of`."""
 
     async def replay(request: Request) -> Response:
         return JSONResponse(await asyncio.to_thread(film))
 
-    return _app(host, [Route("/replay.json", replay)])
+    return _app(names_of(host, allowed), [Route("/replay.json", replay)])
 
 
-def _app(host: str, routes: list[Route]) -> Starlette:
+def _app(names: list[str], routes: list[Route]) -> Starlette:
     async def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    hosts = LOCAL_NAMES if is_loopback(host) else ["*"]
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", page),
             Route("/healthz", healthz),
@@ -117,11 +129,13 @@ def _app(host: str, routes: list[Route]) -> Starlette:
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
+            Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
             Middleware(_Headers),
             Middleware(GZipMiddleware, minimum_size=2048),
         ],
     )
+    app.router.redirect_slashes = False  # to an absolute URL, which lacks a proxy's path
+    return app
 
 
 async def _events(hub: Hub) -> AsyncIterator[bytes]:

@@ -277,7 +277,7 @@ async function openPeer(id) {
   let history = { points: kept.get(id) ?? [], events: run.events.filter((e) => e.peer === id).slice(-20) };
   if (run.mode !== "replay") {
     try {
-      const answer = await fetch(`/peer?id=${encodeURIComponent(id)}`);
+      const answer = await fetch(`peer?id=${encodeURIComponent(id)}`);
       if (answer.ok) history = await answer.json();
     } catch { /* shown without */ }
   }
@@ -339,7 +339,7 @@ function goLive() {
   let source;
   const connect = () => {
     source?.close();
-    source = new EventSource("/stream");
+    source = new EventSource("stream");
     heardAt = Date.now();
     source.addEventListener("state", (e) => { heardAt = Date.now(); say("live", "live"); applyState(JSON.parse(e.data)); });
     source.addEventListener("tick", (e) => { heardAt = Date.now(); say("live", "live"); applyTick(JSON.parse(e.data)); });
@@ -436,6 +436,6 @@ $("peer-filter").addEventListener("input", () => redraw("peers"));
 $("event-filter").addEventListener("input", () => redraw("events"));
 addEventListener("resize", () => { charts.resize(); redraw("peers"); });
 
-const film = await fetch("/replay.json").catch(() => null);
+const film = await fetch("replay.json").catch(() => null);
 if (film?.status === 200) goThrough(await film.json());
 else goLive();
