@@ -23,6 +23,7 @@ MAX_DIAL_BACK = 4
 """Addresses of one question."""
 MAX_ADDRESS_CHARS = 512
 MAX_HOST_CHARS = 64
+MAX_MEETING_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,27 @@ class Ticket:
                 raise ProtocolViolation("a ticket with an impossible address")
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where one of two peers that are about to dial each other at once is seen from outside, and
+    its ticket for the other."""
+
+    host: str
+    port: int
+    fingerprint: bytes
+    token: bytes
+    wait_s: float = 0.0
+    """So long after its answer the callee dials: as long as that takes to the caller."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.host) <= MAX_HOST_CHARS or not 0 < self.port < 1 << 16:
+            raise ValueError("an impossible address")
+        if len(self.fingerprint) != 32 or len(self.token) != TOKEN_BYTES:
+            raise ValueError("a fingerprint or token of the wrong length")
+        if not (math.isfinite(self.wait_s) and 0 <= self.wait_s <= MAX_MEETING_WAIT_S):
+            raise ValueError("a wait that is too long")
+
+
 SPEC = Method("spec", NoneType, SpecReply, Caller.ANYONE, quota=STRANGERS)
 TICKET = Method("ticket", NoneType, Ticket, Caller.ANYONE, quota=STRANGERS)
 PING = Method("ping", NoneType, NoneType, Caller.ANYONE, quota=STRANGERS)
@@ -164,3 +186,4 @@ BANDWIDTH = Method(
 )
 LOOK_BACK = Method("look_back", LookBackRequest, LookBackReply, Caller.ANYONE, quota=LOOKS)
 RELAY_RESERVE = Method("relay_reserve", NoneType, RelayGrant, Caller.ADMITTED)
+MEET = Method("meet", Meeting, Meeting, Caller.ADMITTED, quota=LOOKS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from swarmnet.errors import AddressError, DeadlineExceeded, TransportError, Unreachable
 from swarmnet.identity import Identity
-from swarmnet.methods.contact import TICKET
+from swarmnet.methods.contact import MEET, TICKET
 from swarmnet.protocol.dialing.addresses import full_address, peer_of
 from swarmnet.protocol.dialing.dial_book import at_seen_host
 from swarmnet.protocol.dialing.zones import target_of
@@ -79,7 +79,7 @@ class ChannelTransport:
         self.links: DirectLinks | None = None
         if self.direct is not None:
             self.links = DirectLinks(
-                self.direct, self.channels, self.dialer, self._filter, self.addresses
+                self.direct, self.channels, self.dialer, self._filter, self.addresses, self.relays
             )
         self._local = LocalCalls(self.peer_id, self.handlers)
         self._announced: list[str] = []
@@ -91,6 +91,7 @@ class ChannelTransport:
             try:
                 await self.links.start()
                 self.handle(TICKET.name, self.links.on_ticket)
+                self.handle(MEET.name, self.links.on_meet)
             except BaseException:
                 await self.carrier.close()
                 raise

@@ -47,6 +47,8 @@ log = logging.getLogger("swarmnet.transport")
 
 PREAMBLE = b"swarmnet-direct\x02"
 """What a client says first; its token follows."""
+WHENCE = b"swarmnet-whence\x02"
+"""In its place: the client only wants to know from where its connection is seen to come."""
 GREETING_BYTES = len(PREAMBLE) + TOKEN_BYTES
 GREETING_TIMEOUT_S = 5.0
 """TLS handshake and greeting together."""
@@ -66,6 +68,9 @@ nor the measurement of the bandwidth (tests/transport/test_direct.py)."""
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 10, 5, 3
 ACCEPT_PAUSE_S = 0.5
 """Rest after an accept that failed (no file descriptors left, as a rule)."""
+TOLD_FOR_S = 10.0
+"""How long the connection stands of who was told from where it comes: as long as a router is to
+keep its port."""
 VALID_DAYS = 3650
 """Of the certificate; nobody looks at it, the fingerprint counts."""
 
@@ -221,6 +226,13 @@ class DirectListener:
         self._listening: socket.socket | None = None
         self._acceptor: asyncio.Task[None] | None = None
         self._greeting: dict[asyncio.Task[None], str] = {}
+        self._told: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+        self.client_context = client_context()
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of its certificate (DER)."""
+        return self._certificate.fingerprint
 
     async def start(self, accept: Callable[[ByteStream], None]) -> None:
         """Every authenticated stream is handed to `accept`. Raises `AddressError`."""
@@ -237,6 +249,8 @@ class DirectListener:
                     raise
                 listening.bind((self._host, 0))
             listening.listen(BACKLOG)
+            # Only now: two that listen shall not share a port, though one that dials may.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         except OSError as e:
             listening.close()
             kind = PortTaken if e.errno == errno.EADDRINUSE else AddressError
@@ -254,6 +268,10 @@ class DirectListener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for transport, timer in self._told.items():
+            timer.cancel()
+            transport.abort()
+        self._told.clear()
         if self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -270,6 +288,27 @@ class DirectListener:
         pairs = tuple((host, self.port) for host in hosts)[:64]
         return Ticket(pairs, self._certificate.fingerprint, token, machine_proof(token, peer_id))
 
+    def dialling_socket(self, family: socket.AddressFamily) -> socket.socket:
+        """One that goes out from the port at which this listens. Raises `OSError`."""
+        own = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        if family != own or self._listening is None:
+            raise OSError(errno.EADDRNOTAVAIL, "it does not listen for that kind of address")
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sock.bind((self._host, self.port))
+            _tune(sock)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def adopt(self, visitor: socket.socket) -> None:
+        """Greets a visitor that was not accepted here: both have dialled."""
+        self._begin(visitor, str(visitor.getpeername()[0]))
+
     async def _accept_all(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -285,9 +324,12 @@ class DirectListener:
             if sum(h == host for h in self._greeting.values()) >= MAX_GREETING_EACH:
                 visitor.close()
                 continue
-            task = loop.create_task(self._greet(visitor))
-            self._greeting[task] = host
-            task.add_done_callback(lambda t: self._greeting.pop(t, None))
+            self._begin(visitor, host)
+
+    def _begin(self, visitor: socket.socket, host: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._greet(visitor))
+        self._greeting[task] = host
+        task.add_done_callback(lambda t: self._greeting.pop(t, None))
 
     async def _greet(self, sock: socket.socket) -> None:
         """TLS, then the token; whoever has none or is slow is cut off without a word."""
@@ -306,12 +348,15 @@ class DirectListener:
                 await visitor.greeted
             greeting, rest = bytes(visitor.received[:GREETING_BYTES]), visitor.received
             token = greeting[len(PREAMBLE) :]
-            remote = None
-            if hmac.compare_digest(greeting[: len(PREAMBLE)], PREAMBLE):
+            remote, wish = None, greeting[: len(PREAMBLE)]
+            if wish in (PREAMBLE, WHENCE):
                 remote = self.tickets.redeem(token, loop.time())
             if remote is None or transport.is_closing():
                 log.info("a direct connection without a valid token was closed")
                 transport.abort()
+                return
+            if wish == WHENCE:
+                self._tell_whence(transport)
                 return
             self._accept(ByteStream(remote, transport, bytes(rest[GREETING_BYTES:])))
         except (OSError, EOFError, TimeoutError) as e:  # ssl.SSLError is an OSError
@@ -320,6 +365,17 @@ class DirectListener:
         except BaseException:
             _drop(transport, sock)
             raise
+
+    def _tell_whence(self, transport: asyncio.Transport) -> None:
+        """Reading is paused: nothing more is taken."""
+        host, port = transport.get_extra_info("peername")[:2]
+        transport.write(f"{host} {port}\n".encode())
+        later = asyncio.get_running_loop().call_later
+        self._told[transport] = later(TOLD_FOR_S, self._end_told, transport)
+
+    def _end_told(self, transport: asyncio.Transport) -> None:
+        del self._told[transport]
+        transport.abort()
 
 
 async def dial_direct(peer_id: str, ticket: Ticket, context: ssl.SSLContext) -> ByteStream:
@@ -353,16 +409,28 @@ async def _dial_one(
     peer_id: str, host: str, port: int, ticket: Ticket, context: ssl.SSLContext
 ) -> ByteStream:
     """A stream to whoever has the ticket's certificate."""
-    loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
-    transport: asyncio.Transport | None = None
-    waiting = _Waiting()
     try:
         sock.setblocking(False)
         _tune(sock)
-        await loop.sock_connect(sock, (host, port))
-        transport, _ = await loop.create_connection(
+        await asyncio.get_running_loop().sock_connect(sock, (host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return await authenticated(peer_id, sock, ticket, context)
+
+
+async def authenticated(
+    peer_id: str, sock: socket.socket, ticket: Ticket, context: ssl.SSLContext
+) -> ByteStream:
+    """TLS over a TCP connection, to whoever has the ticket's certificate: a client's stream, on
+    which nothing is said yet. Raises `OSError` or `EOFError`, and closes the connection then."""
+    transport: asyncio.Transport | None = None
+    waiting = _Waiting()
+    try:
+        host, port = sock.getpeername()[:2]
+        transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: waiting,
             sock=sock,
             ssl=context,

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from swarmnet.errors import ChannelClosed, SwarmnetError
-from swarmnet.methods.contact import TICKET, Ticket
+from swarmnet.errors import Busy, ChannelClosed, Refused, SwarmnetError, Unreachable
+from swarmnet.methods.contact import MAX_MEETING_WAIT_S, MEET, PING, TICKET, Meeting, Ticket
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.upgrade import Attempts
@@ -24,12 +24,15 @@ from swarmnet.transport.calls.heads import FIRST_SEATS, Route
 from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import (
+    PREAMBLE,
     DirectListener,
-    client_context,
+    authenticated,
     dial_direct,
     is_here,
 )
 from swarmnet.transport.open_channels import OpenChannels
+from swarmnet.transport.punching import Seen, dial_at_once, whence
+from swarmnet.transport.relay import Relays
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.transport")
@@ -42,6 +45,14 @@ MAX_DIRECT = 4
 """Direct channels of one peer, those on which it has not said hello yet too."""
 MAX_OPENING = 16
 """Attempts at a time; more wait for their next bulk call."""
+NUM_JUDGES = 3
+"""Peers that are asked where they see this one's port: two tell a symmetric router."""
+SEEN_FOR_S = 8.0
+"""What they say holds so long, while their connections stand (`direct.TOLD_FOR_S`)."""
+MEETING_TIMEOUT_S = 10.0
+"""To agree on a meeting."""
+MEETING_S = 5.0
+"""For both dials: a packet that a router has dropped is sent again after one second, and three."""
 
 
 class DirectLinks:
@@ -54,8 +65,10 @@ class DirectLinks:
         dialer: Dialer,
         dial_filter: DialFilter,
         addresses: Callable[[], list[str]],
+        relays: Relays | None = None,
     ) -> None:
-        """`dialer`: calls over libp2p; `addresses`: multiaddrs of this peer, for its tickets."""
+        """`dialer`: calls over libp2p; `addresses`: multiaddrs of this peer, for its tickets.
+        `relays`: through which it meets others; None: through none."""
         self.channels: dict[str, list[Channel]] = {}
         """By peer, those that are ready."""
         self._listener = listener
@@ -63,12 +76,22 @@ class DirectLinks:
         self._dialer = dialer
         self._filter = dial_filter
         self._addresses = addresses
-        self._context = client_context()
+        self._relays = relays
+        self._context = listener.client_context
         self._attempts = Attempts()
         self._opened_at: dict[Channel, float] = {}
         self._bulk_methods: dict[str, None] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._meeting: dict[str, None] = {}
+        """Peers whom this one has asked to dial it while it dials them."""
+        self._answering: dict[str, asyncio.Task[None]] = {}
+        """By peer that has asked for that."""
+        self._came: dict[str, asyncio.Future[None]] = {}
+        """Peers that are to come to the listener."""
+        self._seen: Seen | None = None
+        self._seen_until = float("-inf")
+        self._looking = asyncio.Lock()
         self._closed = False
 
     async def start(self) -> None:
@@ -81,10 +104,12 @@ class DirectLinks:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        tasks = [*self._opening.values()]
+        tasks = [*self._opening.values(), *self._answering.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._seen is not None:
+            self._seen.transport.abort()
         await self._listener.close()
 
     # ---- calls ------------------------------------------------------------------------------
@@ -143,12 +168,9 @@ class DirectLinks:
         loop = asyncio.get_running_loop()
         channel: Channel | None = None
         try:
-            async with asyncio.timeout(TICKET_TIMEOUT_S):
-                reply = await self._dialer.call(peer_id, TICKET.name, Message(), None)
-            ticket = convert(reply.body, Ticket)
-            here = is_here(ticket, self._filter.own_peer_id)
-            named = self._filter.targets(peer_id, ticket.addresses, is_here=here)
-            stream = await dial_direct(peer_id, replace(ticket, addresses=named), self._context)
+            stream = await self._dial(peer_id)
+            if stream is None:
+                return  # it came to the listener
             self._filter.reached(stream)
             channel = self._open_channels.attach(stream, direct=self)
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -166,6 +188,25 @@ class DirectLinks:
                 pause_s,
             )
 
+    async def _dial(self, peer_id: str) -> ByteStream | None:
+        """None where the peer came to the listener meanwhile. Raises a `SwarmnetError` or
+        `TimeoutError`."""
+        if self._relays is not None and self._relays.carry(peer_id):
+            try:
+                return await self._meet(peer_id)
+            except (SwarmnetError, TimeoutError) as e:
+                why = e or "no answer in time"
+                log.info("no way through the routers to %s: %s", peer_id[-8:], why)
+        ticket = await self._ticket_of(peer_id)
+        here = is_here(ticket, self._filter.own_peer_id)
+        named = self._filter.targets(peer_id, ticket.addresses, is_here=here)
+        return await dial_direct(peer_id, replace(ticket, addresses=named), self._context)
+
+    async def _ticket_of(self, peer_id: str) -> Ticket:
+        async with asyncio.timeout(TICKET_TIMEOUT_S):
+            reply = await self._dialer.call(peer_id, TICKET.name, Message(), None)
+        return convert(reply.body, Ticket)
+
     def _accept(self, stream: ByteStream) -> None:
         channels = self._open_channels
         is_full = channels.num_direct(stream.remote) >= MAX_DIRECT
@@ -182,6 +223,9 @@ class DirectLinks:
         timer = self._timers.pop(channel.remote, None)
         if timer is not None:
             timer.cancel()
+        came = self._came.get(channel.remote)
+        if came is not None and not came.done():
+            came.set_result(None)
 
     def ended(self, channel: Channel) -> None:
         """A direct channel is gone."""
@@ -208,3 +252,123 @@ class DirectLinks:
     def _unused(self, peer_id: str) -> None:
         self._timers.pop(peer_id, None)
         self.want(peer_id)
+
+    # ---- meetings ---------------------------------------------------------------------------
+
+    async def _meet(self, peer_id: str) -> ByteStream | None:
+        """Asks a peer that is reached through a relay to dial this one while it is dialled. Raises
+        a `SwarmnetError` or `TimeoutError`."""
+        loop = asyncio.get_running_loop()
+        self._meeting[peer_id] = None
+        try:
+            async with asyncio.timeout(MEETING_TIMEOUT_S):
+                seen = await self._seen_outside(peer_id)
+                began = loop.time()
+                await self._dialer.call(peer_id, PING.name, Message(), None)
+                one_way_s = min((loop.time() - began) / 2, MAX_MEETING_WAIT_S)
+                asked = Message(self._meeting_with(peer_id, seen, one_way_s))
+                reply = await self._dialer.call(peer_id, MEET.name, asked, None)
+            return await self._meet_at(peer_id, convert(reply.body, Meeting))
+        finally:
+            self._meeting.pop(peer_id, None)
+
+    async def on_meet(self, request: Request) -> Message:
+        """For a peer that is about to dial this one and wants to be dialled meanwhile."""
+        remote = machine_of(request.remote)
+        asked = convert(request.message.body, Meeting)
+        if self._relays is None or not self._relays.carry(remote):
+            raise Refused("the two do not need a relay")
+        if self._closed or remote in self.channels or remote in self._answering:
+            raise Refused("there is a direct connection, or will be")
+        if remote in self._meeting and self._filter.own_peer_id < remote:
+            raise Refused("this peer has asked for the same")
+        if len(self._answering) >= MAX_OPENING:
+            raise Busy("it meets others")
+        seen = await self._seen_outside(remote)
+        task = asyncio.get_running_loop().create_task(self._answer(remote, asked))
+        self._answering[remote] = task
+        task.add_done_callback(lambda _: self._answering.pop(remote, None))
+        return Message(self._meeting_with(remote, seen))
+
+    async def _answer(self, peer_id: str, asked: Meeting) -> None:
+        channel: Channel | None = None
+        try:
+            await asyncio.sleep(asked.wait_s)
+            stream = await self._meet_at(peer_id, asked)
+            if stream is None:
+                return
+            self._filter.reached(stream)
+            channel = self._open_channels.attach(stream, direct=self)
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await asyncio.shield(channel.ready)
+        except (SwarmnetError, TimeoutError) as e:
+            if channel is not None:
+                channel.abort("no hello in time")
+            why = e or "no answer in time"
+            log.info("no way through the routers to %s: %s", peer_id[-8:], why)
+
+    async def _meet_at(self, peer_id: str, meeting: Meeting) -> ByteStream | None:
+        """Dials a peer that dials this one meanwhile. Of the two the one with the lower id is the
+        server, where the other comes to the listener: None then."""
+        named = self._filter.targets(peer_id, [(meeting.host, meeting.port)], is_here=False)
+        if not named:
+            raise Unreachable("it is not to be dialled where it says")
+        sock = await dial_at_once(self._listener, *named[0], MEETING_S)
+        if self._filter.own_peer_id > peer_id:
+            ticket = Ticket(named, meeting.fingerprint, meeting.token)
+            try:
+                stream = await authenticated(peer_id, sock, ticket, self._context)
+            except (OSError, EOFError) as e:
+                raise Unreachable(str(e) or "no answer in time") from None
+            stream.transport.write(PREAMBLE + meeting.token)
+            log.info("met %s: both routers let the two through", peer_id[-8:])
+            return stream
+        came = self._came[peer_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._listener.adopt(sock)
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await came
+            log.info("met %s: both routers let the two through", peer_id[-8:])
+        finally:
+            del self._came[peer_id]
+        return None
+
+    def _meeting_with(self, peer_id: str, seen: Seen, wait_s: float = 0.0) -> Meeting:
+        ticket = self._listener.ticket(peer_id, ())
+        return Meeting(seen.host, seen.port, ticket.fingerprint, ticket.token, wait_s)
+
+    async def _seen_outside(self, peer_id: str) -> Seen:
+        """Where the port for direct connections is seen, by peers that can be dialled. Raises
+        `Unreachable`."""
+        loop = asyncio.get_running_loop()
+        async with self._looking:  # two would dial a judge from one port
+            if self._seen is None or loop.time() >= self._seen_until:
+                if self._seen is not None:
+                    self._seen.transport.abort()
+                    self._seen = None
+                self._seen = await self._look(peer_id)
+                self._seen_until = loop.time() + SEEN_FOR_S
+            return self._seen
+
+    async def _look(self, peer_id: str) -> Seen:
+        assert self._relays is not None
+        judges = [
+            p for p in self._open_channels.connected() if p != peer_id and not self._relays.carry(p)
+        ]
+        asked = await asyncio.gather(
+            *(self._ask(judge) for judge in judges[:NUM_JUDGES]), return_exceptions=True
+        )
+        found = [seen for seen in asked if isinstance(seen, Seen)]
+        if not found:
+            raise Unreachable("no peer says where it sees this one")
+        is_same = len({seen.port for seen in found if seen.host == found[0].host}) == 1
+        for seen in found[1:] if is_same else found:
+            seen.transport.abort()
+        if not is_same:
+            raise Unreachable("the own router is symmetric: each peer sees another port")
+        return found[0]
+
+    async def _ask(self, judge: str) -> Seen:
+        ticket = await self._ticket_of(judge)
+        named = self._filter.targets(judge, ticket.addresses, is_here=False)
+        return await whence(self._listener, judge, ticket, named)

@@ -92,6 +92,8 @@ class Relays:
         self._context = client_context()
         self._known: dict[str, dict[str, str]] = {}
         self._needed: dict[str, None] = {}
+        self._callers: dict[str, None] = {}
+        """Peers that have called this one through a relay, the latest last."""
         self._grants: dict[str, float] = {}
         self._circuits: dict[Circuit, None] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -161,13 +163,16 @@ class Relays:
         """Was a peer reached in no other way, lately?"""
         return peer_id in self._needed
 
+    def carry(self, peer_id: str) -> bool:
+        """Have this peer and another one last met through a relay?"""
+        return peer_id in self._needed or peer_id in self._callers
+
     def opened(self, peer_id: str, *, through_relay: bool) -> None:
         """A stream to a peer was opened."""
         self._needed.pop(peer_id, None)
+        self._callers.pop(peer_id, None)
         if through_relay:
-            if len(self._needed) >= MAX_KNOWN:
-                del self._needed[next(iter(self._needed))]
-            self._needed[peer_id] = None
+            _note(self._needed, peer_id)
 
     async def _through(self, relay_id: str, address: str, peer_id: str) -> ByteStream:
         name = f"relay {relay_id[-8:]}"
@@ -281,6 +286,7 @@ class Relays:
             transport.abort()
             raise
         self.num_used += 1
+        _note(self._callers, caller)
         self._channels.accept(ByteStream(caller, transport, visitor.rest(), keep=(stream, talk)))
 
     async def _join(self, talk: Talk, stream: ByteStream, callee: str) -> None:
@@ -349,6 +355,14 @@ class Relays:
     def forget(self, half: Half) -> None:
         """It waits no more."""
         self._channels.pacer.forget(half)
+
+
+def _note(peers: dict[str, None], peer_id: str) -> None:
+    """The latest `MAX_KNOWN` are kept."""
+    peers.pop(peer_id, None)
+    if len(peers) >= MAX_KNOWN:
+        del peers[next(iter(peers))]
+    peers[peer_id] = None
 
 
 def _claim(role: bytes, fingerprint: bytes, nonce: bytes, other: str) -> bytes:

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import uvloop
 
-from swarmnet.errors import AddressError, PortTaken, ProtocolViolation, Unreachable
-from swarmnet.methods.contact import TICKET, Ticket
+from swarmnet.errors import AddressError, PortTaken, ProtocolViolation, Refused, Unreachable
+from swarmnet.methods.contact import MEET, TICKET, Meeting, Ticket
 from swarmnet.protocol import upgrade
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.transport import direct, links
-from swarmnet.transport.base import Request
+from swarmnet.transport.base import ByteStream, Request
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
@@ -35,6 +35,7 @@ from swarmnet.transport.direct import (
 )
 from swarmnet.transport.frames import NOTIFY, head_frame
 from swarmnet.transport.links import MAX_DIRECT, DirectLinks
+from swarmnet.transport.punching import Seen, whence
 from swarmnet.wire import Array, Message, convert
 from tests.transport.loopback import LoopbackCarrier, LoopbackHub
 from tests.transport.streams import PATIENCE_S, identity
@@ -743,5 +744,117 @@ def test_a_port_that_is_only_wished_for_may_be_another() -> None:
         assert ChannelTransport(carrier).ports() == (4001,)
         await first.close()
         await wishing.close()
+
+    asyncio.run(main())
+
+
+# ---- from where a port is seen ------------------------------------------------------------------
+
+
+async def asks(judge: DirectListener, listener: DirectListener) -> Seen:
+    ticket = judge.ticket("asker", ())
+    return await whence(listener, "judge", ticket, [(HOST, judge.port)])
+
+
+@contextlib.asynccontextmanager
+async def listeners(number: int = 2) -> AsyncIterator[list[DirectListener]]:
+    """That take no streams."""
+    made = [DirectListener(HOST, 0) for _ in range(number)]
+    taken: list[ByteStream] = []
+    for one in made:
+        await one.start(taken.append)
+    try:
+        yield made
+    finally:
+        for one in made:
+            await one.close()
+    assert not taken
+
+
+def test_a_judge_says_from_where_the_listeners_port_comes() -> None:
+    async def main() -> None:
+        async with listeners(3) as (asking, judge, other):
+            seen = await asks(judge, asking)
+            assert (seen.host, seen.port) == (HOST, asking.port)
+            assert not seen.transport.is_closing(), "the router keeps the port meanwhile"
+            also = await asks(other, asking)  # beside the first, from the same port
+            assert also.port == seen.port
+            await judge.close()
+            await until(seen.transport.is_closing)
+
+    asyncio.run(main())
+
+
+def test_a_judge_says_nothing_without_a_ticket() -> None:
+    async def main() -> None:
+        async with listeners() as (asking, judge):
+            ticket = judge.ticket("asker", ())
+            for wrong in (replace(ticket, token=bytes(32)), replace(ticket, fingerprint=bytes(32))):
+                with pytest.raises(Unreachable):
+                    await whence(asking, "judge", wrong, [(HOST, judge.port)])
+            with pytest.raises(Unreachable, match="may be dialled"):
+                await whence(asking, "judge", ticket, [])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b"here 4001\n", ProtocolViolation),
+        (b"192.0.2.7 70000\n", ProtocolViolation),
+        (b"192.0.2.7 0\n", ProtocolViolation),
+        (b"192.0.2.7 -1\n", ProtocolViolation),
+        (b"\xff\n", ProtocolViolation),
+        (b"1" * 1000, Unreachable),
+        (b"", Unreachable),
+    ],
+)
+def test_a_judge_that_says_nonsense_is_not_believed(
+    said: bytes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(self: DirectListener, transport: asyncio.Transport) -> None:
+        transport.write(said)
+        transport.close()
+
+    monkeypatch.setattr(DirectListener, "_tell_whence", tell)
+
+    async def main() -> None:
+        async with listeners() as (asking, judge):
+            with pytest.raises(error):
+                await asks(judge, asking)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": ""},
+        {"host": "1" * 65},
+        {"port": 0},
+        {"port": 70_000},
+        {"fingerprint": b"short"},
+        {"token": bytes(31)},
+        {"wait_s": -1.0},
+        {"wait_s": 60.0},
+        {"wait_s": float("nan")},
+    ],
+)
+def test_a_meeting_with_impossible_values_is_refused(wrong: dict[str, Any]) -> None:
+    good = {"host": HOST, "port": 4001, "fingerprint": bytes(32), "token": bytes(32)}
+    convert({**good, "wait_s": 0.5}, Meeting)
+    with pytest.raises(ProtocolViolation):
+        convert({**good, **wrong}, Meeting)
+
+
+def test_who_is_reached_without_a_relay_is_met_by_nobody() -> None:
+    """No dial, and no answer that says where this peer is seen, for one that needs neither."""
+
+    async def main() -> None:
+        async with two() as world:
+            asked = Meeting(HOST, 4001, bytes(32), bytes(32))
+            with pytest.raises(Refused):
+                await world.a.call(world.b.peer_id, MEET.name, Message(asked), timeout_s=PATIENCE_S)
 
     asyncio.run(main())

@@ -98,8 +98,10 @@ class Internet:
         run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "wan")
         return address
 
-    def behind_nat(self, name: str) -> str:
-        """A machine behind a router of its own; returns its namespace."""
+    def behind_nat(self, name: str, *, is_symmetric: bool = False) -> str:
+        """A machine behind a router of its own, which drops what nobody inside has asked for;
+        returns its namespace. `is_symmetric`: each connection goes out from another port, else from
+        that of the machine inside."""
         self.num_public += 1
         self.num_behind += 1
         router, inside = self.space(f"{name}-nat"), self.space(name)
@@ -126,39 +128,30 @@ class Internet:
         run("ip", "-n", inside, "link", "set", "eth", "up")
         run("ip", "-n", inside, "route", "add", "default", "via", f"{net}.1")
         self._inside(router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        self._masquerade(router)
+        self._masquerade(router, is_symmetric=is_symmetric)
         return inside
 
-    def _masquerade(self, router: str) -> None:
+    def _masquerade(self, router: str, *, is_symmetric: bool) -> None:
         """Who is inside goes out under the router's address; nothing from outside gets in."""
         if shutil.which("nft"):
             for rule in (
                 "add table ip nat",
                 "add chain ip nat post { type nat hook postrouting priority 100 ; }",
-                "add rule ip nat post oifname wan masquerade",
+                "add rule ip nat post oifname wan masquerade"
+                + (" fully-random" if is_symmetric else ""),
                 "add table ip filter",
                 "add chain ip filter forward { type filter hook forward priority 0 ; }",
                 "add rule ip filter forward iifname wan ct state new drop",
+                "add chain ip filter input { type filter hook input priority 0 ; }",
+                "add rule ip filter input iifname wan ct state new drop",
             ):
                 self._inside(router, "nft", rule)
             return
-        self._inside(
-            router, "iptables", "-t", "nat", "-A", "POSTROUTING", "-o", "wan", "-j", "MASQUERADE"
-        )
-        self._inside(
-            router,
-            "iptables",
-            "-A",
-            "FORWARD",
-            "-i",
-            "wan",
-            "-m",
-            "conntrack",
-            "--ctstate",
-            "NEW",
-            "-j",
-            "DROP",
-        )
+        masquerade = ("-t", "nat", "-A", "POSTROUTING", "-o", "wan", "-j", "MASQUERADE")
+        self._inside(router, "iptables", *masquerade, *(("--random-fully",) * is_symmetric))
+        for chain in ("FORWARD", "INPUT"):
+            new = ("-i", "wan", "-m", "conntrack", "--ctstate", "NEW", "-j", "DROP")
+            self._inside(router, "iptables", "-A", chain, *new)
 
     @staticmethod
     def _inside(space: str, *command: str) -> None:
