@@ -27,7 +27,6 @@ from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import MAX_VOUCHES, VOUCH_BYTES
 
 MAX_INTRODUCERS = 3
-MAX_NEEDED_BITS = 16
 GRACE_ROUNDS = 32
 """Who counted before anything was proved here goes on counting for so long: those that begin a run
 together have worked with all others by then."""
@@ -69,9 +68,6 @@ class Reputation:
         """The one that was proven last at the end."""
         self._supported: Counter[bytes] = Counter()
         """How many of the proven peers vouch for one."""
-        self._failures: Counter[str] = Counter()
-        self._needed: dict[str, int] = {}
-        """Of peers that failed: how often each has to be seen at work to count again."""
         self._barred: set[str] = set()
         """Machines."""
         self._has_met = False
@@ -150,24 +146,11 @@ class Reputation:
             return False
         if machine_of(peer_id) in self._barred:
             return False
-        self._needed[peer_id] = needed = self._needed.get(peer_id, 1) - 1
-        if needed:
-            return False
-        del self._needed[peer_id]
         if not self._proven and not self._founders:
             self._founders = frozenset(p for p in known if self.counts(p))
         self._proven[peer_id] = None
         self._support(self._vouches.get(peer_id, ()), 1)
         return True
-
-    def failed(self, peer_id: str) -> bool:
-        """A peer did not do what it was waited for: it has to be seen at work again to count, each
-        time twice as often."""
-        self._failures[peer_id] += 1
-        self._needed[peer_id] = 1 << min(self._failures[peer_id], MAX_NEEDED_BITS)
-        was_founder = peer_id in self._founders
-        self._founders -= {peer_id}
-        return self._disprove(peer_id) or was_founder
 
     def lied(self, peer_id: str) -> bool:
         """There is evidence that a peer has lied: its machine does not count any more."""
@@ -191,18 +174,14 @@ class Reputation:
         self._disprove(peer_id)
         self._vouches.pop(peer_id, None)
         self._introducers.pop(peer_id, None)
-        self._needed.pop(peer_id, None)
-        del self._failures[peer_id]
         self._introduced = None
 
     # ---- within ---------------------------------------------------------------------------------
 
-    def _disprove(self, peer_id: str) -> bool:
-        if peer_id not in self._proven:
-            return False
-        del self._proven[peer_id]
-        self._support(self._vouches.get(peer_id, ()), -1)
-        return True
+    def _disprove(self, peer_id: str) -> None:
+        if peer_id in self._proven:
+            del self._proven[peer_id]
+            self._support(self._vouches.get(peer_id, ()), -1)
 
     def _support(self, names: Iterable[bytes], sign: int) -> None:
         for name in names:

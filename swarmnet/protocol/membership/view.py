@@ -358,10 +358,6 @@ class View:
         self._heed(is_news)
         return is_news
 
-    def failed(self, peer_id: str) -> None:
-        """A peer did not do what it was waited for (see `Reputation.failed`)."""
-        self._heed(self.reputation.failed(peer_id))
-
     def lied(self, peer_id: str) -> None:
         """There is evidence that a peer has lied (see `Reputation.lied`)."""
         self._heed(self.reputation.lied(peer_id))
