@@ -22,7 +22,14 @@ and the latency is that of one way.
 
 `homes`: twelve machines on home links, two stages, no churn, by codec.
 
-`churn`: machines on home links that come and go, by assignment; and a longer time of a small swarm.
+`churn`: machines on home links that come and go, by assignment; and a longer time of a small
+swarm.
+
+`protocol`: the setting in which ProtocolNanoGPT (Pluralis Research, September 2026) publishes
+19.9 s a round: eight machines, a stage each, 200 Mbit/s each way and 50 ms between two neighbours,
+512 samples of 1,024 tokens a round in microbatches of 16, and at the boundaries a width of 1,024 or
+a subspace of 160. `--layer-s` is what a stage takes for the forward and backward pass of a
+microbatch: it is assumed, and small beside the links here. Nothing is said about the loss.
 """
 
 from __future__ import annotations
@@ -43,8 +50,11 @@ from benchmarks.assignments import ADAPTIVE, STATIC, SWARM, with_assignment
 from peer.commands.simulate import run_scenario, scenario_of
 from peer.options import SimulateOptions
 from swarmnet.protocol.codecs import INT4, INT6, INT8, NONE
+from swarmnet.protocol.sync_modes import DELAYED, ZERO
 from swarmnet.simulation.breakdown import EXCHANGE, WORKING
 from swarmnet.simulation.coding import CPU, GPU
+from swarmnet.simulation.scenario import Scenario
+from swarmnet.simulation.stage import Sizes
 
 PAGE = Path(__file__).parents[1] / "docs" / "simulation.md"
 EQUAL = SimulateOptions(
@@ -58,6 +68,13 @@ PUBLISHED = {10: 79.3, 50: 70.3, 100: 60.2, 200: 48.5}
 HOME_CODECS = ((NONE, NONE), (INT8, NONE), (INT8, INT8), (INT4, INT4))
 SHORT_CHURN = SimulateOptions(peers=32, stages=4, hours=1.0, service_s=16.0, microbatches=60)
 LONG_CHURN = SimulateOptions(peers=16, stages=4, hours=6.0, service_s=16.0, microbatches=60)
+PROTOCOL_STAGES, PROTOCOL_PARAMETERS, PROTOCOL_SHARDS = 8, 203_828_352, 8
+PROTOCOL_BATCH, PROTOCOL_MICROBATCH, PROTOCOL_TOKENS = 512, 16, 1024
+PROTOCOL_MBIT_S = 200
+PROTOCOL_BYTES_PER_S = PROTOCOL_MBIT_S * 1e6 / 8
+FULL_WIDTH, NARROW_WIDTH = 1024, 160
+LAYER_S = 0.02
+"""Of an accelerator at 125 TFLOP/s, for a stage of 25 million parameters and 16,384 tokens."""
 NAMES = {"service_s": "service", "check_every_s": "check-every"}
 """Of options, where they are not called like their field."""
 
@@ -73,7 +90,53 @@ class Compared:
     assignment: str
 
 
-Cell = SimulateOptions | Compared
+@dataclass(frozen=True)
+class Published:
+    """The setting of `protocol`."""
+
+    width: int
+    """Numbers of a token at a boundary: of a subspace, where that is less than `FULL_WIDTH`."""
+    codec: str
+    mode: str
+    paired_links: bool
+    """Each boundary has a link of its own; else each machine has one uplink."""
+    layer_s: float
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(
+            num_shards=PROTOCOL_SHARDS,
+            shard_parameters=PROTOCOL_PARAMETERS // (PROTOCOL_SHARDS * PROTOCOL_STAGES),
+            activation_numbers=PROTOCOL_MICROBATCH * PROTOCOL_TOKENS * self.width,
+            width=self.width,
+            codec=self.codec,
+            has_tokens=self.width < FULL_WIDTH,
+            update_codec=INT8,
+        )
+
+    @property
+    def link_bound_s(self) -> float:
+        """Seconds that the busiest link needs for the bytes of a round."""
+        sizes, num = self.sizes, PROTOCOL_BATCH // PROTOCOL_MICROBATCH
+        up, down = sizes.activation_bytes, sizes.gradient_bytes
+        busiest = max(up, down) if self.paired_links else up + down
+        return num * busiest / PROTOCOL_BYTES_PER_S
+
+    def scenario(self) -> Scenario:
+        options = replace(
+            EQUAL,
+            links=f"{PROTOCOL_MBIT_S}/50",
+            sync=self.mode,
+            microbatches=PROTOCOL_BATCH // PROTOCOL_MICROBATCH,
+            sequences=PROTOCOL_MICROBATCH,
+            service_s=self.layer_s / PROTOCOL_MICROBATCH,
+            codec=self.codec,
+            device=GPU,
+        )
+        return replace(scenario_of(options), sizes=self.sizes, paired_links=self.paired_links)
+
+
+Cell = SimulateOptions | Compared | Published
 
 
 @dataclass(frozen=True)
@@ -132,6 +195,8 @@ class Results:
 
 def command(cell: Cell) -> str:
     """For a shell."""
+    if isinstance(cell, Published):
+        return f"python benchmarks/simulated_links.py protocol  # {cell}"
     text, options = "swarmnet simulate", cell
     if isinstance(cell, Compared):
         text, options = f"python benchmarks/assignments.py {cell.assignment}", cell.options
@@ -147,6 +212,8 @@ def simulated(cell: Cell) -> Values:
     """The result, without its curves."""
     if isinstance(cell, Compared):
         scenario = with_assignment(scenario_of(cell.options), cell.assignment)
+    elif isinstance(cell, Published):
+        scenario = cell.scenario()
     else:
         scenario = scenario_of(cell)
     said: list[str] = []
@@ -257,11 +324,28 @@ def churn() -> Table:
     return Table((*head, *more, "recovery, median and longest", "control"), tuple(rows), columns)
 
 
+def protocol(layer_s: float = LAYER_S) -> Table:
+    """Seconds of a round in a public setting."""
+
+    def columns(cells: Sequence[Values]) -> list[str]:
+        return [f"{PROTOCOL_BATCH / values['samples_per_s']:.1f} s" for values in cells]
+
+    rows = []
+    for paired, links in ((True, "a boundary"), (False, "a machine")):
+        for width, codec in ((FULL_WIDTH, INT8), (FULL_WIDTH, INT4), (NARROW_WIDTH, INT8)):
+            cells = [Published(width, codec, mode, paired, layer_s) for mode in (ZERO, DELAYED)]
+            bound = f"{cells[0].link_bound_s:.1f} s"
+            rows.append(Row(f"{links} | {width} | `{codec}` | {bound}", tuple(cells)))
+    head = ("a link for", "numbers a token", "codec", "the links need", "`zero`", "`delayed`")
+    return Table(head, tuple(rows), columns)
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "reach": reach,
     "swarm": swarm,
     "homes": homes,
     "churn": churn,
+    "protocol": protocol,
 }
 
 
@@ -271,8 +355,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--layer-s", type=float, default=LAYER_S, help="for protocol")
     options = parser.parse_args()
-    tables = [TABLES[name]() for name in options.tables]
+    tables = [
+        protocol(options.layer_s) if name == "protocol" else TABLES[name]()
+        for name in options.tables
+    ]
     results = Results(options.results)
     cells = [cell for table in tables for row in table.rows for cell in row.cells]
     results.make(cells, options.jobs)

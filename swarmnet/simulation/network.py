@@ -64,10 +64,13 @@ class SimulatedNetwork:
     links: dict[str, Link] = field(default_factory=dict)
     blocked_until: dict[tuple[str, str], float] = field(default_factory=dict)
     """Time at which (source, target) is open again."""
+    is_paired: bool = False
+    """Each two peers have a link of their own, as fast as what both have: a message waits for none
+    of other pairs."""
 
     def __post_init__(self) -> None:
-        self._up_free_at: dict[str, float] = {}
-        self._down_free_at: dict[str, float] = {}
+        self._up_free_at: dict[tuple[str, str], float] = {}
+        self._down_free_at: dict[tuple[str, str], float] = {}
         self._hash = blake2b(digest_size=16)
         self.num_messages = 0
         self.num_bytes = 0
@@ -106,13 +109,14 @@ class SimulatedNetwork:
         down_s = num_bytes / receiver.down_bytes_per_s
         if num_bytes <= SMALL_BYTES:
             return latency_s + max(up_s, down_s)
-        up_begin = max(now, self._up_free_at.get(source, 0.0))
-        up_end = self._up_free_at[source] = up_begin + up_s
+        up_line, down_line = self._line(source, target), self._line(target, source)
+        up_begin = max(now, self._up_free_at.get(up_line, 0.0))
+        up_end = self._up_free_at[up_line] = up_begin + up_s
         # A message that waits for the sender's uplink delays no other at the receiver: the downlink
         # is reserved from now on for as long as the message takes, not from when it arrives.
-        down_free_at = max(now, self._down_free_at.get(target, 0.0))
+        down_free_at = max(now, self._down_free_at.get(down_line, 0.0))
         down_begin = max(up_begin + latency_s, down_free_at)
-        self._down_free_at[target] = down_free_at + down_s
+        self._down_free_at[down_line] = down_free_at + down_s
         return max(up_end + latency_s, down_begin + down_s) - now
 
     def upload_s(self, source: str, num_bytes: int) -> float:
@@ -121,13 +125,22 @@ class SimulatedNetwork:
 
     def upload_queue(self, source: str, now: float) -> int:
         """Bytes that wait for the uplink of `source`."""
-        wait_s = max(0.0, self._up_free_at.get(source, 0.0) - now)
+        wait_s = max(0.0, self._last(self._up_free_at, source) - now)
         return int(wait_s * self.links[source].up_bytes_per_s)
 
     def queued_s(self, peer_id: str, now: float) -> float:
         """Seconds of long messages that wait for the peer's uplink or its downlink."""
-        free_at = max(self._up_free_at.get(peer_id, 0.0), self._down_free_at.get(peer_id, 0.0))
+        free_at = max(self._last(way, peer_id) for way in (self._up_free_at, self._down_free_at))
         return max(0.0, free_at - now)
+
+    def _line(self, peer_id: str, other: str) -> tuple[str, str]:
+        """What messages of a peer, with another one, queue for."""
+        return peer_id, other if self.is_paired else ""
+
+    def _last(self, free_at: dict[tuple[str, str], float], peer_id: str) -> float:
+        if not self.is_paired:
+            return free_at.get((peer_id, ""), 0.0)
+        return max((at for line, at in free_at.items() if line[0] == peer_id), default=0.0)
 
     def digest(self) -> str:
         """Of every message so far: time, sender, receiver and length."""

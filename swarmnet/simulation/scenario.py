@@ -57,6 +57,8 @@ class Scenario:
     home_links: bool = False
     """Log-normal home links; else every peer has `link`."""
     link: Link = FAST_LINK
+    paired_links: bool = False
+    """Each two peers have such a link for themselves (`SimulatedNetwork.is_paired`)."""
     links: tuple[Link, ...] = ()
     """Of the first machines, in the order of their arrival, in place of these."""
     loss: float = 0.0

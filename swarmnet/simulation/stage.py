@@ -37,6 +37,7 @@ from swarmnet.ports import (
 )
 from swarmnet.protocol.codecs import (
     NONE,
+    TOKEN_BYTES,
     BoundaryCodec,
     boundary_codec,
     coded_form,
@@ -91,6 +92,8 @@ class Sizes:
     """Of a token: so many of these numbers are coded as a row."""
     codec: str = NONE
     """`[pipeline] codec` of these numbers."""
+    has_tokens: bool = False
+    """The token of each row goes with an activation, as with `[model] subspace`."""
     update_codec: str = NONE
     """`[sync] codec` of the shards."""
     tokens_per_microbatch: int = 32
@@ -112,7 +115,8 @@ class Sizes:
     @property
     def activation_bytes(self) -> int:
         """Of the activation of a microbatch on the wire."""
-        return self.num_rows * row_bytes(self.boundary.activations, self.width)
+        beside = TOKEN_BYTES if self.has_tokens else 0
+        return self.num_rows * (row_bytes(self.boundary.activations, self.width) + beside)
 
     @property
     def gradient_bytes(self) -> int:
@@ -159,7 +163,10 @@ def check_sum(stage_index: int, shard_index: int, gradient: Gradient) -> bool:
 
 def activation(key: StepKey, sizes: Sizes) -> Array:
     """The activation of a microbatch."""
-    return _crossing(key, sizes.boundary.activations, sizes)
+    crossing = _crossing(key, sizes.boundary.activations, sizes)
+    if not sizes.has_tokens:
+        return crossing
+    return Array("uint8", (sizes.num_rows, sizes.activation_bytes // sizes.num_rows), crossing.data)
 
 
 def gradient(key: StepKey, sizes: Sizes) -> Array:

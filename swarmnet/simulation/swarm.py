@@ -76,7 +76,9 @@ class Simulation:
         """`stop` is called before every check; the run ends where it returns True."""
         self.scenario = scenario
         self._stop = stop
-        self.network = SimulatedNetwork(scenario.rng("network"), loss=scenario.loss)
+        self.network = SimulatedNetwork(
+            scenario.rng("network"), loss=scenario.loss, is_paired=scenario.paired_links
+        )
         self.hub = MemoryHub(network=self.network, copy=False)
         self._log = EventLog(self._now, keeps_lines=scenario.keep_log)
         self._recovery = RecoveryTimes(self._now)

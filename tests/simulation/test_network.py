@@ -47,6 +47,16 @@ def test_large_messages_queue_for_the_download() -> None:
     assert second == pytest.approx(1.02, abs=0.03)
 
 
+def test_pairs_with_links_of_their_own_do_not_wait_for_others() -> None:
+    net = network(is_paired=True)
+    for target in ("b", "c"):
+        assert net.delivery_s("a", target, BIG, 0.0) == pytest.approx(1.02)
+    assert net.delivery_s("a", "b", BIG, 0.0) == pytest.approx(2.02)
+    assert net.upload_queue("a", 0.0) == 2 * BIG
+    assert net.queued_s("b", 0.0) > 0.0
+    assert net.delivery_s("b", "a", BIG, 0.0) == pytest.approx(1.02)
+
+
 def test_what_waits_for_an_uplink_holds_nobody_up_at_the_receiver() -> None:
     net = network()
     for _ in range(20):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, UPDATE_CODECS, boundary_codec
+from swarmnet.protocol.codecs import (
+    BOUNDARY_CODECS,
+    NONE,
+    TOKEN_BYTES,
+    UPDATE_CODECS,
+    boundary_codec,
+)
 from swarmnet.simulation.coding import Coding, CodingTime
 from swarmnet.simulation.stage import (
     Sizes,
@@ -124,6 +131,10 @@ def test_what_crosses_a_boundary_claims_the_bytes_of_the_wire(codec: str, width:
     assert back.num_bytes == sizes.gradient_bytes
     with pytest.raises(ProtocolViolation):
         s.check_gradient(gradient(key, Sizes(activation_numbers=width, width=width, codec=codec)))
+    narrow = replace(sizes, has_tokens=True)
+    assert activation(key, narrow).num_bytes == narrow.activation_bytes
+    assert narrow.activation_bytes == sizes.activation_bytes + 3 * TOKEN_BYTES
+    assert gradient(key, narrow).num_bytes == back.num_bytes
     with pytest.raises(ValueError, match="not rows of"):
         Sizes(activation_numbers=3 * width + 1, width=width)
 
