@@ -69,12 +69,12 @@ def step(
 
 
 def _fused(vectors: Sequence[Tensor], about: Step, weight_decay: float) -> None:
-    parameters, gradient, mean, square = vectors
+    parameters, gradient, mean, square = ([vector] for vector in vectors)
     torch._fused_adamw_(
-        [parameters],
-        [gradient],
-        [mean],
-        [square],
+        parameters,
+        gradient,
+        mean,
+        square,
         [],
         [torch.tensor(float(about.number))],
         lr=about.rate,
