@@ -21,10 +21,7 @@ def serve(
     handler: Callable[[Request[RequestT]], Awaitable[Message[ReplyT]]],
 ) -> None:
     """As `Transport.handle`. The body has been decoded by the gate (`membership.callers`)."""
-    if method.ends_with_caller:
-        transport.handle(method.name, handler, ends_with_caller=True)
-    else:
-        transport.handle(method.name, handler)
+    transport.handle(method.name, handler, ends_with_caller=method.ends_with_caller)
 
 
 async def call(

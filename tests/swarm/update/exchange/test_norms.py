@@ -55,7 +55,7 @@ class Net:
                 raise Unreachable("no answer") from None
             return reply
 
-        def handle(method: str, handler: Any) -> None:
+        def handle(method: str, handler: Any, *, ends_with_caller: bool) -> None:
             self.handlers[name, method] = handler
 
         def check_run(request: Request) -> None: ...
