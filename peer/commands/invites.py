@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 
@@ -10,8 +11,12 @@ from peer.options import InviteOptions
 from swarmnet.admission import Invite
 from swarmnet.errors import DataError, UserError
 from swarmnet.identity import Identity, is_peer_id
+from swarmnet.protocol.dialing.addresses import MAX_NAMED, best_to_join
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.spec import RunSpec
+
+log = logging.getLogger("swarmnet.peer")
 
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 LONGEST_S = 3650 * SECONDS["d"]
@@ -60,4 +65,9 @@ async def _run_spec(options: InviteOptions) -> RunSpec:
     from swarmnet.runtime.observer import Observer
 
     async with await Observer.join(options.join, transport=options.transport) as observer:
+        live = observer.view.live(asyncio.get_running_loop().time())
+        machines = [r for r in live if r.peer_id == machine_of(r.peer_id)]
+        where = best_to_join({r.peer_id: r.addresses for r in machines})
+        join = " ".join(f"--join {address}" for address in where or options.join[:MAX_NAMED])
+        log.warning("who gets this invite types: swarmnet peer %s --invite INVITE", join)
         return observer.spec

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnet.protocol.backoff import FIRST_PAUSE_S, next_pause_s
-from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 
 MAX_REMEMBERED = 4096
 """Peers whose failed attempts are remembered."""
@@ -25,7 +25,8 @@ class _Failure:
 
 class Attempts:
     """The peers to which a direct connection may be tried now: a failed attempt is followed by a
-    pause, which doubles with every further one."""
+    pause, which doubles with every further one. It stays so short that a faster way that is back is
+    found by the next upkeep."""
 
     def __init__(self) -> None:
         self._failures: dict[str, _Failure] = {}
@@ -39,7 +40,7 @@ class Attempts:
         """The attempt failed, or the connection broke soon; returns the seconds of the pause."""
         before = self._failures.pop(peer_id, None)
         last_s = None if before is None else before.pause_s
-        pause_s = next_pause_s(last_s)
+        pause_s = next_pause_s(last_s, longest_s=UPKEEP_S)
         if len(self._failures) >= MAX_REMEMBERED:
             del self._failures[next(iter(self._failures))]
         self._failures[peer_id] = _Failure(now + pause_s, pause_s)

@@ -22,6 +22,7 @@ import errno
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import socket
 import ssl
@@ -35,9 +36,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
 from swarmnet.errors import AddressError, PortTaken, Unreachable
-from swarmnet.methods.contact import Ticket
+from swarmnet.methods.contact import MAX_HOST_CHARS, Ticket
 from swarmnet.protocol.dialing.addresses import STAGGER_S
-from swarmnet.protocol.dialing.zones import FIRST_PORT, MAX_PORT
+from swarmnet.protocol.dialing.zones import FIRST_PORT, MAX_PORT, host_from
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
 from swarmnet.system import machine_secret, secret_file
 from swarmnet.transport.base import ByteStream
@@ -52,6 +53,11 @@ WHENCE = b"swarmnet-whence\x02"
 GREETING_BYTES = len(PREAMBLE) + TOKEN_BYTES
 GREETING_TIMEOUT_S = 5.0
 """TLS handshake and greeting together."""
+HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
+NAME = re.compile(r"[A-Za-z0-9_](?:[-.A-Za-z0-9_]*[A-Za-z0-9_])?\.?")
+MAX_NAMES, MAX_ANSWERS = 2, 4
+"""Of one ticket; of one name."""
+LOOK_UP_S = 5.0
 DIAL_TIMEOUT_S = 5.0
 """Of one address."""
 MAX_GREETING = 64
@@ -451,11 +457,38 @@ async def authenticated(
 
 
 def host_of(address: str) -> str:
-    """The IP address in a multiaddr; empty where there is none, or it is that of a relay."""
+    """The IP address or name in a multiaddr; empty where there is none, or it is that of a
+    relay."""
     parts = address.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
+    if len(parts) < 3 or parts[1] not in HOST_KINDS or "p2p-circuit" in parts:
         return ""
-    return parts[2]
+    return parts[2] if len(parts[2]) <= MAX_HOST_CHARS else ""
+
+
+async def resolved(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """A ticket's addresses with IP addresses in the place of names, of which `MAX_NAMES` are looked
+    up, each time anew: they may lead elsewhere tomorrow. What a name leads to is dialled no sooner
+    than what a peer says itself: it passes the same filter."""
+    found: list[tuple[str, int]] = []
+    left = MAX_NAMES
+    for host, port in addresses:
+        if host_from(host) is not None:
+            found.append((host, port))
+        elif NAME.fullmatch(host) and left:
+            left -= 1
+            found += await _look_up(host, port)
+    return found
+
+
+async def _look_up(name: str, port: int) -> list[tuple[str, int]]:
+    try:
+        async with asyncio.timeout(LOOK_UP_S):
+            answers = await asyncio.get_running_loop().getaddrinfo(
+                name, port, type=socket.SOCK_STREAM
+            )
+    except (OSError, UnicodeError):  # a `TimeoutError` is the first
+        return []
+    return [(str(answer[4][0]), port) for answer in answers[:MAX_ANSWERS]]
 
 
 def _drop(transport: asyncio.Transport | None, sock: socket.socket) -> None:

@@ -29,6 +29,7 @@ from swarmnet.transport.direct import (
     authenticated,
     dial_direct,
     is_here,
+    resolved,
 )
 from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.transport.punching import Seen, dial_at_once, whence
@@ -199,7 +200,8 @@ class DirectLinks:
                 log.info("no way through the routers to %s: %s", peer_id[-8:], why)
         ticket = await self._ticket_of(peer_id)
         here = is_here(ticket, self._filter.own_peer_id)
-        named = self._filter.targets(peer_id, ticket.addresses, is_here=here)
+        addresses = await resolved(ticket.addresses)
+        named = self._filter.targets(peer_id, addresses, is_here=here)
         return await dial_direct(peer_id, replace(ticket, addresses=named), self._context)
 
     async def _ticket_of(self, peer_id: str) -> Ticket:
@@ -370,5 +372,6 @@ class DirectLinks:
 
     async def _ask(self, judge: str) -> Seen:
         ticket = await self._ticket_of(judge)
-        named = self._filter.targets(judge, ticket.addresses, is_here=False)
+        addresses = await resolved(ticket.addresses)
+        named = self._filter.targets(judge, addresses, is_here=False)
         return await whence(self._listener, judge, ticket, named)

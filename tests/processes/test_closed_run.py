@@ -29,7 +29,11 @@ def test_only_the_invited_train(running: Machine, capsys: pytest.CaptureFixture[
     assert running.wait(stranger) == 2
     assert "ask its owner for an invite" in stranger.errors()[-1]
     assert not first.events("round"), "stage 1 has no replica: nothing can be trained yet"
-    for_guest = printed(capsys, "invite", "--key", key, "--join", first.address)
+    capsys.readouterr()
+    assert run_command(["invite", "--key", key, "--join", first.address]) == 0
+    said = capsys.readouterr()
+    for_guest = said.out.strip()
+    assert f"swarmnet peer --join {first.address} --invite INVITE" in said.err
     guest = running.start_peer("guest", "--join", first.address, "--invite", for_guest)
     running.until_round(first, ROUNDS)
     look = printed(capsys, "status", guest.address, "--json")

@@ -19,8 +19,8 @@ import uvloop
 from swarmnet.errors import AddressError, PortTaken, ProtocolViolation, Refused, Unreachable
 from swarmnet.methods.contact import MEET, TICKET, Meeting, Ticket
 from swarmnet.protocol import upgrade
-from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 from swarmnet.transport import direct, links
 from swarmnet.transport.base import ByteStream, Request
 from swarmnet.transport.buffers import BufferPool
@@ -646,8 +646,8 @@ def test_pauses_double_and_a_steady_connection_is_opened_again_at_once() -> None
         assert not attempts.may_try("p", now + pauses[-1] - 0.01)
         now += pauses[-1]
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
-    assert max(pauses) == LONGEST_PAUSE_S
-    attempts.broke("p", LONGEST_PAUSE_S, now)
+    assert max(pauses) == UPKEEP_S, "a way that is back is used within a minute"
+    attempts.broke("p", UPKEEP_S, now)
     assert attempts.may_try("p", now)
     attempts.broke("p", FIRST_PAUSE_S / 2, now)
     assert not attempts.may_try("p", now)
@@ -858,3 +858,75 @@ def test_who_is_reached_without_a_relay_is_met_by_nobody() -> None:
                 await world.a.call(world.b.peer_id, MEET.name, Message(asked), timeout_s=PATIENCE_S)
 
     asyncio.run(main())
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+def named_by(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
+    """Each look-up of a name gives the next answer; what was looked up is in the result."""
+    asked: list[str] = []
+
+    async def look_up(name: str, port: int) -> list[tuple[str, int]]:
+        asked.append(name)
+        return [(host, port) for host in answers[min(len(asked), len(answers)) - 1]]
+
+    monkeypatch.setattr(direct, "_look_up", look_up)
+    return asked
+
+
+def by_name(world: World, name: str = "home.example") -> None:
+    carrier: Any = world.b.carrier
+    carrier.addresses = lambda: [f"/dns/{name}/tcp/4001/p2p/{world.b.peer_id}"]
+
+
+async def dial(world: World) -> ByteStream | None:
+    """One attempt, without the pause after one that failed."""
+    return await links_of(world.a)._dial(world.b.peer_id)  # noqa: SLF001  `want` waits after a failure
+
+
+def test_a_peer_that_announces_a_name_is_connected_directly() -> None:
+    async def main() -> None:
+        async with two() as world:
+            by_name(world, "localhost")
+            await world.upgraded()
+
+    asyncio.run(main())
+
+
+def test_what_a_name_leads_to_passes_the_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of others is no way around it, to a router's page or a provider's secrets."""
+    named_by(monkeypatch, ["169.254.169.254", "10.0.0.1", "192.168.1.1", "fd00::1", "224.0.0.1"])
+
+    async def main() -> None:
+        async with two() as world:
+            by_name(world)
+            monkeypatch.setattr(links, "is_here", lambda *_: False)
+            with pytest.raises(Unreachable, match="names no address that may be dialled"):
+                await dial(world)
+
+    asyncio.run(main())
+
+
+def test_a_name_is_looked_up_at_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = named_by(monkeypatch, ["192.0.2.1"], [HOST])
+
+    async def main() -> None:
+        async with two() as world:
+            by_name(world)
+            with pytest.raises(Unreachable):
+                await dial(world)
+            stream = await dial(world)
+            assert stream is not None
+            stream.transport.abort()
+            assert asked == ["home.example"] * 2
+
+    asyncio.run(main())
+
+
+def test_few_names_of_a_ticket_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = named_by(monkeypatch, ["203.0.113.1"])
+    given = [(f"n{i}.example", 4002) for i in range(64)] + [("192.0.2.7", 4002), ("not a name", 1)]
+    found = asyncio.run(direct.resolved(given))
+    assert found == [("203.0.113.1", 4002)] * direct.MAX_NAMES + [("192.0.2.7", 4002)]
+    assert len(asked) == direct.MAX_NAMES

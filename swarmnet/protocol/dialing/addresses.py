@@ -18,6 +18,8 @@ from itertools import zip_longest
 from swarmnet.protocol.dialing.zones import CIRCUIT, Here, Host, may_dial_address
 from swarmnet.protocol.timing import ANSWER_S
 
+MAX_NAMED = 3
+"""Addresses that a person is told, to join by."""
 STAGGER_S = 0.25
 """Between the starts of two attempts (RFC 8305, section 5). It protects peers from dials that the
 one before makes needless (tests/protocol/dialing/test_addresses.py)."""
@@ -116,7 +118,7 @@ def _leads_out(address: str) -> bool:
 
 def others_to_name(addresses: Sequence[str]) -> list[str]:
     """Addresses that may be the right ones instead of the first, which users are told to use: one
-    of each other host, where the first is private; otherwise none."""
+    of each other host, where the first is private, `MAX_NAMED` with it; otherwise none."""
     if not addresses or is_public(addresses[0]) or host_of(addresses[0]) is None:
         return []
     seen, others = {host_of(addresses[0])}, []
@@ -125,7 +127,27 @@ def others_to_name(addresses: Sequence[str]) -> list[str]:
         if host is not None and host not in seen and not host.is_loopback:
             seen.add(host)
             others.append(address)
-    return others
+    return others[: MAX_NAMED - 1]
+
+
+def best_to_join(peers: Mapping[str, Sequence[str]]) -> list[str]:
+    """Where a newcomer tries to join, `MAX_NAMED` at most: of each peer its best address, public
+    ones and names before those through a relay, and both before private ones."""
+    best = [
+        min((full_address(a, peer_id) for a in addresses), key=_farness)
+        for peer_id, addresses in peers.items()
+        if addresses
+    ]
+    return sorted(best, key=_farness)[:MAX_NAMED]
+
+
+def _farness(address: str) -> int:
+    """How few newcomers get there."""
+    if CIRCUIT in address:
+        return 1
+    if is_public(address) or host_of(address) is None:
+        return 0
+    return 3 if is_loopback(address) else 2
 
 
 def in_turns(lists: Iterable[Sequence[str]]) -> list[str]:

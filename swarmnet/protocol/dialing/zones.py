@@ -2,7 +2,7 @@
 
 A peer dials what records, tickets, relays, the directory and remembered peers say. Whoever can name
 any address to it has it knock at the doors of its own machine, its home network or somebody else's.
-So a name of others is an IP address (never a name that somebody else resolves) and a port from
+So what others name is an IP address and a port from
 `FIRST_PORT`. It is public, or lies in a *zone* in which this machine is itself: loopback, a private
 block, or one of the blocks that are kept for documentation and measurements. Where the peer that
 names it is seen to come from, it has to be there too. Nobody is dialled at link-local, multicast

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.protocol.dialing.addresses import (
+    MAX_NAMED,
     STAGGER_S,
     OwnHosts,
+    best_to_join,
     by_peer,
     in_turns,
     is_bridge,
@@ -66,6 +68,25 @@ def test_who_is_to_use_an_address_hears_of_others_where_it_may_be_the_wrong_one(
     assert others_to_name([LAN, VPN, at("10.8.0.2", 5), LOOPBACK]) == [VPN]
     assert others_to_name([PUBLIC, LAN]) == []
     assert others_to_name([LOOPBACK]) == others_to_name([]) == []
+
+
+def test_at_most_three_addresses_are_named() -> None:
+    many = [at(f"10.{i}.0.2") for i in range(8)]
+    assert len(others_to_name(many)) == MAX_NAMED - 1
+    circuit = f"{PUBLIC}/p2p/relay/p2p-circuit"
+    peers = {
+        "a": [LAN, LOOPBACK],
+        "b": [LAN, circuit],
+        "c": [LOOPBACK, PUBLIC, circuit],
+        "d": [VPN, "/dns4/home.example.org/tcp/4001"],
+        "e": [],
+    }
+    assert best_to_join(peers) == [
+        f"{PUBLIC}/p2p/c",
+        "/dns4/home.example.org/tcp/4001/p2p/d",
+        f"{circuit}/p2p/b",
+    ]
+    assert best_to_join({"a": [LAN, LOOPBACK]}) == [f"{LAN}/p2p/a"]
 
 
 def test_peers_take_turns() -> None:
