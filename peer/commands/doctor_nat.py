@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from peer.commands.doctor_reach import explain, standing
 from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.identity import verify
@@ -61,7 +62,10 @@ async def check_nat(
     sights = await look_from(transport, judges)
     pairs = [host_and_port(a) for a in transport.own_addresses()]
     own_hosts = [pair[0] for pair in pairs if pair is not None]
-    found = [describe_nat(own_hosts, sights, can_compare=can_compare)]
+    found = [
+        describe_nat(own_hosts, sights, can_compare=can_compare),
+        explain(standing(), sights, can_compare=can_compare),
+    ]
     candidates = [*judges[:1], *(r.peer_id for r in others if r.peer_id in judges)]
     return [*found, await _check_relay(transport, candidates, is_reachable(sights))]
 

@@ -1,0 +1,102 @@
+"""Who gets to a machine, in words, for each kind of network."""
+
+from __future__ import annotations
+
+import pytest
+
+from peer.commands.doctor_reach import Standing, explain, standing
+from peer.commands.finding import GOOD, SKIPPED, WARNING
+from swarmnet.protocol.membership.reachability import Sight
+
+HOME = Standing({"lo": ["127.0.0.1"], "eth0": ["192.168.1.7"]}, ["192.168.1.7"])
+SERVER = Standing({"eth0": ["198.51.100.7"]}, ["198.51.100.7"])
+CARRIER = Standing({"wwan0": ["100.72.3.4"]}, ["100.72.3.4"])
+TAILSCALE = Standing({"eth0": ["192.168.1.7"], "tailscale0": ["100.101.102.103"]}, ["192.168.1.7"])
+RENAMED = Standing({"eth0": ["192.168.1.7"], "mesh": ["100.101.102.103"]}, ["192.168.1.7"])
+WIREGUARD = Standing({"eth0": ["192.168.1.7"], "wg0": ["10.8.0.2"]}, ["10.8.0.2"])
+SIX = Standing({"eth0": ["2600::7", "fe80::1"]}, ["2600::7"])
+
+
+def sights(host: str, *ports: int, reached: bool = True) -> list[Sight]:
+    """What a peer sees for each of `ports`: from which the machine's connection comes."""
+    return [
+        Sight(f"judge-{i}", host, port, (4001,) if reached else (), True)
+        for i, port in enumerate(ports or (4001, 4001))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "seen", "level", "who", "mend"),
+    [
+        (SERVER, sights("8.8.8.8"), GOOD, "everybody reaches this machine at 8.8.8.8", ""),
+        (HOME, sights("8.8.8.8"), GOOD, "everybody reaches", ""),
+        (HOME, sights("192.168.1.7"), GOOD, "peers of the same network", "a peer elsewhere"),
+        (SIX, sights("2600::7"), GOOD, "every peer that has IPv6", "one peer of the run has both"),
+        (TAILSCALE, sights("100.101.102.103"), GOOD, "the VPN on tailscale0", "in that VPN"),
+        (RENAMED, sights("100.101.102.103"), GOOD, "the VPN on mesh", "in that VPN"),
+        (WIREGUARD, sights("10.8.0.2"), GOOD, "the VPN on wg0", "in that VPN"),
+        (
+            TAILSCALE,
+            sights("100.101.102.103", reached=False),
+            WARNING,
+            "and none gets in",
+            "let TCP in on tailscale0",
+        ),
+        (
+            CARRIER,
+            sights("8.8.8.8", reached=False),
+            WARNING,
+            "the provider shares 8.8.8.8",
+            "no forwarding of yours helps",
+        ),
+        (
+            TAILSCALE,
+            sights("8.8.8.8", reached=False),
+            WARNING,
+            "a router stands before this machine, at 8.8.8.8",
+            "forward two TCP ports",
+        ),
+        (
+            HOME,
+            sights("8.8.8.8", 5000, 6000, reached=False),
+            WARNING,
+            "another port (symmetric)",
+            "--announce /ip4/8.8.8.8/tcp/PORT",
+        ),
+        (
+            HOME,
+            sights("8.8.8.8", reached=False),
+            WARNING,
+            "where both sides' routers let two dials meet",
+            "forward two TCP ports",
+        ),
+        (
+            SERVER,
+            sights("198.51.100.7", reached=False),
+            WARNING,
+            "a firewall keeps what comes to 198.51.100.7 out",
+            "let two TCP ports in",
+        ),
+        (HOME, [], SKIPPED, "no peer says", "name another peer"),
+    ],
+)
+def test_who_gets_here_and_what_would_make_it_better(
+    place: Standing, seen: list[Sight], level: str, who: str, mend: str
+) -> None:
+    found = explain(place, seen)
+    assert (found.level, who in found.found, mend in found.mend) == (level, True, True), found
+    if "symmetric" in who:
+        assert "symmetric" not in explain(place, seen, can_compare=False).found
+    said = f"{found.found}. {found.mend}"
+    assert said.count(". ") <= 3, "three sentences"
+
+
+def test_an_address_of_a_vpn_is_no_provider_s() -> None:
+    assert CARRIER.carrier_host == "100.72.3.4"
+    assert TAILSCALE.carrier_host == RENAMED.carrier_host == ""
+    through = Standing({"tailscale0": ["100.101.102.103"]}, ["100.101.102.103"])
+    assert through.carrier_host == "", "an exit node: the way out goes through the VPN"
+
+
+def test_this_machine_knows_its_interfaces() -> None:
+    assert "127.0.0.1" in {h for hosts in standing().interfaces.values() for h in hosts}
