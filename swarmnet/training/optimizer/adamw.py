@@ -5,9 +5,10 @@
 
 torch's fused kernel does the same to whole vectors of a processor, and something else to what is
 left at the end of a tensor. `step` gives it whole vectors only, so that the bits of a number do not
-depend on where it lies, and on which machine. This is looked at once, with numbers that are hard to
-round: where the kernel makes other bits than `written` (a processor that cannot fuse, another
-torch), that takes its place.
+depend on where it lies, and on which machine. On a GPU there is a kernel of Triton
+(`adamw_kernel`). This is looked at once, with numbers that are hard to round: where a kernel makes
+other bits than `written` on a CPU (a processor that cannot fuse, another torch, no Triton),
+`written` takes its place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,11 @@ def step(
     """Makes one step in place: all but `gradient` are changed, fp32 vectors of one length on one
     device."""
     vectors = (parameters, gradient, mean, square)
-    if not (parameters.is_cpu and fuses_as_written()):
+    if not parameters.is_cpu:
+        made = kernel_of(parameters.device) or written_at_once
+        made(vectors, about, weight_decay)
+        return
+    if not fuses_as_written():
         written(*vectors, about, weight_decay)
         return
     end = parameters.numel() // WHOLE * WHOLE
@@ -66,6 +71,12 @@ def step(
         _fused(padded, about, weight_decay)
         for value, whole in zip(rest, padded, strict=True):
             value.copy_(whole[: value.numel()])
+
+
+Vectors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Parameters, gradient, mean and square."""
+Kernel = Callable[[Vectors, Step, float], None]
+"""Makes one step, as `step`."""
 
 
 def _fused(vectors: Sequence[Tensor], about: Step, weight_decay: float) -> None:
@@ -116,6 +127,11 @@ def written(
     parameters.add_((mean * -(about.rate / bias)).div_(divisor))
 
 
+def written_at_once(vectors: Vectors, about: Step, weight_decay: float) -> None:
+    """`written`, as a `Kernel`."""
+    written(*vectors, about, weight_decay)
+
+
 def fused_multiply_add(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     """a b + c of fp32 numbers, rounded once; by doubles that are rounded to odd (Boldo and
     Melquiond, 2008, "Emulation of FMA and correctly rounded sums")."""
@@ -140,25 +156,57 @@ def _fp32(value: float) -> float:
 @functools.cache
 def fuses_as_written() -> bool:
     """torch's kernel makes the bits of `written` here."""
-    fault = None
+    fault = _fault_of(_fused, torch.device("cpu"))
+    if fault is not None:
+        log.warning("AdamW's steps are slower here, without torch's kernel: %s", fault)
+    return fault is None
+
+
+@functools.cache
+def kernel_of(device: torch.device) -> Kernel | None:
+    """Makes the bits of `written` on a CPU; None where there is none for the device."""
+    fault: str | None = "none for it"
+    try:
+        make = KERNELS[device.type]()
+        fault = _fault_of(make, device)
+    except Exception as e:  # no Triton, no compiler, or a device that it does not know
+        fault = f"{type(e).__name__}: {e}".splitlines()[0][:200]
+    if fault is None:
+        return make
+    log.warning("AdamW's steps are slower on %s, without a kernel: %s", device, fault)
+    if _fault_of(written_at_once, device) is not None:  # a result of another owner then replaces it
+        log.warning("AdamW's steps on %s have other bits than a CPU's", device)
+    return None
+
+
+def _triton_kernel() -> Kernel:
+    from swarmnet.training.optimizer.adamw_kernel import step  # needs Triton
+
+    return step
+
+
+KERNELS: dict[str, Callable[[], Kernel]] = {"cuda": _triton_kernel}
+"""By type of device."""
+
+
+def _fault_of(make: Kernel, device: torch.device) -> str | None:
+    """Why its steps are not those of `written` on a CPU; None where they are."""
     for about, decay in (
         (Step(1e-3, 0.9, 0.95, 1e-8, 1), 0.1),
         (Step(3e-4, 0.9, 0.999, 1e-8, 1000), 0.0),
         (Step(0.1, 0.3, 0.5, 1e-3, 7), 0.3),
     ):
-        ours, theirs = hard_vectors(SAMPLE), hard_vectors(SAMPLE)
+        ours = hard_vectors(SAMPLE)
+        parameters, gradient, mean, square = (v.to(device, copy=True) for v in ours)
+        theirs = parameters, gradient, mean, square
         written(*ours, about, decay)
         try:
-            _fused(theirs, about, decay)
+            make(theirs, about, decay)
         except RuntimeError as e:  # there is none for this processor
-            fault = str(e).splitlines()[0][:200]
-            break
-        if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
-            fault = "other bits"
-            break
-    if fault is not None:
-        log.warning("AdamW's steps are slower here, without torch's kernel: %s", fault)
-    return fault is None
+            return str(e).splitlines()[0][:200]
+        if not all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True)):
+            return "other bits"
+    return None
 
 
 def hard_vectors(size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
