@@ -103,11 +103,22 @@ def test_who_lends_a_quarter_of_the_device_says_a_quarter_of_its_speed(
     assert len(costs) == small_spec().pipeline.num_stages
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("kind", "of_run", "wish"),
+    [
+        ("memory", "memory", "auto"),
+        ("disk", "disk", "auto"),
+        ("memory", "disk", "host"),
+        ("disk", "memory", "disk"),
+    ],
+)
 @pytest.mark.parametrize("mode", ["zero", "delayed", "local", "gossip"])
-def test_the_optimizer_is_where_the_spec_wants_it(tmp_path: Path, kind: str, mode: str) -> None:
-    spec = tiny_spec(tmp_path, num_stages=1, sync={"optimizer_store": kind, "mode": mode})
-    machine = build_machine(spec, PeerOptions(state_dir=tmp_path, feed=False))
+def test_the_optimizer_is_where_this_machine_wants_it_else_the_run(
+    tmp_path: Path, kind: str, of_run: str, wish: Any, mode: str
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, sync={"optimizer_store": of_run, "mode": mode})
+    options = PeerOptions(state_dir=tmp_path, feed=False, optimizer_memory=wish)
+    machine = build_machine(spec, options)
     stage, optimizer = machine.build(0)
 
     def num_mapped() -> int:
