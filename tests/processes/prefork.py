@@ -34,6 +34,7 @@ LEFT_TO_FEW = (
     "swarmnet.transport.libp2p.imports",
     "swarmnet.training.ranks.rank",
     "swarmnet.training.codecs.kernels",
+    "swarmnet.training.optimizer.adamw_kernel",
 )
 """Not imported in advance: what only some peers do."""
 OTHERS = ("hivemind.dht.node", "hivemind.p2p", "uvloop", "torch.fx.experimental.symbolic_shapes")
