@@ -83,7 +83,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "swarmnet/training/data": ("tests/training/data",),
     "swarmnet/training/memory": ("tests/training/memory",),
     "swarmnet/training/models": (
-        "tests/training/test_llama.py",
+        "tests/training/models",
         "tests/training/test_lora.py",
         "tests/training/test_adapter.py",
         "tests/training/test_resolving.py",

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from swarmnet.batch import Documents
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.update.exchanges import Exchanges
-from swarmnet.training import cores
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.computing import Computing
+from swarmnet.training.cores import scratch
 from swarmnet.training.data import open_data
 from swarmnet.training.memory import offload
 from swarmnet.training.memory.plan import (
@@ -44,6 +44,8 @@ from tests.training.specs import small_spec, write_text
 
 ROUNDS = 5
 NUM_REPLICAS = 4
+SCRATCH = ("gradient", "own", "change")
+"""Vectors that a thread that makes updates keeps."""
 
 
 @given(st.integers(1, 10**12), st.integers(1, 64), st.integers(1, 8))
@@ -175,7 +177,7 @@ def tensor_bytes() -> int:
     """Bytes of every tensor and every array in this process, each storage once, but for what a
     process has once however many peers it is: that may be there already, or come."""
     gc.collect()
-    scratch = {v.data_ptr() for v in cores._scratch.vectors.values()}  # noqa: SLF001
+    spared = {scratch(name, torch.empty(1)).data_ptr() for name in SCRATCH}
     found: dict[int, int] = {}
     arrays: list[Array] = []
     for thing in gc.get_objects():
@@ -183,7 +185,7 @@ def tensor_bytes() -> int:
             arrays.append(thing)
         elif issubclass(type(thing), torch.Tensor):  # asks nothing of lazy modules
             storage = thing.untyped_storage()
-            if storage.data_ptr() not in scratch:
+            if storage.data_ptr() not in spared:
                 found[storage.data_ptr()] = storage.nbytes()
     spans = sorted((start, start + num) for start, num in found.items())
     for array in arrays:

@@ -25,9 +25,9 @@ from swarmnet.training.resolving import resolve
 from swarmnet.training.stage import TorchStage
 from swarmnet.wire import Array
 from tests.training.flights import fly, gradient, named, stages_of
+from tests.training.models.test_llama import hugging_face
 from tests.training.packed import lengths_of
 from tests.training.specs import MODEL, small_spec
-from tests.training.test_llama import hugging_face
 
 K, LAYERS = 8, 4
 KEY = (0, 1)
