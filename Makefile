@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test test-all explore lint install browser screenshot clean
 
-demo: .venv/installed
+demo: .venv/runs
 	$(BIN)/swarmnet local
 
 test: .venv/installed
@@ -26,11 +26,16 @@ install: .venv/installed
 
 # py-libp2p comes without its own requirements, of which one has to be compiled
 # (docs/decisions/0016-py-libp2p-without-its-pins.md). The package `swarmnet` of PyPI is another one.
-.venv/installed: pyproject.toml constraints.txt
+.venv/runs: pyproject.toml constraints.txt
 	.ci/make-venv $(PYTHON) .venv
 	$(BIN)/pip -qq uninstall --yes swarmnet
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt -e .
 	$(BIN)/pip install -c constraints.txt --no-deps libp2p
+	touch .venv/runs
+
+# With what tests and linters need.
+.venv/installed: .venv/runs
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	touch .venv/installed
 
 # Chromium, for the tests of the web page; nothing where there is one.
