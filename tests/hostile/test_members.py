@@ -4,16 +4,20 @@ that they take part in the exchanges of a stage."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarmnet.methods.contact import PING
+from swarmnet.methods.update import REDUCE, ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE
-from tests.hostile.attacker import Attacker
+from swarmnet.swarm.replica.transitions import Transitions
+from tests.hostile.attacker import Attacker, NamedSigner
 from tests.hostile.trial import OPEN_PART, Attack, trial
-from tests.swarm.harness import Swarm
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 WHERE = ("/memory",)
 EVERY_S = 0.2
@@ -69,6 +73,47 @@ def untouched(swarm: Swarm, attacker: Attacker) -> None:
 def test_a_few_names_end_no_round_and_hold_none_up(says: Says, num_names: int) -> None:
     pace = trial(lies(num_names, says), during_s=8.0, look=untouched)
     assert pace.held(), pace
+
+
+def test_one_contribution_ends_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has worked contributes, without a token, to each round that is open."""
+    early = list[int]()
+    heard_over = Transitions.heard_over
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 3)
+        await swarm.until_round(10)
+        attacker = Attacker(swarm.hub, swarm.spec.run_id, sorted(swarm.members), random.Random(0))
+        name = attacker.name()
+        name.answer(PING, lambda body: None)
+        for member in swarm.members.values():
+            member.peer.view.delivered(name.peer_id)
+
+        def hears(transitions: Transitions, r: int) -> bool:
+            replicas = [member.peer.replica for member in swarm.members.values()]
+            if not any(replica is not None and replica.is_closed(r) for replica in replicas):
+                early.append(r)
+            return heard_over(transitions, r)
+
+        monkeypatch.setattr(Transitions, "heard_over", hears)
+        calls = set[asyncio.Task[Any]]()
+        last = max(swarm.rounds()) + 20
+        while max(swarm.rounds()) < last:
+            r = max(swarm.rounds())
+            says = {"state": ACTIVE, "stage": 0, "addresses": WHERE, "round": r}
+            name.tell(attacker.victims, name.record(**says))
+            await asyncio.sleep(0.02)
+            for victim, member in swarm.members.items():
+                if member.peer.gossip.own.stage == 0:
+                    push = ReduceRequest(r, 0, (0,), (0,), (0,))
+                    calls.add(asyncio.create_task(name.call(victim, REDUCE, push, timeout_s=0.1)))
+            await asyncio.sleep(0.02)
+        attacker.leave()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000)
+    in_virtual_time(scenario, spec, is_synthetic=True, signer=NamedSigner)
+    assert not early
 
 
 @pytest.mark.long

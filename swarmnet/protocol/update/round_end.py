@@ -5,6 +5,8 @@ the replica is in its round."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
@@ -18,6 +20,25 @@ def is_over(view: View, phase: Phase, round_index: int, now: float, num_slots: i
         or view.is_past(round_index, now)
         or phase.knows(round_index, Heard.OVER)
     )
+
+
+class Contributed:
+    """Which replicas of a stage have contributed to a round: each shows by it that the round is
+    over there. One word alone does not show that it is over here."""
+
+    def __init__(self) -> None:
+        self._round = -1
+        self._by: set[str] = set()
+
+    def is_over(self, peer_id: str, round_index: int, others: Collection[str]) -> bool:
+        """A peer has contributed: whether more than half of the `others` have, which are the other
+        known members of the stage."""
+        if round_index != self._round:
+            self._round = round_index
+            self._by.clear()
+        if peer_id in others:
+            self._by.add(peer_id)
+        return 2 * len(self._by.intersection(others)) > len(others)
 
 
 def is_fed(view: View, phase: Phase, round_index: int, now: float, num_slots: int) -> bool:

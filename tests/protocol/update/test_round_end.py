@@ -11,6 +11,7 @@ from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.update import round_end
 from swarmnet.protocol.update.replica_phase import Heard, Phase, State
+from swarmnet.protocol.update.round_end import Contributed
 from tests.protocol.making import counted
 
 NOW, NUM_SLOTS, NUM_ROUNDS = 100.0, 4, 20
@@ -66,3 +67,13 @@ def test_the_next_round_is_opened_ahead_by_who_will_be_there(
     own = replace(Record("own", "run", 1, 1, state=ACTIVE, stage=0, round=9), **said)
     assert round_end.may_open_ahead(phase, own, 9, NUM_ROUNDS) == may
     assert not round_end.may_open_ahead(phase, own, 9, 10), "it is the last"
+
+
+def test_contributions_of_most_others_show_that_a_round_is_over_and_one_does_not() -> None:
+    contributed, others = Contributed(), ["a", "b", "c"]
+    assert not contributed.is_over("a", 4, others)
+    assert not contributed.is_over("a", 4, others), "one, twice"
+    assert not contributed.is_over("stranger", 4, others)
+    assert contributed.is_over("c", 4, others)
+    assert not contributed.is_over("b", 5, others), "of another round"
+    assert not contributed.is_over("b", 5, [])

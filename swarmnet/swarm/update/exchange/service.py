@@ -34,6 +34,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_turn import Turn, turn_of
 from swarmnet.protocol.update.roster import Ballot
+from swarmnet.protocol.update.round_end import Contributed
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.callers import may_contribute, shows_round
 from swarmnet.swarm.membership.gossip import Gossip
@@ -77,6 +78,7 @@ class ExchangeService:
         self._has_state: dict[tuple[str, int], int] = {}
         """By replica and shard: it has the state for the step of this exchange, though that may not
         have begun here."""
+        self._contributed = Contributed()
         serve(self.transport, REDUCE, self._on_reduce)
         serve(self.transport, BALLOT, self._on_ballot)
         serve(self.transport, MIRROR, self._on_mirror)
@@ -103,7 +105,7 @@ class ExchangeService:
         tokens = {j: n for j, n in zip(push.shards, push.num_tokens, strict=True) if n}
         given = {j: (tokens[j], gradient) for j, gradient in gradients.items()}
         await self.proofs.check(push.round, request.remote, given, push.signatures)
-        self._note_closed(push.round, record)
+        self._note_contribution(push.round, record)
         primary = push.primary or self.gossip.own.peer_id
         work = [
             self._reduce(push, request, j, n, gradients.get(j), Ballot(term, primary))
@@ -126,13 +128,18 @@ class ExchangeService:
             check_contribution(self.replica, j, array)
         return dict(zip(shards, arrays, strict=True))
 
-    def _note_closed(self, asked: int, record: Record | None) -> None:
-        """A contribution to the round that is open here shows that it is over elsewhere."""
+    def _note_contribution(self, asked: int, record: Record | None) -> None:
+        """Contributions to the round that is open here show that it is over elsewhere."""
         replica = self.replica
         is_of_round = asked == replica.current_exchange == replica.round
-        shows = shows_round(record, replica.index, asked)
-        is_between = is_of_round and shows and not replica.plan.is_delayed(asked)
-        if is_between and replica.transitions.heard_over(asked):
+        if not is_of_round or record is None or replica.plan.is_delayed(asked):
+            return
+        if not shows_round(record, replica.index, asked):
+            return
+        known = self.gossip.view.known(replica.index, asyncio.get_running_loop().time())
+        others = [r.peer_id for r in known if r.peer_id != self.gossip.own.peer_id]
+        is_over = self._contributed.is_over(record.peer_id, asked, others)
+        if is_over and replica.transitions.heard_over(asked):
             self.gossip.changed.notify_all()
 
     async def _all_of(self, work: Sequence[Coroutine[Any, Any, Told]]) -> list[Told]:
