@@ -5,6 +5,7 @@ threads, with graphs kept or made again, with the samples of a batch together or
 GPU where there is one, and with every codec at the boundaries.
 
     python -m benchmarks.recomputation --minutes 5
+    python -m benchmarks.recomputation --recomputations 100000 --layers 1  # hours on one core
 
 A recomputation is one microbatch through one stage, as `swarmnet.protocol.audit` has it judged. The
 largest difference of any array, or loss, is printed beside the tolerance, for each codec, and of
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import random
 import sys
 import tempfile
@@ -37,6 +39,8 @@ from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 
 NUM_STAGES, MICROBATCH, LENGTH, WIDTH = 3, 4, 16, 64
+AT_THESE_PARAMETERS = 4
+"""Microbatches; other parameters cost as much as some of these."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -183,21 +187,27 @@ def ways(devices: list[str]) -> list[Way]:
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--minutes", type=float, help="5 where no number is given either")
+    parser.add_argument("--recomputations", type=int, help="ends when so many are made")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=2, help="a stage")
     options = parser.parse_args()
     devices = ["cuda"] if torch.cuda.is_available() else []
-    until_s = time.monotonic() + 60 * options.minutes
+    minutes = options.minutes or (math.inf if options.recomputations else 5.0)
+    most, until_s = options.recomputations or math.inf, time.monotonic() + 60 * minutes
     worst = {codec: Worst() for codec in BOUNDARY_CODECS}
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         specs = {c: spec_of(Path(folder), c, options.layers) for c in BOUNDARY_CODECS}
         replicas = {c: [Replica(s, way) for way in ways(devices)] for c, s in specs.items()}
     for codec in itertools.cycle(BOUNDARY_CODECS):
-        if time.monotonic() > until_s:
+        if time.monotonic() > until_s or sum(w.num for w in worst.values()) >= most:
             break
         measure(replicas[codec], rng, worst[codec])
+        largest = max(w.difference / TOLERANCES[c] for c, w in worst.items())
+        num = sum(w.num for w in worst.values())
+        print(f"\r{num:,} recomputations, {largest:.3f} of the tolerance", end="", file=sys.stderr)
+    print(file=sys.stderr)
     print("codec  recomputations  largest difference  tolerance  of")
     for codec, found in worst.items():
         tolerance = TOLERANCES[codec]
@@ -207,12 +217,12 @@ def main() -> int:
 
 
 def measure(replicas: list[Replica], rng: random.Random, worst: Worst) -> None:
-    """A few microbatches at parameters drawn anew, each computed by one and again by others."""
+    """A few microbatches at parameters drawn anew, each computed by one and again by all others."""
     seed, size = rng.random(), 10 ** rng.uniform(-4, -1.5)
     for replica in replicas:
         replica.disturb(random.Random(seed), size)
-    for _ in range(2):
-        one, *others = rng.sample(replicas, 5)
+    for _ in range(AT_THESE_PARAMETERS):
+        one, *others = rng.sample(replicas, len(replicas))
         n = rng.getrandbits(20)
         for i, (taken, given) in enumerate(microbatch(one, n)):
             for other in others:
