@@ -217,7 +217,7 @@ def test_every_field_is_named(cls: type) -> None:
         f"arrays have {links.BULK_BYTES:,} bytes or more",
         f"less than {backoff.FIRST_PAUSE_S:.0f} s or",
         f"waits {backoff.FIRST_PAUSE_S:.0f} s, then twice as long each time, up to "
-        f"{backoff.LONGEST_PAUSE_S:.0f} s",
+        f"{timing.UPKEEP_S:.0f} s",
         f"`{' '.join(ITEM_BYTES)}`",
         f"for {discovery.EXPIRY_S:.0f} s and does",
         f"again every {discovery.REFRESH_S:.0f} s",
