@@ -101,7 +101,8 @@ class ParsingProcess:
     @property
     def pid(self) -> int | None:
         """Of the child, where there is one."""
-        return None if self._child is None else self._child.pid
+        child = self._child
+        return None if child is None else child.pid
 
     def _ask(self, name: str, seconds: float, files: GivenFiles, args: Any) -> tuple[str, Any]:
         if self._child is None or self._child.poll() is not None:
@@ -211,11 +212,12 @@ class ParsingProcess:
         return f"ends the process that reads it ({how})"
 
     def _end(self) -> None:
-        child, self._child = self._child, None
+        child = self._child
         if child is None:
             return
         child.kill()
         child.wait()
+        self._child = None  # now: `pid` is read on other threads, and None says that it is gone
         for stream in (child.stdin, child.stdout, child.stderr):
             assert stream is not None
             with contextlib.suppress(OSError):
