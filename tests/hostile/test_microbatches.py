@@ -7,12 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarmnet.methods.microbatch import COMMIT, STEP, Commit, StepRequest
+import pytest
+
+from swarmnet.methods.contact import PING
+from swarmnet.methods.microbatch import (
+    ADMIT,
+    COMMIT,
+    INFER,
+    STEP,
+    AdmitReply,
+    Commit,
+    StepProgress,
+    StepRequest,
+)
+from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.slots import flight_id, slot_of
 from swarmnet.simulation.stage import SyntheticData, activation
 from swarmnet.swarm.pipeline.feeder import Journal
+from swarmnet.transport.base import Request
+from swarmnet.wire import Message
 from tests.hostile.attacker import Attacker, NamedSigner
-from tests.hostile.trial import trial
+from tests.hostile.trial import Attack, trial
 from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
 
 MICROBATCH = 4
@@ -60,6 +75,43 @@ def test_no_stranger_has_a_slot() -> None:
                 await asyncio.sleep(0.1)
 
     pace = trial(takes_slots, look=only_honest)
+    assert pace.held(), pace
+
+
+def swallows(num_names: int, *, has: bool | None, tells: int) -> Attack:
+    """Names that are the fastest by their own word take microbatches, and give nothing back. `has`:
+    what they answer who asks whether they have it; None: nothing. `tells`: so often they say that
+    it has come further."""
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        async def never(request: Request[StepRequest]) -> Message[None]:
+            for n in range(tells):
+                request.progress(Message(StepProgress(("beyond",) * min(n, 1))))
+                await asyncio.sleep(0.5)
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+        for _ in range(num_names):
+            name = attacker.name()
+            name.answer(PING, lambda body: None)
+            if has is None:
+                name.is_silent_to(ADMIT, INFER)
+            else:
+                name.answer(ADMIT, lambda body: AdmitReply(0.0, known=has))
+            name.transport.handle(STEP.name, never)
+        says = {"state": ACTIVE, "addresses": ("/memory",), "samples_per_s": 1e6}
+        while True:
+            says["round"] = max(swarm.rounds())
+            for number, name in enumerate(attacker.names):
+                name.tell(attacker.victims, name.record(stage=number % 2, **says))
+            await asyncio.sleep(0.2)
+
+    return attack
+
+
+@pytest.mark.parametrize(("num_names", "has", "tells"), [(2, True, 100), (6, None, 0)])
+def test_who_swallows_microbatches_gets_few(num_names: int, has: bool | None, tells: int) -> None:
+    pace = trial(swallows(num_names, has=has, tells=tells), look=only_honest)
     assert pace.held(), pace
 
 

@@ -105,6 +105,10 @@ class Search:
         """A replica did not do it; another one is to. `beyond`: through whom it went from there,
         which need not be done again; None where that was never said."""
         self.last_error = error
+        self.goes_on(peer_id, beyond)
+
+    def goes_on(self, peer_id: str, beyond: tuple[str, ...] | None) -> None:
+        """Another one is to do it, whatever becomes of it at this replica."""
         if beyond is not None:
             self.hint = (peer_id, *beyond)
         self.prefers_self = False
@@ -125,8 +129,10 @@ class Patience:
     is not waited for. One that has been silent for `silence_s` has to say that it has it: who
     re-routes, or is slower than it used to be, gets the time for it. A word is no work: it is
     believed a few times where another replica could do it, and progress counts where the microbatch
-    has come further than before."""
+    has come further than before. From when it is late for the first time, another one may do it
+    beside it."""
 
+    late_s: float
     silence_s: float
     look_s: float
     silent_since: float
@@ -134,6 +140,8 @@ class Patience:
     """When it is asked next."""
     num_believed: int = int(LAPSES)
     """So often its word will do."""
+    is_late: bool = False
+    """It has been."""
     furthest: int = -1
     """Stages behind the callee that the microbatch has reached, as far as was told."""
 
@@ -142,17 +150,22 @@ class Patience:
         cls,
         now: float,
         deadline_s: float,
+        late_s: float,
         *,
         depth: int,
         probe_part: float,
         upload_s: float,
     ) -> Patience:
-        """A call is made now. `deadline_s`: of such calls; `depth`: stages behind the callee;
+        """A call is made now. `deadline_s`, `late_s`: as of a `Router`; `depth`: stages behind the
+        callee;
         `probe_part`: of the deadline, until a callee is asked; `upload_s`: until it has all."""
-        silence_s = deadline_s + DEPTH_GRACE_S * depth
+        grace_s = DEPTH_GRACE_S * depth
+        silence_s = deadline_s + grace_s
         look_s = min(silence_s, max(MIN_DEADLINE_S, probe_part * deadline_s))
         since = now + upload_s
-        return cls(silence_s, look_s, since, since + look_s)
+        begun = cls(late_s + grace_s, silence_s, look_s, since, since)
+        begun.wait_more(since)
+        return begun
 
     def heard(self, now: float, reached: int) -> None:
         """The callee has told of its progress: that the microbatch has reached so many stages
@@ -160,11 +173,20 @@ class Patience:
         if reached > self.furthest:
             self.furthest = reached
             self.silent_since = now
-        self.look_at = now + self.look_s
+        self._look_after(now)
+
+    def look(self, now: float) -> None:
+        """It has been silent until it is to be asked. (A timer may fire a little early.)"""
+        self.is_late |= max(now, self.look_at) >= self.silent_since + self.late_s
 
     def wait_more(self, now: float) -> None:
         """It is asked again later."""
-        self.look_at = now + self.look_s
+        self._look_after(now)
+
+    def _look_after(self, now: float) -> None:
+        """No later than when it is late, or may be given up."""
+        at = (self.silent_since + self.late_s, self.silent_since + self.silence_s)
+        self.look_at = min([now + self.look_s, *(t for t in at if now < t)])
 
     def ends(self, has_it: bool | None, now: float, *, is_only: bool = False) -> bool:
         """Whether a silent callee is given up, that was asked whether it has the microbatch; None:

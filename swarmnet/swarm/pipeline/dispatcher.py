@@ -1,5 +1,6 @@
 """The dispatcher: chooses a replica of a stage for a microbatch and calls it, and another one when
-that fails or dies. Where it pays, replicas are asked first when they could begin (`admit`)."""
+that fails or dies, or beside it when it is late. Where it pays, replicas are asked first when they
+could begin (`admit`)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.pipeline.trials import TrialPasses
 from swarmnet.swarm.settings import WaitLimits
-from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.transport.base import Handler, Request
 from swarmnet.wire import Array, Message
 
@@ -54,6 +56,9 @@ log = logging.getLogger("swarmnet.wiring")
 
 ASKED = 8
 """So many replicas are asked for one microbatch."""
+MAX_WAYS = 2
+"""So many replicas have a microbatch of one caller at a time: the second one where the first is
+late. Whichever answers first counts, and what the other has of it is retracted."""
 ASKING_AT_A_TIME = 4
 """Microbatches for which one caller asks at a time. Many that ask at once all hear of the same free
 replica; the next ones hear of what the first ones took."""
@@ -82,6 +87,8 @@ class _Hop:
     """Stages behind the replica."""
     patience: Patience
     track: Track
+    late: asyncio.Future[None]
+    """Done when the replica has been silent for longer than such calls take."""
     beyond: tuple[str, ...] | None = None
     """Through whom it went from there, as far as the replica has told."""
     _scope: asyncio.Timeout | None = None
@@ -97,6 +104,12 @@ class _Hop:
         self.beyond = path
         self.track.moved((self.peer_id, *path))
 
+    def look(self) -> None:
+        """The replica is to be asked about it, and may be late."""
+        self.patience.look(_now())
+        if self.patience.is_late and not self.late.done():
+            self.late.set_result(None)
+
     async def wait(self, answer: asyncio.Task[Message]) -> bool:
         """True when the call is done, False when the replica is to be asked about it."""
         try:
@@ -107,6 +120,49 @@ class _Hop:
             return answer.done()
         finally:
             self._scope = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A microbatch that is to go through the following stages."""
+
+    request: StepRequest
+    arrays: tuple[Array, ...]
+    accept: Accept
+    track: Track
+    waits_here: bool
+    search: Search
+
+
+@dataclass(eq=False, slots=True)
+class _Way:
+    """A replica is chosen for a microbatch, and called."""
+
+    late: asyncio.Future[None]
+    """As of its hop."""
+    task: asyncio.Task[Passed] = field(init=False)
+    hop: _Hop | None = None
+
+
+async def _until_done_or_late(ways: list[_Way]) -> None:
+    waits: list[asyncio.Future[Any]] = [way.task for way in ways]
+    if len(ways) < MAX_WAYS:
+        waits += [way.late for way in ways if not way.late.done()]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _until_most_answer(asks: list[asyncio.Task[Any]]) -> None:
+    """Those that are silent when one has said that it has room are not waited for, and where none
+    has room a little longer."""
+    waiting, wait_s = set(asks), None
+    while waiting:
+        done, waiting = await asyncio.wait(
+            waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            return
+        has_room = any(isinstance(ask.result(), float) for ask in asks if ask.done())
+        wait_s = LOOK_AGAIN_S if has_room else LOOK_LESS_S
 
 
 @dataclass
@@ -135,10 +191,12 @@ class Dispatcher:
         own = self.gossip.own
         rng = random.Random(f"trials|{own.peer_id}|{own.incarnation}")
         self._trials = TrialPasses(self.gossip, rng)
+        self._ways = Tasks("ways of microbatches")
 
     async def close(self) -> None:
         """Ends what it has under way of its own accord."""
         await self._trials.close()
+        await self._ways.close()
 
     def handle(self, method: Method[Any, Any], handler: Handler) -> None:
         """Serves a method of this peer's stage, to others and to itself."""
@@ -191,28 +249,86 @@ class Dispatcher:
         longest = Deadline.after(_now(), LONGEST_CALL_S)
         prefers_self = prefer_self and not self.shares(request.stage, arrays)
         search = Search(request.round, request.stage, request.hint, prefers_self, longest)
-        while not longest.is_over(_now()):
-            asks = self._asks(request.stage, arrays)
-            peer_id = await self._choose(search, request, asks)
-            if peer_id is None:
-                break
-            track.moved((peer_id,))
-            asked = (search.prefers_self and waits_here) or asks
-            body = replace(request, hint=search.hint[1:], asked=asked)
-            hop = self._begin(peer_id, body, arrays, track)
-            try:
-                return await self._attempt(hop, Message(body, arrays), accept)
-            except SwarmnetError as e:
-                if search.is_last_word(peer_id, e, self.gossip.view, _now()):
-                    raise
-                log.debug("stage %d at %s: %s", request.stage, peer_id[-8:], e)
-                search.failed(peer_id, e, hop.beyond)
-        text = f"no replica of stage {request.stage} took the microbatch: {search.last_error}"
-        raise NoRoute(text)
+        job = _Job(request, arrays, accept, track, waits_here, search)
+        ways: list[_Way] = []
+        try:
+            while True:
+                are_late = len(ways) < MAX_WAYS and all(way.late.done() for way in ways)
+                if not ways or (are_late and not longest.is_over(_now())):
+                    ways.append(self._begin_way(job, ways))
+                await _until_done_or_late(ways)
+                for way in [w for w in ways if w.task.done()]:
+                    ways.remove(way)
+                    try:
+                        passed = way.task.result()
+                    except SwarmnetError as e:
+                        if self._is_last_word(job, way, e, ways):
+                            raise
+                        continue
+                    self._pass_over(request.stage, ways)
+                    return passed
+        finally:
+            for way in ways:
+                way.task.cancel()
+            await asyncio.gather(*(way.task for way in ways), return_exceptions=True)
 
-    async def _choose(self, search: Search, request: StepRequest, asks: bool) -> str | None:
+    def _pass_over(self, stage_index: int, ways: list[_Way]) -> None:
+        """Another way came to its end first. Those that are late on trial may still answer, which
+        counts as their work."""
+        router = self._routers[stage_index]
+        for way in ways[:]:
+            hop = way.hop
+            if hop is None or not hop.late.done():
+                continue
+            if router.is_on_its_word(hop.peer_id):
+                router.passed_over(hop.peer_id, _now())
+                hop.track = Track()
+                ways.remove(way)
+
+    def _is_last_word(self, job: _Job, way: _Way, error: SwarmnetError, others: list[_Way]) -> bool:
+        """A way ended so. `others` are under way still."""
+        if way.hop is None:
+            return not others
+        peer_id, search = way.hop.peer_id, job.search
+        if search.is_last_word(peer_id, error, self.gossip.view, _now()):
+            return True
+        log.debug("stage %d at %s: %s", search.stage, peer_id[-8:], error)
+        search.failed(peer_id, error, way.hop.beyond)
+        return False
+
+    def _begin_way(self, job: _Job, late: list[_Way]) -> _Way:
+        """Another replica is to do it; beside those that are late, where there are such."""
+        way, held = _Way(asyncio.get_running_loop().create_future()), []
+        for hop in (w.hop for w in late if w.hop is not None):
+            job.search.goes_on(hop.peer_id, hop.beyond)
+            held.append(hop.peer_id)
+        way.task = self._ways.start(self._go(job, way, held))
+        return way
+
+    async def _go(self, job: _Job, way: _Way, held: list[str]) -> Passed:
+        """One way of a microbatch, not to those that have it already."""
+        search, request = job.search, job.request
+        asks = self._asks(request.stage, job.arrays)
+        peer_id = None
+        if not search.longest.is_over(_now()):
+            peer_id = await self._choose(search, request, asks, held)
+        if peer_id is None:
+            text = f"no replica of stage {request.stage} took the microbatch: {search.last_error}"
+            raise NoRoute(text)
+        if held:
+            self.gossip.add_total("rerouted")
+        job.track.moved((peer_id,))
+        asked = (search.prefers_self and job.waits_here) or asks
+        body = replace(request, hint=search.hint[1:], asked=asked)
+        way.hop = self._begin(peer_id, body, job.arrays, job.track, way.late)
+        return await self._attempt(way.hop, Message(body, job.arrays), job.accept)
+
+    async def _choose(
+        self, search: Search, request: StepRequest, asks: bool, held: Collection[str]
+    ) -> str | None:
         """None where no replica is to be had in time; where they are only full, by
-        `search.longest`."""
+        `search.longest`. `held`: who has it and is late. Then no other that is late gets it either:
+        where a whole stage is slow, nothing is done twice."""
         stage, view = request.stage, self.gossip.view
         give_up = Deadline.after(_now(), self.limits.route_wait_s)
         prefer = search.preferred(self.gossip.own.peer_id if STEP in self._own else None)
@@ -222,6 +338,8 @@ class Dispatcher:
             others = dispatching.unfit(
                 view, stage, request.round, request.feeder, slack=slack, now=now
             )
+            if held:
+                others = [*others, *held, *router.late(now)]
             is_known = prefer is not None and router.is_ready(prefer, now, others)
             if asks and not is_known:
                 async with self._asking:
@@ -238,7 +356,12 @@ class Dispatcher:
             await self.gossip.changed.wait(wait_s)
 
     def _begin(
-        self, peer_id: str, request: StepRequest, arrays: tuple[Array, ...], track: Track
+        self,
+        peer_id: str,
+        request: StepRequest,
+        arrays: tuple[Array, ...],
+        track: Track,
+        late: asyncio.Future[None],
     ) -> _Hop:
         """A call goes out now."""
         router, traffic, now = self._routers[request.stage], self.transport.traffic, _now()
@@ -249,11 +372,12 @@ class Dispatcher:
         patience = Patience.begin(
             now,
             router.deadline_s(peer_id),
+            router.late_s(peer_id),
             depth=depth,
             probe_part=PROBE_PART,
             upload_s=traffic.upload_s(num_bytes),
         )
-        return _Hop(peer_id, now, depth, patience, track)
+        return _Hop(peer_id, now, depth, patience, track, late)
 
     async def _attempt(self, hop: _Hop, message: Message[StepRequest], accept: Accept) -> Passed:
         """One call; its outcome is told to the router."""
@@ -282,7 +406,10 @@ class Dispatcher:
                 self.gossip.liveness.probe(peer_id)
             raise
         except asyncio.CancelledError:
-            router.abandoned(peer_id, _now())
+            if hop.late.done():  # another one has done it meanwhile
+                router.failed(peer_id, _now(), hop.sent_at)
+            else:
+                router.abandoned(peer_id, _now())
             raise
         router.succeeded(peer_id, _now(), hop.sent_at)
         self.gossip.worked(peer_id)
@@ -306,7 +433,10 @@ class Dispatcher:
         )
         try:
             while not await hop.wait(answer):
-                if is_own or not traffic.queued_to(peer_id):  # all of it is sent
+                is_sent = is_own or not traffic.queued_to(peer_id)
+                if is_sent or not traffic.queued_bytes():  # else the own uplink is late
+                    hop.look()
+                if is_sent:
                     has_it = await self._is_at_work(peer_id, message.body, patience.look_s)
                     stage, view = message.body.stage, self.gossip.view
                     is_only = dispatching.are_all(view, stage, (peer_id,), _now())
@@ -335,7 +465,11 @@ class Dispatcher:
         have an answer."""
         drawn = router.sample(_now(), ASKED, exclude=exclude)
         asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
-        answers = await asyncio.gather(*(self._ask(router, p, asked) for p in drawn))
+        asks = {p: self._ways.start(self._ask(router, p, asked)) for p in drawn}
+        await _until_most_answer(list(asks.values()))
+        for silent in (p for p, ask in asks.items() if not ask.done()):
+            router.put_off(silent, _now(), LOOK_LESS_S)
+        answers = [ask.result() if ask.done() else None for ask in asks.values()]
         told = zip(answers, drawn, strict=True)
         offers = [(wait_s, p) for wait_s, p in told if isinstance(wait_s, float)]
         if not offers:

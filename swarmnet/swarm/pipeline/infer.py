@@ -6,12 +6,20 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, Stale, SwarmnetError
+from swarmnet.errors import (
+    Busy,
+    NotReady,
+    ProtocolViolation,
+    Refused,
+    Stale,
+    SwarmnetError,
+    TransportError,
+)
 from swarmnet.methods.microbatch import EVALUATE, INFER, LOGITS, InferReply, InferRequest
 from swarmnet.ports import OTHER, LossResult
-from swarmnet.protocol.backoff import FIRST_PAUSE_S
-from swarmnet.protocol.moments import Deadline
-from swarmnet.protocol.pipeline.dispatching import is_refused
+from swarmnet.protocol.backoff import FIRST_PAUSE_S, GROWTH
+from swarmnet.protocol.moments import Deadline, Since
+from swarmnet.protocol.pipeline.dispatching import DEPTH_GRACE_S, is_refused
 from swarmnet.protocol.pipeline.origins import Origins
 from swarmnet.protocol.timing import BULK_S, LAPSES
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
@@ -116,8 +124,9 @@ async def infer_through(
     timeout_s: float = BULK_S,
     passes_on: bool = False,
 ) -> Message[InferReply]:
-    """Calls `infer` on some replica of its stage; tries others when one fails, or gives what cannot
-    be (`check`: what is known of that beyond its form). Raises the last error; `Stale` at once when
+    """Calls `infer` on some replica of its stage; tries others when one fails, takes longer than
+    such passes do, or gives what cannot be (`check`: what is known of that beyond its form). Each
+    further one has twice as long. Raises the last error; `Stale` at once when
     the round that it asks for is over, `Refused` where `dispatching.is_refused`.
 
     `passes_on`: it has come from another peer, which tries others when this one fails. Then few
@@ -128,8 +137,11 @@ async def infer_through(
     error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")
     tried: list[str] = []
     refusers: set[str] = set()
+    later_s = DEPTH_GRACE_S * (dispatcher.num_stages - 1 - infer.stage)
+    num_late = 0
     while not end.is_over(loop.time()):
-        peer_id = dispatcher.router(infer.stage).pick_to_infer(loop.time(), exclude=tried)
+        router, began_at = dispatcher.router(infer.stage), loop.time()
+        peer_id = router.pick_to_infer(began_at, exclude=tried)
         if passes_on and (len(tried) >= LAPSES or (peer_id is None and tried)):
             break
         if peer_id is None:
@@ -137,12 +149,14 @@ async def infer_through(
             await gossip.changed.wait(LOOK_AGAIN_S)
             continue
         try:
-            left_s = end.left_s(loop.time())
+            usual_s = GROWTH**num_late * (router.infer_deadline_s() + later_s)
+            timeout_s = min(usual_s, end.left_s(began_at))
             message = Message(infer, arrays)
-            reply = await dispatcher.call(peer_id, INFER, message, timeout_s=left_s)
+            reply = await dispatcher.call(peer_id, INFER, message, timeout_s=timeout_s)
             _check_form(infer, arrays, reply)
             if check is not None:
                 check(reply)
+            router.inferred(peer_id, Since(began_at).s(loop.time()))
             return reply
         except SwarmnetError as e:
             theirs = e.details.get("round") if isinstance(e, Stale) else None
@@ -152,6 +166,9 @@ async def infer_through(
                 refusers.add(peer_id)
                 if passes_on or is_refused(gossip.view, infer.stage, refusers, loop.time()):
                     raise
+            if isinstance(e, TransportError):
+                router.infer_failed(peer_id, loop.time())
+                num_late += 1
             error = e
             tried.append(peer_id)
     raise error

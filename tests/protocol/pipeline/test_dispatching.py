@@ -128,8 +128,13 @@ def test_replicas_are_looked_at_again_when_one_is_ready_and_never_at_once() -> N
 # ---- who is silent ------------------------------------------------------------------------------
 
 
-def patience(deadline_s: float = 20.0, depth: int = 2, upload_s: float = 0.0) -> Patience:
-    return Patience.begin(100.0, deadline_s, depth=depth, probe_part=PROBE_PART, upload_s=upload_s)
+def patience(
+    deadline_s: float = 20.0, depth: int = 2, upload_s: float = 0.0, late_s: float | None = None
+) -> Patience:
+    late_s = deadline_s if late_s is None else late_s
+    return Patience.begin(
+        100.0, deadline_s, late_s, depth=depth, probe_part=PROBE_PART, upload_s=upload_s
+    )
 
 
 def test_a_callee_is_asked_long_before_it_is_late() -> None:
@@ -177,3 +182,18 @@ def test_progress_begins_the_silence_anew() -> None:
     assert (waits.silent_since, waits.look_at) == (110.0, 118.0)
     assert not waits.ends(False, 130.9)
     assert waits.ends(False, 131.0)
+
+
+def test_one_on_trial_is_late_before_it_is_given_up_and_no_earlier_after_progress() -> None:
+    earlier = patience(late_s=9.0)
+    earlier.look(earlier.look_at)
+    assert not earlier.is_late
+    waits = patience(late_s=1.0)
+    assert waits.look_at == 100.0 + 1.0 + 2 * DEPTH_GRACE_S
+    waits.heard(101.0, 0)
+    assert waits.look_at == 101.0 + 1.0 + 2 * DEPTH_GRACE_S
+    waits.look(102.999)
+    assert waits.is_late, "a timer may be early"
+    assert not waits.ends(True, 103.0)
+    waits.wait_more(103.0)
+    assert waits.look_at == 103.0 + waits.look_s

@@ -8,6 +8,7 @@ import pytest
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.pipeline import routing
 from swarmnet.protocol.pipeline.routing import Router
+from swarmnet.protocol.timing import PATIENCE_S
 from tests.protocol.pipeline.queueing import Stage, bursts, closed_loop
 
 SERVICE_S = {"a": 0.01, "b": 0.02, "c": 0.05, "d": 0.1}
@@ -268,3 +269,69 @@ def test_what_a_newcomer_says_of_its_speed_does_not_make_it_the_cheapest() -> No
     router.update({"a": 10.0, "b": 10.0, "new": 1e6}, 10.0)
     picks = Counter(router.pick(10.0) for _ in range(30))
     assert picks["new"] <= 12, picks
+
+
+def with_newcomers(**kwargs: float) -> Router:
+    """A router whose replicas a and b have answered ten calls each; and newcomers."""
+    router = Router(random.Random(0))
+    router.update({"a": 10.0, "b": 10.0}, 0.0)
+    for now in range(10):
+        for peer_id in ("a", "b"):
+            router.take(peer_id)
+            router.sent(peer_id, float(now))
+            router.succeeded(peer_id, now + 0.1, float(now))
+    router.update({"a": 10.0, "b": 10.0} | kwargs, 10.0)
+    return router
+
+
+def test_newcomers_are_tried_one_at_a_time_and_rest_where_one_is_late() -> None:
+    router = with_newcomers(x=1e6, y=1e6)
+    first = router.pick(10.0)
+    assert first in ("x", "y")
+    router.sent(first, 10.0)
+    assert {router.pick(10.0) for _ in range(20)} <= {"a", "b"}
+    assert router.late_s(first) == routing.MIN_DEADLINE_S
+    assert router.deadline_s(first) == routing.FIRST_DEADLINE_S
+    router.passed_over(first, 11.0)
+    rested = 11.0 + PATIENCE_S
+    assert {router.pick(rested - 0.1) for _ in range(20)} <= {"a", "b"}
+    second = router.pick(rested)
+    assert second in ("x", "y")
+    assert second != first
+    router.sent(second, rested)
+    router.passed_over(second, rested + 1.0)
+    assert {router.pick(rested + 2 * PATIENCE_S) for _ in range(20)} <= {"a", "b"}
+
+
+def test_who_answers_late_in_the_end_is_on_trial_no_more() -> None:
+    router = with_newcomers(x=1.0)
+    assert router.pick(10.0) == "x"
+    router.sent("x", 10.0)
+    router.passed_over("x", 11.0)
+    assert not router.is_ready("x", 15.0)
+    router.succeeded("x", 15.0, 10.0)
+    assert router.is_ready("x", 15.0)
+    assert router.late_s("x") == router.deadline_s("x") > 5.0
+
+
+def test_a_share_grows_with_what_was_answered() -> None:
+    """A newcomer has one call more than it has answered, while others have room; so has one that
+    has failed."""
+    router, now = with_newcomers(x=1e6), 20.0
+
+    def given() -> int:
+        """Of eight calls at a time, which are all answered."""
+        nonlocal now
+        now += 10.0
+        picks = []
+        for _ in range(8):
+            picks.append(router.pick(now) or "")
+            router.sent(picks[-1], now)
+        for peer_id in picks:
+            router.succeeded(peer_id, now + 0.1, now)
+        return picks.count("x")
+
+    assert [given() for _ in range(3)] == [1, 2, 3]
+    router.sent("x", now)
+    router.failed("x", now + 1.0, now)
+    assert given() == 1

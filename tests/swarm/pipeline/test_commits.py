@@ -14,6 +14,8 @@ from tests.swarm.even_links import simulate_even_links
 WAY_S = 0.5
 """From one peer to another."""
 STAGES = 4
+ALL_ARE_HERE = 2
+"""Before that round some join, and hear of commits on ways that are just being opened."""
 
 
 @pytest.mark.parametrize("mode", [ZERO, DELAYED])
@@ -48,4 +50,4 @@ def test_nobody_has_to_ask_about_what_counts(monkeypatch: pytest.MonkeyPatch, mo
     monkeypatch.setattr(Rounds, "finish", finishes)
     simulate_even_links(WAY_S, peers=2 * STAGES, stages=STAGES, until_s=120.0, sync_mode=mode)
     assert len(rounds - twice) > 10
-    assert asked <= twice
+    assert {r for r in asked if r >= ALL_ARE_HERE} <= twice

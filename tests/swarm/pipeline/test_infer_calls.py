@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from swarmnet.errors import Busy, ProtocolViolation, Refused
 from swarmnet.methods.microbatch import EVALUATE, INFER, LOGITS, InferReply, InferRequest
 from swarmnet.protocol.pipeline.dispatching import MAX_REFUSALS
-from swarmnet.protocol.timing import LAPSES
+from swarmnet.protocol.timing import BULK_S, LAPSES
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.stage import SyntheticData
 from swarmnet.swarm.pipeline.infer import InferService, infer_through
@@ -17,6 +18,8 @@ from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.swarm.one_replica import CALLEE, OneReplica
 
+PASS_S = 0.3
+"""Of the device, for a forward pass."""
 REPLICAS = (CALLEE, "second", "third", "fourth", "fifth")
 
 
@@ -49,6 +52,40 @@ def test_a_pass_that_is_passed_on_is_tried_at_few_replicas_once(error: Exception
         with pytest.raises(type(error)):
             await infer_through(caller.dispatcher, InferRequest(0, EVALUATE), arrays)
         assert len(asked) >= MAX_REFUSALS, "who asks for it goes on"
+        await pair.close()
+
+    run(scenario())
+
+
+def test_one_that_is_silent_is_waited_for_as_long_as_is_usual_and_not_asked_again_soon() -> None:
+    async def scenario() -> None:
+        pair, loop = OneReplica(), asyncio.get_running_loop()
+        pair.work_s = PASS_S
+        caller = pair.caller("caller", 1e9)
+        arrays = SyntheticData(4).microbatch([0]).arrays
+        service = InferService(pair.steps.dispatcher, pair.limits, pair.steps.serving)
+        assert service
+
+        async def infer_s() -> float:
+            began_at = loop.time()
+            await infer_through(caller.dispatcher, InferRequest(0, EVALUATE), arrays)
+            return loop.time() - began_at
+
+        for _ in range(10):
+            await infer_s()
+        caller.knows(pair.second("silent"))
+        asked = list[float]()
+
+        async def swallow(request: Request[Any]) -> Message[Any]:
+            asked.append(loop.time())
+            await loop.create_future()
+            raise AssertionError
+
+        pair.others[0].transport.handle(INFER.name, swallow, ends_with_caller=True)
+        took = [await infer_s() for _ in range(20)]
+        assert 0 < len(asked) <= 4, "ever less often"
+        assert max(took) < BULK_S / 10
+        assert sum(took) < 20 * PASS_S * 2 + len(asked) * BULK_S / 10
         await pair.close()
 
     run(scenario())
