@@ -4,15 +4,18 @@ comes is decoded and checked by the method's row."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from swarmnet.errors import Busy
+from swarmnet.errors import Busy, ProtocolViolation
 from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
+
+log = logging.getLogger("swarmnet.calls")
 
 
 def serve(
@@ -39,7 +42,12 @@ async def call(
     if on_progress is not None:
 
         def hear(note: Message) -> None:
-            on_progress(method.progress_in(note))
+            try:
+                decoded = method.progress_in(note)
+            except ProtocolViolation as e:
+                log.debug("progress of %s: %s", method.name, e)
+                return
+            on_progress(decoded)
 
     reply = await transport.call(
         peer_id, method.name, message, timeout_s=timeout_s, on_progress=hear

@@ -35,7 +35,7 @@ NUM_STAGES, NUM_REPLICAS = 2, 2
 SPEED = 0.4
 """Of the devices: so that a virtual second costs less."""
 GLOBAL_BATCH, MICROBATCH = 16, 4
-BEFORE_S, DURING_S, AFTER_S, SETTLES_S = 6.0, 2.5, 1.5, 1.5
+BEFORE_S, DURING_S, AFTER_S, SETTLES_S = 6.0, 6.0, 1.5, 1.5
 """Virtual seconds in which rounds are counted, and between an attack and the count after it."""
 ALONE = 5.0
 """So many times longer is one that is tried alone."""

@@ -47,11 +47,15 @@ LIES: dict[str, tuple[int, dict[str, Callable[[Any], Any]]]] = {
 
 
 class Lying:
-    """A stage that changes every fourth of what it gives of its own microbatches."""
+    """A stage that changes every fourth, or another part, of what it gives of its own
+    microbatches."""
 
-    def __init__(self, stage: Any, lies: dict[str, Callable[[Any], Any]]) -> None:
+    def __init__(
+        self, stage: Any, lies: dict[str, Callable[[Any], Any]], part: float = 0.25
+    ) -> None:
         self._stage = stage
         self._lies = lies
+        self._part = part
         self._rng = random.Random(0)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +66,7 @@ class Lying:
         def changed(*arguments: Any) -> Any:
             passage = value(*arguments)
             assert isinstance(passage, Passage)
-            return passage.then(lie) if self._rng.random() < 0.25 else passage
+            return passage.then(lie) if self._rng.random() < self._part else passage
 
         return changed
 
@@ -121,6 +125,28 @@ def test_a_lie_is_found_and_gets_nothing_more(tmp_path: Path, lie: str) -> None:
             for path in swarm.paths[r].values():
                 if stage == 0 or path[stage - 1] in finders:
                     assert path[stage] != LIAR
+        assert {p for barred in barred_by(swarm).values() for p in barred} == {LIAR}
+
+    in_virtual_time(scenario, spec, signer=NamedSigner)
+
+
+def test_a_newcomer_that_lies_is_found_by_its_first_microbatch(tmp_path: Path) -> None:
+    """Nothing else is drawn here."""
+    spec = tiny_spec(tmp_path, num_stages=3, rounds=200, global_batch=32)
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            honest, optimizer = swarm.build(stage_index)
+            return Lying(honest, LIES["activation"][1], part=1.0), optimizer
+
+        start(swarm, 3, -1)
+        for member in swarm.members.values():
+            member.peer.steps.audits.draw = Draw(random.Random(0), 0.0)
+        await swarm.until_round(4)
+        swarm.start(LIAR, stage=1, feeds=False, build=build)
+        await swarm.until(lambda: any(barred_by(swarm).values()))
+        gave = [path for paths in swarm.paths.values() for path in paths.values() if LIAR in path]
+        assert len(gave) <= 3 * 2, "one or two of each caller"
         assert {p for barred in barred_by(swarm).values() for p in barred} == {LIAR}
 
     in_virtual_time(scenario, spec, signer=NamedSigner)

@@ -259,6 +259,12 @@ def test_progress_comes_before_the_reply(play: Callable[[Scenario], None]) -> No
             raise ValueError("the listener's own bug")
 
         assert (await w.call("m", on_progress=broken)).body == "done"
+
+        def refuses(note: Message) -> None:
+            raise ProtocolViolation("no progress of such a call")
+
+        with pytest.raises(ProtocolViolation, match="no progress of such a call"):
+            await w.call("m", on_progress=refuses)
         assert (await w.call("m")).body == "done"
 
     play(scenario)

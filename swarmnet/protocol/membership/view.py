@@ -269,10 +269,15 @@ class View:
         return self.reputation.level(peer_id) is Level.BARRED
 
     def lost(self, stage: int, now: float) -> list[Record]:
-        """Records of peers of `stage` that are known, and not live or out of reach, by peer id."""
-        is_lost = self.detector.is_lost
+        """Records of peers of `stage` that are not live, or out of reach, by peer id: of those
+        whose part of an exchange would be waited for (`known`)."""
+        is_lost, counts = self.detector.is_lost, self.reputation.counts
         live = {r.peer_id for r in self.live(now, stage) if not is_lost(r.peer_id)}
-        return [self._records[p] for p in self._index.ids(stage) if p not in live]
+        there = self._index.ids(stage)
+        are_known = [p for p in there if p == self.own_peer_id or counts(p)]
+        if not self._all_are_waited_for(stage, now) and set(are_known) - {self.own_peer_id}:
+            there = are_known
+        return [self._records[p] for p in there if p not in live]
 
     def is_past(self, round_index: int, now: float) -> bool:
         """Others have begun a later round, as `shown_round` says."""
@@ -295,14 +300,17 @@ class View:
         are not next to its own, of which word does not reach it, where the run has one stage, whose
         replicas see nothing of what others compute, and where there are more peers than a record
         vouches for."""
-        serving = self.counted(now)
         members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
-        is_alone = all(r.stage == stage for r in serving if r.is_replica)
-        own = self.get(self.own_peer_id)
-        is_early = own is None or own.round < FIRST_ROUNDS
-        if is_early or self._is_far(stage) or is_alone or len(serving) > MAX_VOUCHES:
+        if self._all_are_waited_for(stage, now):
             return members
         return self._known(members, (ACTIVE, LEAVING))
+
+    def _all_are_waited_for(self, stage: int, now: float) -> bool:
+        """As `known` says, whatever `reputation` knows."""
+        serving, own = self.counted(now), self.get(self.own_peer_id)
+        is_alone = all(r.stage == stage for r in serving if r.is_replica)
+        is_early = own is None or own.round < FIRST_ROUNDS
+        return is_early or self._is_far(stage) or is_alone or len(serving) > MAX_VOUCHES
 
     def called(self, peer_id: str, round_index: int) -> None:
         """A call of a known peer shows that it works on a round, as its record will say."""

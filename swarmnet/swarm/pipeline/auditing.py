@@ -128,10 +128,12 @@ class Audits:
     def returned(
         self, request: StepRequest, arrays: tuple[Array, Array], passed: Passed, receipt: Receipt
     ) -> None:
-        """A reply has come, with a receipt for what was sent. Some are audited."""
+        """A reply has come, with a receipt for what was sent. Some are audited: the first one of a
+        replica that did not count before, since it counts from now on."""
         if not self.is_on or passed.peer_id == self.gossip.own.peer_id:
             return
-        if not self.draw.is_drawn() or len(self._tasks) >= MAX_AUDITING:
+        is_drawn = self.draw.is_drawn()
+        if not (is_drawn or passed.is_first) or len(self._tasks) >= MAX_AUDITING:
             return
         recompute = RecomputeRequest(request.stage, receipt, documents=request.documents)
         below = () if passed.grad_inputs is None else (passed.grad_inputs,)

@@ -71,6 +71,8 @@ class Passed:
     peer_id: str
     reply: StepReply
     grad_inputs: Array | None
+    is_first: bool
+    """The replica did not count here before, while others did."""
 
 
 Accept = Callable[[StepReply, tuple[Array, ...]], Array | None]
@@ -412,9 +414,11 @@ class Dispatcher:
                 router.abandoned(peer_id, _now())
             raise
         router.succeeded(peer_id, _now(), hop.sent_at)
+        reputation = self.gossip.view.reputation
+        is_first = reputation.is_proven and not reputation.counts(peer_id)
         self.gossip.worked(peer_id)
         self._trials.came_back(message.body, message.arrays, body)
-        return Passed(peer_id, body, grad_inputs)
+        return Passed(peer_id, body, grad_inputs, is_first)
 
     async def _call_patiently(self, hop: _Hop, message: Message[StepRequest]) -> Message[StepReply]:
         """Raises `DeadlineExceeded` where the callee is silent for longer than `Patience` has for

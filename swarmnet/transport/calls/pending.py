@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarmnet.errors import ChannelClosed, RemoteError
+from swarmnet.errors import ChannelClosed, ProtocolViolation, RemoteError
 from swarmnet.transport.frames import PART_BYTES
 from swarmnet.wire import Message
 
@@ -28,11 +28,14 @@ class PendingCall:
     """Of the reply, that have come since `on_part` was called."""
 
     def progressed(self, note: Message) -> None:
-        """A progress message has come."""
+        """A progress message has come. The call fails where it is none."""
         if self.on_progress is None:
             return
         try:
             self.on_progress(note)
+        except ProtocolViolation as e:
+            if not self.future.done():
+                self.future.set_exception(e)
         except Exception:
             log.exception("the progress of %s was not understood", self.method)
 

@@ -225,6 +225,11 @@ def test_exchanges_have_known_members_also_where_there_is_no_flood() -> None:
         view.merge(replace(mine, version=mine.version + round_index, round=round_index), 1.0)
     assert [r.peer_id for r in view.known(0, 1.0)] == ["a", "me"]
     assert [r.peer_id for r in view.members(0, 1.0)] == ["a", "me", "new"]
+    for silent in ("a", "new"):
+        told = view.get(silent)
+        assert told is not None
+        view.reach.unanswered(silent, told.stamp, 1.0)
+    assert [r.peer_id for r in view.lost(0, 1.0)] == ["a"], "the other one was never waited for"
 
 
 def test_of_a_stage_that_is_far_no_word_comes_so_all_of_it_are_known() -> None:

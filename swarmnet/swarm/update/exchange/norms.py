@@ -10,11 +10,11 @@ collector that all can call is enough. (Where a primary dies and its shard is su
 have heard other sums of it: shards are clipped by norms that differ a little then, and each shard
 by the same at all replicas.)
 
-Collectors that fail are replaced by the next in order. These may never hear the sums of primaries
-that have the total already: so each peer that has it tells all that ask, of whatever stage. The
-total goes with every result, and to every backup, so that it outlives the peers that summed it up;
-that word is taken only when no collector has answered. Nothing blocks on a norm for ever: at the
-deadline the last round's norm stands in, and that is counted.
+Where collectors fail, or say nothing for a while, the next in order sum up too. These may never
+hear the sums of primaries that have the total already: so each peer that has it tells all that ask,
+of whatever stage. The total goes with every result, and to every backup, so that it outlives the
+peers that summed it up; that word is taken only when no collector has answered. Nothing blocks on a
+norm for ever: at the deadline the last round's norm stands in, and that is counted.
 
 `median_clip` clips by the norm of a contribution over *all* shards of its stage, which no single
 primary sees: a shard of rare words is all zero at most contributors, and one that knows such a word
@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
@@ -46,7 +46,7 @@ from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import RETRY_S, TOGETHER_S
+from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S, TOGETHER_S
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.transport.base import Request, Transport
@@ -156,14 +156,12 @@ class Norms:
         awake_s, turn = self.gossip.liveness.awake_s, 0
         end = Deadline.after(awake_s(), self.pace.waits().norm_s)
         while not end.is_over(awake_s()):
-            order = self._collectors()
-            for asked in (order[:COLLECTORS], order):
-                if round_index in self._totals:
-                    return self._totals[round_index]
-                left_s = end.left_s(awake_s())
-                total = await self._first_of(asked, request, min(left_s, ATTEMPT_S))
-                if total is not None:
-                    return self._take(round_index, total)
+            if round_index in self._totals:
+                return self._totals[round_index]
+            left_s = end.left_s(awake_s())
+            total = await self._first_answer(request, min(left_s, ATTEMPT_S))
+            if total is not None:
+                return self._take(round_index, total)
             if round_index in self._told:
                 return self._take(round_index, self._told[round_index])
             told = await self.ask_others(round_index, turn)
@@ -181,17 +179,22 @@ class Norms:
         roots = [self.ownership.roots(stage) for stage in range(min(most, self.num_stages))]
         return [root[i] for i in range(most) for root in roots if i < len(root)][:most]
 
-    async def _first_of(
-        self, asked: Sequence[str], request: NormRequest, timeout_s: float
-    ) -> float | None:
-        """The first answer of these; None where none of them gives one."""
+    async def _first_answer(self, request: NormRequest, timeout_s: float) -> float | None:
+        """Of the collectors; of those after them too, where they fail or say nothing for a while.
+        None where none of all gives one."""
 
         async def ask(peer_id: str) -> float:
             if peer_id == self.gossip.own.peer_id:  # others may see other roots
                 return await self._collect(request, timeout_s)
             return await self._ask(peer_id, request, timeout_s)
 
-        tasks = [self._tasks.start(ask(peer_id)) for peer_id in asked]
+        async def ask_later(peer_id: str) -> float:
+            await asyncio.wait(tasks[:COLLECTORS], timeout=LOOK_LESS_S)
+            return await ask(peer_id)
+
+        order = self._collectors()
+        tasks = [self._tasks.start(ask(peer_id)) for peer_id in order[:COLLECTORS]]
+        tasks += [self._tasks.start(ask_later(peer_id)) for peer_id in order[COLLECTORS:]]
         try:
             for answer in asyncio.as_completed(tasks):
                 try:
