@@ -18,6 +18,9 @@ from tests.protocol.update.explorer.small_world import Broken
 MOST_ROUNDS = 300
 STATE_RULES = (
     "waits_for",
+    "claimants",
+    "not_claiming",
+    "most_claimed",
     "awaited",
     "back",
     "answering",
