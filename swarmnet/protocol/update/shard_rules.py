@@ -37,12 +37,8 @@ def leads(u: ShardState) -> bool:
 
 def is_misnamed(u: ShardState) -> bool:
     """The ballot takes this replica for a holder of the state, and it is none."""
-    return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not has_state(u)
-
-
-def has_state(u: ShardState) -> bool:
-    """It holds the optimizer state of the shard as the others have it."""
-    return u.roster.is_holder and not u.is_spoiled
+    is_holder = u.roster.is_holder and not u.is_spoiled
+    return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not is_holder
 
 
 def is_next(u: ShardState) -> bool:
@@ -215,7 +211,8 @@ def note(u: ShardState, event: on.Seen) -> None:
 
 
 def take_push(u: ShardState, event: on.Pushed) -> None:
-    if follows_up(u, event.sender, event.ballot):
+    if may_go_by(u, event.ballot):
+        go_by(u, event.ballot)
         if is_misnamed(u):
             nominate(u)
         elif leads(u):  # the sender knew it before
@@ -243,14 +240,11 @@ def hold(u: ShardState, event: on.Pushed | on.Asked) -> None:
 
 def vote(u: ShardState, event: on.Asked) -> None:
     if event.is_final:
-        if event.ballot.primary == event.sender:
-            follows_up(u, event.sender, event.ballot)
+        if event.ballot.primary == event.sender and may_go_by(u, event.ballot):
+            go_by(u, event.ballot)
         is_promised = event.ballot == u.ballot
-        if is_promised:
-            u.agreed_to = None  # what it said before that of another one
     else:
         is_promised = would_promise(u, event.ballot)
-        u.agreed_to = event.ballot if is_promised else u.agreed_to
     answer = do.Agree if is_promised else do.Deny
     u.commands.append(answer(event.call, event.ballot if is_promised else u.ballot))
 
@@ -258,13 +252,11 @@ def vote(u: ShardState, event: on.Asked) -> None:
 def vote_with_copy(u: ShardState, event: on.Asked) -> None:
     """The primary of the copied step has the promise. Who has that of all others instead would
     make another step."""
-    if not event.is_final or event.ballot == u.ballot:
-        vote(u, event)
-    elif believed(u, event.sender, event.ballot) is not None:
+    if event.is_final and event.ballot != u.ballot:
         use_copy(u)
         give(u, event)
     else:
-        deny(u, event)
+        vote(u, event)
 
 
 def hold_for_primary(u: ShardState, event: on.Pushed) -> None:
@@ -272,7 +264,7 @@ def hold_for_primary(u: ShardState, event: on.Pushed) -> None:
     higher one the primary has been overthrown."""
     if event.ballot == u.ballot:
         hold(u, event)
-    elif believed(u, event.sender, event.ballot) is not None:
+    elif event.ballot > u.ballot:
         use_copy(u)
         give(u, event)
     else:
@@ -294,21 +286,23 @@ def count_agreed(u: ShardState, event: on.Agreed) -> None:
 
 
 def denied(u: ShardState, event: on.Denied) -> None:
-    if u.state not in (COPYING, COPIED) and follows_up(u, event.sender, event.ballot):
-        return
+    if u.state not in (COPYING, COPIED) and may_go_by(u, event.ballot):
+        return go_by(u, event.ballot)
     if u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
         pause(u)
     else:
         push_failed(u, on.PushFailed(event.sender))
+    return None
 
 
 def copy(u: ShardState, event: on.MirrorCame) -> None:
-    fits = event.fits and u.state not in HAS_STEPPED
-    follows_up(u, event.sender, event.ballot)
-    if event.ballot != u.ballot or event.ballot.primary != event.sender:
+    if event.ballot < u.ballot or event.ballot.primary != event.sender:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
+    fits = event.fits and u.state not in HAS_STEPPED
+    if event.ballot > u.ballot:
+        go_by(u, event.ballot)
     if not fits:
         u.commands.append(do.Refuse(event.call))
         return
@@ -379,11 +373,9 @@ def again(u: ShardState, event: on.Again) -> None:
 
 
 def remind(u: ShardState) -> None:
-    """Members that have closed the round and go by another ballot, or whose promise was lost; all
-    others, where one says that it goes by a higher ballot."""
+    """Members that have closed the round and go by another ballot, or whose promise was
+    lost."""
     late = [p for p in u.waits_for() if u.members[p].declared is not None]
-    if u.claimants():
-        late = u.not_claiming()
     if late and not u.roster.pulls:
         u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True, count=u.count))
     pause(u)
@@ -514,71 +506,11 @@ def may_go_by(u: ShardState, ballot: Ballot) -> bool:
     return u.ballot < ballot and ballot.term <= min(MAX_TERM, u.ballot.term + MAX_LEAD)
 
 
-def follows_up(u: ShardState, sender: str, ballot: Ballot) -> bool:
-    """`sender` goes by a ballot, as it says. Whether this replica goes by a higher one now."""
-    found = believed(u, sender, ballot)
-    if found is not None:
-        go_by(u, found)
-    return found is not None
-
-
-def believed(u: ShardState, sender: str, ballot: Ballot) -> Ballot | None:
-    """The higher ballot by which this replica has to go, now that `sender` says that it goes by
-    this one; None where that shows nothing. It is noted then, and looked into."""
-    if not may_go_by(u, ballot):
-        return None
-    if is_shown(u, sender, ballot):
-        return ballot
-    if sender not in u.members:
-        return None
-    is_first = sender not in u.claimants()
-    u.claims = tuple(sorted({**dict(u.claims), sender: ballot}.items()))
-    most = u.most_claimed()
-    if most is None:
-        look_into_claim(u, is_first=is_first)
-    return most
-
-
-def is_shown(u: ShardState, sender: str, ballot: Ballot) -> bool:
-    """A higher ballot holds, whatever others say: its primary is one of the members, and no other
-    one is overthrown with which this replica could go on. One that is dead to it, or was when it
-    was asked. Or another one may have begun with it, whose records differ. Or it is the primary
-    itself that says so."""
-    if sender == u.ballot.primary:
-        return True
-    if sender not in u.members or ballot.primary not in (u.me, *u.members):
-        return False
-    if ballot.is_first:
-        if ballot.primary == u.me:
-            return not ballot.term or has_state(u)
-        if not ballot.term:
-            return ballot.primary in u.roster.order
-        # One that was unknown here when the exchange began may hold the state too.
-        return ballot.primary in u.roster.holders or ballot.primary not in u.roster.order
-    return ballot == u.agreed_to or u.is_dead(u.ballot.primary)
-
-
-def look_into_claim(u: ShardState, *, is_first: bool) -> None:
-    """A follower finds out whether its primary lives; a primary whether the others go by its ballot
-    yet, before it gives a result out."""
-    if u.ballot.primary != u.me:
-        u.commands.append(do.LookInto(u.ballot.primary))
-    elif u.state in HAS_STEPPED and is_first:
-        count_again(u)
-    else:
-        u.has_stood_still |= u.state not in HAS_STEPPED
-        if not u.is_paused:
-            others = tuple(u.not_claiming())
-            u.commands.append(do.Ask(others, u.ballot, is_final=True, count=u.count))
-            pause(u)
-
-
 def go_by(u: ShardState, ballot: Ballot) -> None:
     """Promises a higher ballot: what was done under the one before does not hold."""
     if u.state in HAS_STEPPED:
         spoil(u)
     u.state, u.ballot, u.has_norm = FOLLOWING, ballot, False
-    u.agreed_to = None
     u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None
     u.total, u.result, u.pending, u.unmirrored = None, None, frozenset(), frozenset()
     u.promised, u.asked = frozenset(), frozenset()

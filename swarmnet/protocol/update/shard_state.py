@@ -88,8 +88,7 @@ class ShardState:
     """Of a primary that has closed its sum: who promised its ballot, by a contribution or by an
     answer. Who was not waited for may follow another primary."""
     has_stood_still: bool = False
-    """This replica has, since it leads, or one member has another ballot: others may have promised
-    that since theirs."""
+    """This replica has, since it leads: others may have promised another ballot since theirs."""
     count: int = 0
     """How often promises were counted anew."""
     lost: frozenset[str] = frozenset()
@@ -102,10 +101,6 @@ class ShardState:
     """A step was made here that does not hold."""
     copied_for: Call | None = None
     """The primary's call, while this backup makes its step."""
-    agreed_to: Ballot | None = None
-    """What it has said that it would promise: its primary was dead to it then."""
-    claims: tuple[tuple[str, Ballot], ...] = ()
-    """By which higher ballot members go, as they say, that is not believed here; by peer."""
     commands: list[Command] = field(default_factory=list)
 
     @property
@@ -120,52 +115,26 @@ class ShardState:
 
     def waits_for(self) -> list[str]:
         """Members that live and have not contributed, ascending: of a primary that gathers."""
-        given, elsewhere = {peer_id for peer_id, _ in self.parts}, self.claimants()
+        given = {peer_id for peer_id, _ in self.parts}
         return [
             peer_id
             for peer_id, status in sorted(self.members.items())
             if status.is_waited_for
             and peer_id not in given
             and peer_id not in self.lacking
-            and peer_id not in elsewhere
             and status.declared != 0
         ]
 
     def awaited(self) -> list[str]:
         """Backups that live and have not confirmed their copy; in gossip averaging the partner,
         as long as it has not pulled everything."""
-        elsewhere = self.claimants()
-        return [p for p in self.pending if not self.is_dead(p) and p not in elsewhere]
+        return [p for p in self.pending if not self.is_dead(p)]
 
     def back(self) -> frozenset[str]:
-        """Members that live, if only for a question, and have promised nothing: neither the ballot
-        that this replica goes by, nor, as they say, a higher one."""
+        """Members that live, if only for a question, and have promised nothing."""
         if self.roster.pulls:
             return frozenset()
-        return frozenset(self.not_claiming()) - self.promised
-
-    def claimants(self) -> frozenset[str]:
-        """Members that go by a higher ballot, as they say, and are not believed."""
-        return frozenset(p for p, ballot in self.claims if ballot > self.ballot)
-
-    def not_claiming(self) -> list[str]:
-        """Members that answer, without these."""
-        claimants = self.claimants()
-        return [p for p in self.answering() if p not in claimants]
-
-    def most_claimed(self) -> Ballot | None:
-        """Where more than half of the members that answer go by a higher ballot, as they say: that
-        which most of these name, others than its primary first; and of several the lowest."""
-        answering = self.answering()
-        said = [(p, b) for p, b in self.claims if b > self.ballot and p in answering]
-        if 2 * len(said) <= len(answering):
-            return None
-
-        def named(ballot: Ballot) -> tuple[int, int]:
-            by = [p for p, b in said if b == ballot]
-            return len(by), sum(p != ballot.primary for p in by)
-
-        return max(sorted(b for _, b in said), key=named)
+        return frozenset(self.answering()) - self.promised
 
     def is_dead(self, peer_id: str) -> bool:
         """To this replica; a stranger to the exchange is as good as dead."""

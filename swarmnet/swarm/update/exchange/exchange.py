@@ -654,10 +654,7 @@ class Exchange:
             self._gossip.liveness.probe(backup)
             return on.MirrorFailed(backup, attempt)
         denied = ballot_in(error)
-        if denied is None:
-            return on.Refused(backup, attempt)
-        self.feed(shard, on.Denied(backup, denied))
-        return on.MirrorFailed(backup, attempt)  # it is asked again where this one goes on
+        return on.Refused(backup, attempt) if denied is None else on.Denied(backup, denied)
 
     # ---- time -------------------------------------------------------------------------------
 

@@ -42,8 +42,6 @@ for _name in (
     "the only owner's device hangs",
     "the only owner's device hangs for ever",
     "the only owner's process stops",
-    "a liar that agrees",
-    "a liar that denies",
 ):
     EXPLORED[_name] = SMALL[_name]
 EXPLORED |= {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from tests.protocol.update.explorer.small_world import Scenario
 
@@ -48,10 +47,6 @@ SMALL = {
     "the only owner's device hangs for ever": Scenario(
         peers="ab", tokens=(1, 1), replication=1, hangs="a", hangs_for_ever=True
     ),
-    "a liar that agrees": Scenario(peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1),
-    "a liar that denies": Scenario(
-        peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1, denies=True
-    ),
     "the only owner's process stops": Scenario(
         peers="ab", tokens=(1, 1), replication=1, stops="a", slow_sums=True, deadlines=1
     ),
@@ -77,40 +72,11 @@ DEEP = {
     "no holder known, a crash and a suspicion": Scenario(primaries="aac", crashes=1, suspicions=1),
     "each its own, a crash": Scenario(primaries="abc", crashes=1),
     "pauses of any length": Scenario(lazy=False),
-    "the only owner's device hangs for ever, for two": Scenario(
-        replication=1, hangs="a", hangs_for_ever=True
-    ),
-    "two lies, and a loss": Scenario(
-        peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=2, denies=True, drops=1
-    ),
-    "a lie where records differ": Scenario(
-        peers="abcx", tokens=(1, 1, 1, 0), primaries="abax", liar="x", lies=1, denies=True
-    ),
     "the only owner's device hangs, for two": Scenario(replication=1, hangs="a"),
     "the only owner's process stops, for two": Scenario(replication=1, stops="a"),
     "four peers and a crash": Scenario(peers="abcd", tokens=(1, 1, 1, 1), crashes=1),
     "four peers and a loss": Scenario(peers="abcd", tokens=(1, 1, 1, 1), drops=1),
 }
-
-
-def with_liar(seed: int) -> Scenario:
-    """The same with one that lies, and nobody that is taken for dead: a living primary is needed
-    for what one says to be refused."""
-    found, denies = any_scenario(seed), random.Random(seed).random() < 0.5
-    return replace(
-        found,
-        peers=found.peers + "x",
-        tokens=(*found.tokens, 0),
-        primaries=found.primaries and found.primaries + "a",
-        liar="x",
-        lies=3,
-        denies=denies,
-        crashes=0,
-        suspicions=0,
-        returns=False,
-        hangs="",
-        stops="",
-    )
 
 
 def any_scenario(seed: int) -> Scenario:

@@ -65,13 +65,6 @@ class Scenario:
     """Peers that learn too late that others have a result, and that the stage has moved on."""
     mute: str = ""
     """A peer that lives and never closes its round. Deadlines pass then."""
-    liar: str = ""
-    """A peer, the last one, that says what it likes: it lives, has no tokens, and takes part in
-    nothing. It gives no result."""
-    lies: int = 0
-    """Calls of it, whatever they say."""
-    denies: bool = False
-    """It answers that it goes by a ballot of its own. Otherwise it agrees to everything."""
     cut: str = ""
     """Two peers that cannot reach each other, ever."""
     returns: bool = False
@@ -139,11 +132,6 @@ def step_of(event: on.Stepped) -> Any:
 def question_of(call: Any) -> tuple[bool, int]:
     """Whether the call, an `Asked`, is an announcement; and its count."""
     return call[4], call[5]
-
-
-def false_ballot(liar: str) -> Ballot:
-    """With which a liar takes over, as it says."""
-    return Ballot(9, liar)
 
 
 def attempt_of(call: Any) -> int:
@@ -228,8 +216,6 @@ class Actor:
             fits = self.applied == UNTOUCHED and not is_busy
             event = replace(event, fits=fits and not self.is_told_spoiled)
         self.handle(event)
-        if isinstance(event, on.Denied) and message.call[1] == "mirror":
-            self.handle(on.MirrorFailed(message.source, attempt_of(message.call)))
 
     def handle(self, event: Any) -> None:
         found = self.machine.handle(event)
@@ -384,8 +370,6 @@ def start(scenario: Scenario) -> list[Actor]:
         actor = Actor(scenario, local, ShardUpdate(me, roster))
         actor.show()
         n = scenario.tokens[i]
-        if scenario.liar:
-            actor.seen[-1] = replace(actor.seen[-1] or MemberStatus(), declared=0)
         if me != scenario.mute:
             actor.later(on.Begun(n, me if n else None))
         actors.append(actor)
