@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PORTABLE = sys.platform != "linux" or bool(os.environ.get("SWARMNET_PORTABLE"))
 LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
@@ -30,6 +31,9 @@ PARENT_LOOK_S = 0.5
 CGROUP = Path("/sys/fs/cgroup")
 FILE_CACHE = ("inactive_file", "active_file")
 """In `memory.stat`."""
+TCP_INFO_BYTES, MIN_RTT_AT = 152, 148
+"""Of `struct tcp_info` (Linux, include/uapi/linux/tcp.h), up to `tcpi_min_rtt`, in microseconds."""
+UNMEASURED = (1 << 32) - 1
 WITHOUT_LIMIT = 1 << 62
 SECRET_BYTES = 32
 
@@ -159,6 +163,40 @@ def _kept_secret(path: Path) -> bytes:
         if about.st_uid != os.getuid() or about.st_mode & 0o077:
             raise PermissionError(f"{path} is not this user's alone")
         return file.read(SECRET_BYTES)
+
+
+def round_trip_s(connection: Any) -> float | None:
+    """The shortest of late on a TCP connection (`socket.socket`, or what an event loop gives for
+    one), as the kernel has measured it; None where it does not say."""
+    if PORTABLE:
+        return None
+    import socket
+
+    try:
+        said = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    except (AttributeError, OSError):  # no socket, or not of TCP
+        return None
+    if len(said) < TCP_INFO_BYTES:
+        return None
+    micros = int.from_bytes(said[MIN_RTT_AT : MIN_RTT_AT + 4], sys.byteorder)
+    return micros / 1e6 if micros < UNMEASURED else None
+
+
+def default_gateway() -> str:
+    """The IPv4 address of the router of the default route; empty where there is none, or where the
+    system does not say."""
+    import socket
+
+    try:
+        lines = Path("/proc/net/route").read_text().splitlines()[1:]
+    except OSError:
+        return ""
+    routes = [line.split() for line in lines]
+    found = [r for r in routes if len(r) > 7 and r[1] == r[7] == "00000000" and r[2] != r[1]]
+    if not found:
+        return ""
+    best = min(found, key=lambda r: int(r[6]))
+    return socket.inet_ntoa(int(best[2], 16).to_bytes(4, sys.byteorder))
 
 
 def free_bytes_in_container() -> int:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from peer.commands.doctor_nat import check_nat, is_loopback
+from peer.commands.doctor_reach import explain_second
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
 from peer.options import DoctorOptions
@@ -28,20 +29,23 @@ from swarmnet.identity import Identity
 from swarmnet.methods.contact import (
     BANDWIDTH,
     DIAL_BACK,
+    LOOK_BACK,
     MAX_DIAL_BACK,
     BandwidthRequest,
     DialBackRequest,
+    LookBackRequest,
 )
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.protocol.dialing.addresses import peer_of
 from swarmnet.runtime.carriers import carrier_of, here, runs_p2pd
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
-from swarmnet.runtime.options import ANY_INTERFACE
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.calls import call
 from swarmnet.transport.base import Transport
+from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener, port_after
+from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE
 from swarmnet.version import __version__
 from swarmnet.wire import Array, Message
 
@@ -268,7 +272,7 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
             shares_port=True,
         )
         try:
-            more, spec = await _ask(asking.transport, addresses, options)
+            more, spec = await _ask(asking.transport, addresses, second.port, options)
             return found + more, spec
         finally:
             await asking.transport.close()
@@ -277,8 +281,10 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
 
 
 async def _ask(
-    transport: Transport, own: Sequence[str], options: DoctorOptions
+    transport: ChannelTransport, own: Sequence[str], second: int, options: DoctorOptions
 ) -> tuple[list[Finding], RunSpec | None]:
+    """`own`, `second`: the addresses of the identity that listens, and its port for direct
+    connections."""
     try:
         given = await read_addresses(options.join, patience_s=0.0)
         began = time.perf_counter()
@@ -286,7 +292,11 @@ async def _ask(
         dial_s = time.perf_counter() - began
         spec = await fetch_run(transport, peer_id)
     except UserError as e:
-        mend = "check the address with who gave it to you, and that a firewall lets you out"
+        mend = (
+            "check the address with who gave it to you, and that a firewall lets you out. In a "
+            "network that lets out only a few ports (a hotel's, an office's) join by a peer that "
+            "listens at one of these (started with --port 443, say), or use another network"
+        )
         return [Finding("the way out", BAD, str(e)[:300], mend)], None
     text = f"peer {peer_id[-8:]} of {spec.name!r} answered in {1000 * dial_s:.0f} ms"
     found = [Finding("the way out", GOOD, text)]
@@ -299,6 +309,7 @@ async def _ask(
     nat = check_nat(transport, peer_id, can_compare=can_compare, own_hosts=hosts, is_here=is_here)
     for check in (
         check_way_in(transport, peer_id, own, is_here=is_here),
+        check_second_port(transport, peer_id, second, is_here=is_here),
         nat,
         check_speed(transport, peer_id),
     ):
@@ -342,6 +353,16 @@ async def check_way_in(
         "through relays, which is slower"
     )
     return [*found, Finding("the way in", WARNING, f"not reached: {text}", mend)]
+
+
+async def check_second_port(
+    transport: Transport, peer_id: str, port: int, *, is_here: bool = False
+) -> list[Finding]:
+    """Asks the peer to knock at the port for direct connections. `is_here`: as of
+    `check_way_in`."""
+    message = Message(LookBackRequest((port,)))
+    reply = await call(transport, peer_id, LOOK_BACK, message, timeout_s=PROBE_TIMEOUT_S)
+    return [explain_second(port, reply.body.host, port in reply.body.reached, is_here=is_here)]
 
 
 def check_clock(error_s: float) -> Finding:

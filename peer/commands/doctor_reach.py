@@ -20,7 +20,7 @@ from swarmnet.protocol.membership.reachability import (
     relevant,
 )
 
-CHECK = "who gets here"
+CHECK, SECOND = "who gets here", "second port"
 CARRIER = ipaddress.IPv4Network("100.64.0.0/10")
 """Of providers that share one address among many customers (RFC 6598), and of many VPNs."""
 VPN = re.compile(r"(tailscale|ts|wg|tun|tap|utun|zt|nebula|ppp|nordlynx|proton)\w*$")
@@ -55,7 +55,10 @@ class Standing:
 
     @property
     def has_only_ipv6(self) -> bool:
-        return bool(self.default) and all(":" in host for host in self.default)
+        """By the way out, or where there is none by all interfaces."""
+        own = [host for hosts in self.interfaces.values() for host in hosts]
+        hosts = self.default or list(filter(_leads_out, own))
+        return bool(hosts) and all(":" in host for host in hosts)
 
 
 def standing() -> Standing:
@@ -85,10 +88,28 @@ def explain(place: Standing, sights: Sequence[Sight], *, can_compare: bool = Tru
     if vpns:
         return _through_vpn(at, vpns[0], is_reached=bool(is_reachable(sights)))
     if is_reachable(sights):
-        return _reached(at, is_public=all(map(_is_public, hosts)), place=place)
+        is_only_6 = all(":" in host for host in hosts)
+        is_public = all(map(_is_public, hosts))
+        return _reached(at, is_public=is_public, is_only_6=is_only_6, place=place)
     own = [host for mine in place.interfaces.values() for host in mine]
     kind = kind_of_nat(own, sights)
     return _unreached(place, kind if can_compare or kind == NONE else UNKNOWN, hosts)
+
+
+def explain_second(port: int, host: str, is_reached: bool, *, is_here: bool) -> Finding:
+    """Of the port for direct connections. `host`: where the peer that knocked there sees this
+    machine; `is_here`: it runs on this machine."""
+    if is_reached:
+        text = f"that peer reached port {port} too, at {host}: large messages come straight"
+        if is_here:
+            text += " (it runs on this machine: whether others do, only others can tell)"
+        return Finding(SECOND, GOOD, text)
+    text = (
+        f"not reached at {host} port {port}. Large messages come straight only where this machine "
+        "can dial the other side, or both routers let two dials meet"
+    )
+    mend = "let TCP in at both ports, PORT and the next one, and forward both; then --port PORT"
+    return Finding(SECOND, WARNING, text, mend)
 
 
 def _through_vpn(at: str, interface: str, *, is_reached: bool) -> Finding:
@@ -109,14 +130,15 @@ def _through_vpn(at: str, interface: str, *, is_reached: bool) -> Finding:
     return Finding(CHECK, WARNING, text, mend)
 
 
-def _reached(at: str, *, is_public: bool, place: Standing) -> Finding:
+def _reached(at: str, *, is_public: bool, is_only_6: bool, place: Standing) -> Finding:
+    """`is_only_6`: the peers that were asked came by IPv6, and can say nothing of IPv4."""
     if not is_public:
         text = (
             f"peers of the same network reach this machine at {at}. Their calls and large messages "
             "come straight; whether peers elsewhere get here, only they can tell"
         )
         return Finding(CHECK, GOOD, text, "name a peer elsewhere with --join to find out")
-    if place.has_only_ipv6:
+    if place.has_only_ipv6 or is_only_6:
         text = (
             f"every peer that has IPv6 reaches this machine at {at}. Its messages come straight; "
             "who has IPv4 only reaches it through relays"
@@ -124,8 +146,7 @@ def _reached(at: str, *, is_public: bool, place: Standing) -> Finding:
         mend = "nothing, as long as one peer of the run has both and relays"
         return Finding(CHECK, GOOD, text, mend)
     text = (
-        f"everybody reaches this machine at {at}. Calls come straight, and it can relay for "
-        "others. Large messages need the next port too"
+        f"everybody reaches this machine at {at}. Calls come straight, and it can relay for others"
     )
     return Finding(CHECK, GOOD, text)
 
@@ -163,6 +184,14 @@ def _is_carriers(host: str) -> bool:
         return ipaddress.ip_address(host) in CARRIER
     except ValueError:
         return False
+
+
+def _leads_out(host: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return not ip.is_loopback and not ip.is_link_local
 
 
 def _is_public(host: str) -> bool:

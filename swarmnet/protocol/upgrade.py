@@ -1,4 +1,5 @@
-"""Direct connections: the times to try one, and the tickets that authenticate it. Pure."""
+"""Direct connections: the times to try one, which of two is faster, and the tickets that
+authenticate it. Pure."""
 
 from __future__ import annotations
 
@@ -15,6 +16,31 @@ MAX_TICKETS = 1024
 MAX_TICKETS_EACH = 4
 """Open tickets of one peer; the oldest becomes void."""
 TOKEN_BYTES = 32
+
+
+LOCAL_S = 0.002
+"""Round trip within a house: between ways that take no longer, the network that the two share
+decides, and not the clock. It protects from a way over the router where there is one beside it, and
+from a VPN around half of the world (tests/protocol/test_upgrade.py)."""
+LESS = 0.5
+"""A way that takes less than this part of another's round trip is faster. It protects from going to
+and fro between ways that are the same (tests/protocol/test_upgrade.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One connection to a peer."""
+
+    round_trip_s: float
+    """The shortest of late."""
+    is_near: bool
+    """It leads to an address of a network that the two share."""
+
+    def is_faster(self, other: Way) -> bool:
+        """Never of each than of the other."""
+        if self.is_near and not other.is_near:
+            return self.round_trip_s <= max(other.round_trip_s, LOCAL_S)
+        return max(self.round_trip_s, LOCAL_S) < LESS * other.round_trip_s
 
 
 @dataclass(slots=True)

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import swarmnet.system as system
 from swarmnet.errors import PortTaken
 from swarmnet.identity import Identity as Key
 from swarmnet.identity import verify
+from swarmnet.protocol.dialing.zones import CARRIER
 from swarmnet.runtime.carriers import carrier_of, here
 from swarmnet.runtime.options import TransportName
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener
-from swarmnet.transport.libp2p.interfaces import outward_hosts
+from swarmnet.transport.libp2p.interfaces import (
+    ANY_HOSTS,
+    ANY_INTERFACE,
+    outward_hosts,
+    own_hosts,
+)
+from swarmnet.transport.mapping.nat_pmp import NatPmp
+from swarmnet.transport.mapping.ports import PortMapping
+from swarmnet.transport.mapping.router import Opened, Router, RouterError
+from swarmnet.transport.mapping.upnp import Upnp
 from swarmnet.version import __version__
 
 log = logging.getLogger("swarmnet.net")
@@ -27,6 +39,8 @@ PORT_WAIT_S = 30.0
 """A port that another process has is waited for so long: it may be that of this peer's own last
 process, which is about to end."""
 PORT_LOOK_S = 1.0
+HANDED_OUT = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", CARRIER)
+"""Blocks of the addresses that routers give out (RFC 1918, RFC 6598)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,34 @@ class Net:
     transport: ChannelTransport
     p2p: Callable[[], Any] | None
     on_restart: Callable[[Callable[[], None]], None] | None
+
+
+def port_mapping(transport: ChannelTransport, host: str) -> PortMapping | None:
+    """The ports of a transport that listens at `host`, to be forwarded by this machine's router;
+    None where it is behind none."""
+    own = next((h for h in own_hosts().default if ":" not in h), "")
+    if not own or host not in (own, *ANY_HOSTS, ANY_INTERFACE) or not is_behind_router(own):
+        return None
+
+    async def find() -> AsyncIterator[Router]:
+        gateway = system.default_gateway()
+        if gateway:
+            yield NatPmp(gateway)
+        try:
+            yield await Upnp.find(own)
+        except RouterError as e:
+            log.debug("no router by UPnP: %s", e)
+
+    def tell(opened: Sequence[Opened]) -> None:
+        transport.forwarded([(o.port, o.host, o.outside) for o in opened])
+
+    return PortMapping(transport.ports(), find, tell)
+
+
+def is_behind_router(host: str) -> bool:
+    """Whether an IPv4 address is one that a router gives out: a home's or a provider's."""
+    address = ipaddress.IPv4Address(host)
+    return any(address in ipaddress.ip_network(block) for block in HANDED_OUT)
 
 
 async def once_free(listen: Callable[[], Awaitable[T]]) -> T:

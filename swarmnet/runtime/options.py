@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from swarmnet.errors import UsageError
 from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
+from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE
 
 TransportName = Literal["auto", "p2pd", "py-libp2p"]
 LocalName = Literal["tensor", "fsdp"]
@@ -18,7 +19,6 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
 OptimizerMemoryName = Literal["auto", "device", "host", "disk"]
 
-ANY_INTERFACE = "0.0.0.0"
 AUTO_STAGES = "auto"
 """As `PeerOptions.stages`: by what this machine has and the swarm needs."""
 MAX_PORT = 65_535
@@ -191,7 +191,12 @@ class NetworkOptions:
         ),
     ] = ()
     host: Annotated[
-        str, Option(metavar="HOST", help="Listen on the interface with this address.")
+        str,
+        Option(
+            metavar="HOST",
+            help="Listen on the interface with this address (any: on all, at IPv4 and IPv6 "
+            "addresses; 0.0.0.0 or ::, at those of one kind).",
+        ),
     ] = ANY_INTERFACE
     direct_port: Annotated[
         int | None,
@@ -203,6 +208,10 @@ class NetworkOptions:
             "free. Default: the port after --port, where that is given and the next one is free.",
         ),
     ] = None
+    port_map: Annotated[
+        bool,
+        Option("--no-port-map", help="Do not ask the router to forward the ports (UPnP, NAT-PMP)."),
+    ] = True
     relay: Annotated[
         bool,
         Option("--no-relay", help="Carry nothing between other peers that cannot dial each other."),

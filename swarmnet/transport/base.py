@@ -209,6 +209,8 @@ class ByteStream:
     protocol: str = PROTOCOL_NAME
     seen_at: str = ""
     """The multiaddr to which its connection leads; empty where unknown."""
+    is_relayed: bool = False
+    """It goes through a third peer."""
 
 
 class Carrier(Protocol):

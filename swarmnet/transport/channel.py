@@ -32,6 +32,7 @@ from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import DirectListener
+from swarmnet.transport.faster_ways import FasterWays
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.links import DirectLinks
 from swarmnet.transport.local_calls import LocalCalls
@@ -83,6 +84,8 @@ class ChannelTransport:
             )
         self._local = LocalCalls(self.peer_id, self.handlers)
         self._announced: list[str] = []
+        self._forwarded: list[str] = []
+        self._faster: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts the carrier. Raises `AddressError` or `TransportError`."""
@@ -91,14 +94,19 @@ class ChannelTransport:
             try:
                 await self.links.start()
                 self.handle(TICKET.name, self.links.on_ticket)
-                self.handle(MEET.name, self.links.on_meet)
+                self.handle(MEET.name, self.links.meetings.on_meet)
             except BaseException:
                 await self.carrier.close()
                 raise
+        self._faster = asyncio.get_running_loop().create_task(
+            FasterWays(self.channels, self.dialer, self.links).run()
+        )
 
     def _accept(self, stream: ByteStream) -> None:
         self._filter.opened(stream)
         if stream.protocol != RELAY_PROTOCOL:
+            if self.relays is not None:
+                self.relays.opened(stream.remote, through_relay=False)
             self.channels.accept(stream)
         elif self.relays is None or not self.channels.may_attach(stream.remote):
             stream.transport.abort()
@@ -108,7 +116,7 @@ class ChannelTransport:
     # ---- the port ---------------------------------------------------------------------------
 
     def addresses(self) -> list[str]:
-        return [*self._announced, *self.carrier.addresses()]
+        return list(dict.fromkeys([*self._announced, *self.own_addresses()]))
 
     def ports(self) -> tuple[int, ...]:
         """The TCP ports at which it listens: the carrier's, and that of direct connections."""
@@ -241,6 +249,9 @@ class ChannelTransport:
 
     async def close(self) -> None:
         self.channels.refuse_streams()
+        if self._faster is not None:
+            self._faster.cancel()
+            await asyncio.gather(self._faster, return_exceptions=True)
         await self.handlers.close()  # while the channels stand: their callers are told
         await self.dialer.close()
         if self.links is not None:
@@ -265,8 +276,20 @@ class ChannelTransport:
         self.traffic.upload.limit(bytes_per_s)
 
     def own_addresses(self) -> list[str]:
-        """Those of the carrier."""
-        return self.carrier.addresses()
+        """Those of the carrier, and where a router forwards its port."""
+        return [*self._forwarded, *self.carrier.addresses()]
+
+    def forwarded(self, ports: Sequence[tuple[int, str, int]]) -> None:
+        """A router forwards these ports of this machine, each from an IP address and a port
+        outside, in place of those before."""
+        carrier, *direct = self.ports()
+        self._forwarded = [
+            full_address(f"/ip4/{host}/tcp/{outside}", self.peer_id)
+            for port, host, outside in ports
+            if port == carrier
+        ]
+        if self.direct is not None:
+            self.direct.outside = {h: outside for port, h, outside in ports if [port] == direct}
 
     def announce(self, addresses: Sequence[str]) -> None:
         """Further addresses of this peer, in place of those announced before."""

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from swarmnet.protocol.dialing.dial_book import DialBook
-from swarmnet.protocol.dialing.zones import Here
+from swarmnet.protocol.dialing.zones import Here, host_from, is_near
 from swarmnet.transport.base import ByteStream, Carrier
 
 
@@ -64,6 +64,11 @@ class DialFilter:
         here = self._here(self._carrier.addresses())
         found = self._book.targets(peer_id, named, here, _now(), is_here=is_here)
         return tuple((str(host), port) for host, port in found)
+
+    def is_near(self, host: str) -> bool:
+        """Whether an IP address is of a network in which this machine is itself."""
+        found = host_from(host)
+        return found is not None and is_near(found, self._here(self._carrier.addresses()))
 
     def _here(self, own: Sequence[str]) -> Here:
         return self._book.here(own, self._interfaces())

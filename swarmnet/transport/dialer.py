@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from swarmnet.errors import ChannelClosed, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet.protocol.timing import ANSWER_S
@@ -113,6 +114,12 @@ class Dialer:
                 raise ChannelClosed(f"the channel to {peer_id[-8:]} closed at once") from None
             return channel
 
+    async def straighten(self, peer_id: str) -> None:
+        """Opens a straight channel beside one through a relay. Raises as `channel`."""
+        await self._greeted(peer_id, self._open_straight(peer_id))
+        if self._relays is not None:
+            self._relays.opened(peer_id, through_relay=False)
+
     async def close(self) -> None:
         """Gives up every attempt. Idempotent."""
         self._is_closed = True
@@ -129,13 +136,18 @@ class Dialer:
 
     async def _dial(self, peer_id: str) -> Channel:
         """Raises a `SwarmnetError`."""
-        name = peer_id[-8:]
         if self._channels.bans.is_banned(peer_id, asyncio.get_running_loop().time()):
+            name = peer_id[-8:]
             raise Unreachable(f"{name} broke the protocol; it is not called for a while")
+        return await self._greeted(peer_id, self._open_stream(peer_id))
+
+    async def _greeted(self, peer_id: str, opening: Coroutine[Any, Any, ByteStream]) -> Channel:
+        """A channel on a stream to a peer, which has said hello there. Raises a `SwarmnetError`."""
+        name = peer_id[-8:]
         channel = None
         try:
             async with asyncio.timeout(ANSWER_S):
-                channel = self._channels.attach(await self._open_stream(peer_id))
+                channel = self._channels.attach(await opening)
                 await asyncio.shield(channel.ready)
                 return channel
         except TimeoutError:

@@ -42,6 +42,7 @@ from swarmnet.protocol.dialing.zones import FIRST_PORT, MAX_PORT, host_from
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
 from swarmnet.system import machine_secret, secret_file
 from swarmnet.transport.base import ByteStream
+from swarmnet.transport.libp2p.interfaces import bound, listening_hosts
 from swarmnet.transport.racing import race
 
 log = logging.getLogger("swarmnet.transport")
@@ -221,16 +222,19 @@ class DirectListener:
     """Where other peers connect directly."""
 
     def __init__(self, host: str, port: int, *, is_wish: bool = False) -> None:
-        """`host`: of the interface; `port`: 0 for any that is free. `is_wish`: any other will do
-        where that port is taken."""
+        """`host`: of the interface (`interfaces.ANY_INTERFACE`: at all addresses of this machine);
+        `port`: 0 for any that is free. `is_wish`: any other will do where that port is taken."""
         self.port = port
+        self.outside: dict[str, int] = {}
+        """By IP address of a router that forwards the port, the number that it has there."""
         self._is_wish = is_wish
         self.tickets = Tickets(secrets.token_bytes)
         self._host = host
+        self._hosts = listening_hosts(host)
         self._certificate = Certificate()
         self._accept: Callable[[ByteStream], None] = lambda stream: stream.transport.abort()
-        self._listening: socket.socket | None = None
-        self._acceptor: asyncio.Task[None] | None = None
+        self._listening: list[socket.socket] = []
+        self._acceptors: list[asyncio.Task[None]] = []
         self._greeting: dict[asyncio.Task[None], str] = {}
         self._told: dict[asyncio.Transport, asyncio.TimerHandle] = {}
         self.client_context = client_context()
@@ -243,34 +247,35 @@ class DirectListener:
     async def start(self, accept: Callable[[ByteStream], None]) -> None:
         """Every authenticated stream is handed to `accept`. Raises `AddressError`."""
         self._accept = accept
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening: list[socket.socket] = []
         try:
-            listening.setblocking(False)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listening.bind((self._host, self.port))
+                listening = bound(self._hosts, self.port)
             except OSError as e:
                 if not self._is_wish or e.errno != errno.EADDRINUSE:
                     raise
-                listening.bind((self._host, 0))
-            listening.listen(BACKLOG)
-            # Only now: two that listen shall not share a port, though one that dials may.
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                listening = bound(self._hosts, 0)
+            for one in listening:
+                one.setblocking(False)
+                one.listen(BACKLOG)
+                # Only now: two that listen shall not share a port, though one that dials may.
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         except OSError as e:
-            listening.close()
+            for one in listening:
+                one.close()
             kind = PortTaken if e.errno == errno.EADDRINUSE else AddressError
             raise kind(
                 f"direct connections cannot listen on {self._host} port {self.port} "
                 f"({e.strerror}); choose another --direct-port, or --no-direct"
             ) from None
         self._listening = listening
-        self.port = listening.getsockname()[1]
-        self._acceptor = asyncio.get_running_loop().create_task(self._accept_all(listening))
+        self.port = listening[0].getsockname()[1]
+        loop = asyncio.get_running_loop()
+        self._acceptors = [loop.create_task(self._accept_all(one)) for one in listening]
 
     async def close(self) -> None:
         """Idempotent."""
-        tasks = [*self._greeting, *([self._acceptor] if self._acceptor else [])]
+        tasks = [*self._greeting, *self._acceptors]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -278,9 +283,9 @@ class DirectListener:
             timer.cancel()
             transport.abort()
         self._told.clear()
-        if self._listening is not None:
-            self._listening.close()
-            self._listening = None
+        for one in self._listening:
+            one.close()
+        self._listening.clear()
 
     @property
     def num_greeting(self) -> int:
@@ -291,20 +296,21 @@ class DirectListener:
         """For an authenticated peer. `addresses`: multiaddrs of this peer; their hosts are told."""
         token = self.tickets.issue(peer_id, asyncio.get_running_loop().time())
         hosts = dict.fromkeys(h for h in map(host_of, addresses) if h)
-        pairs = tuple((host, self.port) for host in hosts)[:64]
+        hosts |= dict.fromkeys(self.outside)
+        pairs = tuple((host, self.outside.get(host, self.port)) for host in hosts)[:64]
         return Ticket(pairs, self._certificate.fingerprint, token, machine_proof(token, peer_id))
 
     def dialling_socket(self, family: socket.AddressFamily) -> socket.socket:
         """One that goes out from the port at which this listens. Raises `OSError`."""
-        own = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        if family != own or self._listening is None:
+        own = next((one for one in self._listening if one.family == family), None)
+        if own is None:
             raise OSError(errno.EADDRNOTAVAIL, "it does not listen for that kind of address")
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            sock.bind((self._host, self.port))
+            sock.bind(own.getsockname())
             _tune(sock)
         except OSError:
             sock.close()
@@ -384,16 +390,26 @@ class DirectListener:
         transport.abort()
 
 
-async def dial_direct(peer_id: str, ticket: Ticket, context: ssl.SSLContext) -> ByteStream:
+async def dial_direct(
+    peer_id: str,
+    ticket: Ticket,
+    context: ssl.SSLContext,
+    is_worth: Callable[[socket.socket], bool] = lambda connected: True,
+) -> ByteStream:
     """A stream to the peer that gave the ticket. Its addresses are tried side by side, for the
     ticket is void before many have swallowed what is sent to them; the token is shown where the
-    ticket's certificate was seen first, and nowhere else. Raises `Unreachable`."""
+    ticket's certificate was seen first, and nowhere else. `is_worth`: whether to go on with a
+    connection. Raises `Unreachable`."""
     reasons: list[str] = []
 
     async def dial(host: str, port: int) -> ByteStream:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                return await _dial_one(peer_id, host, port, ticket, context)
+                sock = await _connected(host, port)
+                if is_worth(sock):
+                    return await authenticated(peer_id, sock, ticket, context)
+                sock.close()
+                raise ConnectionError("no faster than the way there is")
         except TimeoutError:
             reasons.append(f"{host} port {port}: no answer within {DIAL_TIMEOUT_S:.0f} s")
         except (OSError, EOFError) as e:
@@ -411,10 +427,8 @@ async def dial_direct(peer_id: str, ticket: Ticket, context: ssl.SSLContext) -> 
     return stream
 
 
-async def _dial_one(
-    peer_id: str, host: str, port: int, ticket: Ticket, context: ssl.SSLContext
-) -> ByteStream:
-    """A stream to whoever has the ticket's certificate."""
+async def _connected(host: str, port: int) -> socket.socket:
+    """Over TCP. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -424,7 +438,7 @@ async def _dial_one(
     except BaseException:
         sock.close()
         raise
-    return await authenticated(peer_id, sock, ticket, context)
+    return sock
 
 
 async def authenticated(

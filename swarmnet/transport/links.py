@@ -3,36 +3,33 @@
 The channel over libp2p stays: it is how a peer is found, watched and, where the direct connection
 fails, reached. Calls that move arrays go over a direct channel as soon as there is one; the first
 of them makes one be opened, and does not wait for it. When a direct channel breaks, calls that are
-open on it are made again over libp2p.
+open on it are made again over libp2p. Where another address of a peer is faster than that of its
+direct channel, a second channel takes over (`look`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
-from swarmnet.errors import Busy, ChannelClosed, Refused, SwarmnetError, Unreachable
-from swarmnet.methods.contact import MAX_MEETING_WAIT_S, MEET, PING, TICKET, Meeting, Ticket
+import swarmnet.system as system
+from swarmnet.errors import ChannelClosed, SwarmnetError
+from swarmnet.methods.contact import TICKET, Ticket
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import ANSWER_S
-from swarmnet.protocol.upgrade import Attempts
+from swarmnet.protocol.upgrade import Attempts, Way
 from swarmnet.transport.base import ByteStream, Request
 from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route
 from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.dialer import Dialer
-from swarmnet.transport.direct import (
-    PREAMBLE,
-    DirectListener,
-    authenticated,
-    dial_direct,
-    is_here,
-    resolved,
-)
+from swarmnet.transport.direct import DirectListener, dial_direct, is_here, resolved
 from swarmnet.transport.open_channels import OpenChannels
-from swarmnet.transport.punching import Seen, dial_at_once, whence
+from swarmnet.transport.punching import Meetings
 from swarmnet.transport.relay import Relays
 from swarmnet.wire import Message, convert
 
@@ -46,14 +43,6 @@ MAX_DIRECT = 4
 """Direct channels of one peer, those on which it has not said hello yet too."""
 MAX_OPENING = 16
 """Attempts at a time; more wait for their next bulk call."""
-NUM_JUDGES = 3
-"""Peers that are asked where they see this one's port: two tell a symmetric router."""
-SEEN_FOR_S = 8.0
-"""What they say holds so long, while their connections stand (`direct.TOLD_FOR_S`)."""
-MEETING_TIMEOUT_S = 10.0
-"""To agree on a meeting."""
-MEETING_S = 5.0
-"""For both dials: a packet that a router has dropped is sent again after one second, and three."""
 
 
 class DirectLinks:
@@ -71,28 +60,21 @@ class DirectLinks:
         """`dialer`: calls over libp2p; `addresses`: multiaddrs of this peer, for its tickets.
         `relays`: through which it meets others; None: through none."""
         self.channels: dict[str, list[Channel]] = {}
-        """By peer, those that are ready."""
+        """By peer, those that are ready; the first is used."""
         self._listener = listener
         self._open_channels = channels
         self._dialer = dialer
         self._filter = dial_filter
         self._addresses = addresses
-        self._relays = relays
+        self.meetings = Meetings(listener, self, channels, dialer, dial_filter, relays)
         self._context = listener.client_context
         self._attempts = Attempts()
         self._opened_at: dict[Channel, float] = {}
         self._bulk_methods: dict[str, None] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._meeting: dict[str, None] = {}
-        """Peers whom this one has asked to dial it while it dials them."""
-        self._answering: dict[str, asyncio.Task[None]] = {}
-        """By peer that has asked for that."""
-        self._came: dict[str, asyncio.Future[None]] = {}
-        """Peers that are to come to the listener."""
-        self._seen: Seen | None = None
-        self._seen_until = float("-inf")
-        self._looking = asyncio.Lock()
+        self._left: dict[Channel, None] = {}
+        """Those beside which there is a faster one."""
         self._closed = False
 
     async def start(self) -> None:
@@ -105,12 +87,11 @@ class DirectLinks:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        tasks = [*self._opening.values(), *self._answering.values()]
+        tasks = [*self._opening.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._seen is not None:
-            self._seen.transport.abort()
+        await self.meetings.close()
         await self._listener.close()
 
     # ---- calls ------------------------------------------------------------------------------
@@ -157,28 +138,74 @@ class DirectLinks:
         now = asyncio.get_running_loop().time()
         if self._closed or peer_id in self.channels or peer_id in self._opening:
             return
-        if len(self._opening) >= MAX_OPENING or not self._attempts.may_try(peer_id, now):
+        if len(self._opening) < MAX_OPENING and self._attempts.may_try(peer_id, now):
+            self._start(peer_id, self._open(peer_id))
+
+    def _start(self, peer_id: str, work: Coroutine[Any, Any, None]) -> None:
+        self._opening[peer_id] = asyncio.get_running_loop().create_task(work)
+        self._opening[peer_id].add_done_callback(lambda _: self._opening.pop(peer_id, None))
+
+    # ---- faster ways ------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """To be called from time to time: looks for faster ways to the peers that have a direct
+        channel, and closes channels beside which one was found."""
+        for channel in [c for c in self._left if c.is_idle]:
+            channel.close()
+        for peer_id in list(self.channels):
+            if not self._closed and peer_id not in self._opening:
+                if len(self._opening) >= MAX_OPENING:
+                    return
+                self._start(peer_id, self._look_for_faster(peer_id))
+
+    async def _look_for_faster(self, peer_id: str) -> None:
+        channel = self.channel(peer_id)
+        way = None if channel is None else self._way_of(channel.connection)
+        if way is None or self._open_channels.num_direct(peer_id) >= MAX_DIRECT:
             return
-        task = asyncio.get_running_loop().create_task(self._open(peer_id))
-        self._opening[peer_id] = task
-        task.add_done_callback(lambda _: self._opening.pop(peer_id, None))
+
+        def is_faster(connected: socket.socket) -> bool:
+            other = self._way_of(connected)
+            return other is not None and other.is_faster(way)
+
+        try:
+            ticket = await self._named(peer_id)
+            others = tuple(a for a in ticket.addresses if a[0] != _host_of(channel))
+            if others:
+                ticket = replace(ticket, addresses=others)
+                await self.open_on(await dial_direct(peer_id, ticket, self._context, is_faster))
+        except (SwarmnetError, TimeoutError) as e:
+            log.debug("no faster way to %s: %s", peer_id[-8:], e)
+
+    def _way_of(self, connection: Any) -> Way | None:
+        round_trip_s = system.round_trip_s(connection)
+        return (
+            None
+            if round_trip_s is None
+            else Way(round_trip_s, self._filter.is_near(_peer_host(connection)))
+        )
 
     # ---- channels ---------------------------------------------------------------------------
 
-    async def _open(self, peer_id: str) -> None:
-        loop = asyncio.get_running_loop()
-        channel: Channel | None = None
+    async def open_on(self, stream: ByteStream) -> None:
+        """A channel on a stream that this side has dialled, until its peer has said hello. Raises a
+        `SwarmnetError` or `TimeoutError`."""
+        self._filter.reached(stream)
+        channel = self._open_channels.attach(stream, direct=self)
         try:
-            stream = await self._dial(peer_id)
-            if stream is None:
-                return  # it came to the listener
-            self._filter.reached(stream)
-            channel = self._open_channels.attach(stream, direct=self)
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await asyncio.shield(channel.ready)
+        except (SwarmnetError, TimeoutError):
+            channel.abort("no hello in time")
+            raise
+
+    async def _open(self, peer_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            stream = await self._dial(peer_id)
+            if stream is not None:  # else it came to the listener
+                await self.open_on(stream)
         except (SwarmnetError, TimeoutError) as e:
-            if channel is not None:
-                channel.abort("no hello in time")
             if peer_id in self.channels:
                 return  # it came to us meanwhile
             pause_s = self._attempts.failed(peer_id, loop.time())
@@ -192,19 +219,24 @@ class DirectLinks:
     async def _dial(self, peer_id: str) -> ByteStream | None:
         """None where the peer came to the listener meanwhile. Raises a `SwarmnetError` or
         `TimeoutError`."""
-        if self._relays is not None and self._relays.carry(peer_id):
+        if self.meetings.may_help(peer_id):
             try:
-                return await self._meet(peer_id)
+                return await self.meetings.meet(peer_id)
             except (SwarmnetError, TimeoutError) as e:
                 why = e or "no answer in time"
                 log.info("no way through the routers to %s: %s", peer_id[-8:], why)
-        ticket = await self._ticket_of(peer_id)
+        return await dial_direct(peer_id, await self._named(peer_id), self._context)
+
+    async def _named(self, peer_id: str) -> Ticket:
+        """One of a peer's tickets, with those of its addresses that are dialled."""
+        ticket = await self.ticket_of(peer_id)
         here = is_here(ticket, self._filter.own_peer_id)
         addresses = await resolved(ticket.addresses)
         named = self._filter.targets(peer_id, addresses, is_here=here)
-        return await dial_direct(peer_id, replace(ticket, addresses=named), self._context)
+        return replace(ticket, addresses=named)
 
-    async def _ticket_of(self, peer_id: str) -> Ticket:
+    async def ticket_of(self, peer_id: str) -> Ticket:
+        """Raises a `SwarmnetError` or `TimeoutError`."""
         async with asyncio.timeout(TICKET_TIMEOUT_S):
             reply = await self._dialer.call(peer_id, TICKET.name, Message(), None)
         return convert(reply.body, Ticket)
@@ -218,16 +250,22 @@ class DirectLinks:
             self._open_channels.attach(stream, direct=self)
 
     def ready(self, channel: Channel) -> None:
-        """The peer has said hello on a direct channel."""
-        self.channels.setdefault(channel.remote, []).append(channel)
+        """The peer has said hello on a direct channel. It is used where it is faster than the one
+        that was used so far."""
+        channels = self.channels.setdefault(channel.remote, [])
+        ways = [self._way_of(c.connection) for c in (channel, *channels[:1])]
+        if len(ways) == 2 and ways[0] and ways[1] and ways[0].is_faster(ways[1]):
+            log.info("a faster way to %s: %s", channel.remote[-8:], _host_of(channel))
+            self._left[channels[0]] = None
+            channels.insert(0, channel)
+        else:
+            channels.append(channel)
         self._open_channels.traffic.direct_links = len(self.channels)
         self._opened_at[channel] = asyncio.get_running_loop().time()
         timer = self._timers.pop(channel.remote, None)
         if timer is not None:
             timer.cancel()
-        came = self._came.get(channel.remote)
-        if came is not None and not came.done():
-            came.set_result(None)
+        self.meetings.came(channel.remote)
 
     def ended(self, channel: Channel) -> None:
         """A direct channel is gone."""
@@ -238,7 +276,10 @@ class DirectLinks:
                 del self.channels[channel.remote]
                 self._open_channels.traffic.direct_links = len(self.channels)
             now = asyncio.get_running_loop().time()
-            self._attempts.broke(channel.remote, now - self._opened_at.pop(channel), now)
+            stood_s = now - self._opened_at.pop(channel)
+            if channel not in self._left:
+                self._attempts.broke(channel.remote, stood_s, now)
+        self._left.pop(channel, None)
 
     # ---- tickets ----------------------------------------------------------------------------
 
@@ -255,123 +296,14 @@ class DirectLinks:
         self._timers.pop(peer_id, None)
         self.want(peer_id)
 
-    # ---- meetings ---------------------------------------------------------------------------
 
-    async def _meet(self, peer_id: str) -> ByteStream | None:
-        """Asks a peer that is reached through a relay to dial this one while it is dialled. Raises
-        a `SwarmnetError` or `TimeoutError`."""
-        loop = asyncio.get_running_loop()
-        self._meeting[peer_id] = None
-        try:
-            async with asyncio.timeout(MEETING_TIMEOUT_S):
-                seen = await self._seen_outside(peer_id)
-                began = loop.time()
-                await self._dialer.call(peer_id, PING.name, Message(), None)
-                one_way_s = min((loop.time() - began) / 2, MAX_MEETING_WAIT_S)
-                asked = Message(self._meeting_with(peer_id, seen, one_way_s))
-                reply = await self._dialer.call(peer_id, MEET.name, asked, None)
-            return await self._meet_at(peer_id, convert(reply.body, Meeting))
-        finally:
-            self._meeting.pop(peer_id, None)
+def _peer_host(connection: Any) -> str:
+    """The IP address at the other end of a TCP connection; empty where there is none."""
+    try:
+        return str(connection.getpeername()[0])
+    except (AttributeError, OSError):
+        return ""
 
-    async def on_meet(self, request: Request) -> Message:
-        """For a peer that is about to dial this one and wants to be dialled meanwhile."""
-        remote = machine_of(request.remote)
-        asked = convert(request.message.body, Meeting)
-        if self._relays is None or not self._relays.carry(remote):
-            raise Refused("the two do not need a relay")
-        if self._closed or remote in self.channels or remote in self._answering:
-            raise Refused("there is a direct connection, or will be")
-        if remote in self._meeting and self._filter.own_peer_id < remote:
-            raise Refused("this peer has asked for the same")
-        if len(self._answering) >= MAX_OPENING:
-            raise Busy("it meets others")
-        seen = await self._seen_outside(remote)
-        task = asyncio.get_running_loop().create_task(self._answer(remote, asked))
-        self._answering[remote] = task
-        task.add_done_callback(lambda _: self._answering.pop(remote, None))
-        return Message(self._meeting_with(remote, seen))
 
-    async def _answer(self, peer_id: str, asked: Meeting) -> None:
-        channel: Channel | None = None
-        try:
-            await asyncio.sleep(asked.wait_s)
-            stream = await self._meet_at(peer_id, asked)
-            if stream is None:
-                return
-            self._filter.reached(stream)
-            channel = self._open_channels.attach(stream, direct=self)
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await asyncio.shield(channel.ready)
-        except (SwarmnetError, TimeoutError) as e:
-            if channel is not None:
-                channel.abort("no hello in time")
-            why = e or "no answer in time"
-            log.info("no way through the routers to %s: %s", peer_id[-8:], why)
-
-    async def _meet_at(self, peer_id: str, meeting: Meeting) -> ByteStream | None:
-        """Dials a peer that dials this one meanwhile. Of the two the one with the lower id is the
-        server, where the other comes to the listener: None then."""
-        named = self._filter.targets(peer_id, [(meeting.host, meeting.port)], is_here=False)
-        if not named:
-            raise Unreachable("it is not to be dialled where it says")
-        sock = await dial_at_once(self._listener, *named[0], MEETING_S)
-        if self._filter.own_peer_id > peer_id:
-            ticket = Ticket(named, meeting.fingerprint, meeting.token)
-            try:
-                stream = await authenticated(peer_id, sock, ticket, self._context)
-            except (OSError, EOFError) as e:
-                raise Unreachable(str(e) or "no answer in time") from None
-            stream.transport.write(PREAMBLE + meeting.token)
-            log.info("met %s: both routers let the two through", peer_id[-8:])
-            return stream
-        came = self._came[peer_id] = asyncio.get_running_loop().create_future()
-        try:
-            self._listener.adopt(sock)
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await came
-            log.info("met %s: both routers let the two through", peer_id[-8:])
-        finally:
-            del self._came[peer_id]
-        return None
-
-    def _meeting_with(self, peer_id: str, seen: Seen, wait_s: float = 0.0) -> Meeting:
-        ticket = self._listener.ticket(peer_id, ())
-        return Meeting(seen.host, seen.port, ticket.fingerprint, ticket.token, wait_s)
-
-    async def _seen_outside(self, peer_id: str) -> Seen:
-        """Where the port for direct connections is seen, by peers that can be dialled. Raises
-        `Unreachable`."""
-        loop = asyncio.get_running_loop()
-        async with self._looking:  # two would dial a judge from one port
-            if self._seen is None or loop.time() >= self._seen_until:
-                if self._seen is not None:
-                    self._seen.transport.abort()
-                    self._seen = None
-                self._seen = await self._look(peer_id)
-                self._seen_until = loop.time() + SEEN_FOR_S
-            return self._seen
-
-    async def _look(self, peer_id: str) -> Seen:
-        assert self._relays is not None
-        judges = [
-            p for p in self._open_channels.connected() if p != peer_id and not self._relays.carry(p)
-        ]
-        asked = await asyncio.gather(
-            *(self._ask(judge) for judge in judges[:NUM_JUDGES]), return_exceptions=True
-        )
-        found = [seen for seen in asked if isinstance(seen, Seen)]
-        if not found:
-            raise Unreachable("no peer says where it sees this one")
-        is_same = len({seen.port for seen in found if seen.host == found[0].host}) == 1
-        for seen in found[1:] if is_same else found:
-            seen.transport.abort()
-        if not is_same:
-            raise Unreachable("the own router is symmetric: each peer sees another port")
-        return found[0]
-
-    async def _ask(self, judge: str) -> Seen:
-        ticket = await self._ticket_of(judge)
-        addresses = await resolved(ticket.addresses)
-        named = self._filter.targets(judge, addresses, is_here=False)
-        return await whence(self._listener, judge, ticket, named)
+def _host_of(channel: Channel | None) -> str:
+    return "" if channel is None else _peer_host(channel.connection)

@@ -89,9 +89,19 @@ class OpenChannels:
         return list(self._all)
 
     def first(self, peer_id: str) -> Channel | None:
-        """The oldest channel to a peer over the carrier that is ready."""
-        channels = self._ready.get(peer_id)
-        return next(iter(channels)) if channels else None
+        """The oldest channel to a peer over the carrier that is ready; one through a relay only
+        where there is no other."""
+        return min(self._ready.get(peer_id, ()), key=lambda c: c.is_relayed, default=None)
+
+    def detours(self) -> list[Channel]:
+        """Those through a relay whose peer has a straight one too."""
+        return [
+            channel
+            for channels in self._ready.values()
+            if not all(c.is_relayed for c in channels)
+            for channel in channels
+            if channel.is_relayed
+        ]
 
     def features(self, peer_id: str) -> frozenset[str]:
         """Those of the protocol that this peer and another machine both have; none where no
@@ -172,6 +182,8 @@ class OpenChannels:
         channels = self._ready.setdefault(channel.remote, {})
         now = asyncio.get_running_loop().time()
         before = [c for c, ready_at in channels.items() if now - ready_at > SUPERSEDED_AFTER_S]
+        if not channel.is_relayed:  # it leaves a relay that works for a way that is back
+            before = [c for c in before if not c.is_relayed]
         channels[channel] = now
         for old in before:
             old.abort("its peer has opened another")

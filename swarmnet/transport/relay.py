@@ -207,7 +207,7 @@ class Relays:
                 raise Unreachable(f"{name}: {str(e) or 'no answer in time'}") from None
             raise
         self.num_used += 1
-        return ByteStream(peer_id, transport, rest, keep=(stream, talk))
+        return ByteStream(peer_id, transport, rest, keep=(stream, talk), is_relayed=True)
 
     async def _tls(self, talk: Talk, visitor: Talk, *, server: bool) -> asyncio.Transport:
         """TLS inside a circuit."""
@@ -287,7 +287,9 @@ class Relays:
             raise
         self.num_used += 1
         _note(self._callers, caller)
-        self._channels.accept(ByteStream(caller, transport, visitor.rest(), keep=(stream, talk)))
+        self._channels.accept(
+            ByteStream(caller, transport, visitor.rest(), keep=(stream, talk), is_relayed=True)
+        )
 
     async def _join(self, talk: Talk, stream: ByteStream, callee: str) -> None:
         """The caller `stream.remote` wants to be joined with a peer that is connected here."""

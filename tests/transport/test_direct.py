@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import socket
 import ssl
 import sys
 import time
@@ -16,12 +17,13 @@ import numpy as np
 import pytest
 import uvloop
 
+import swarmnet.system as system
 from swarmnet.errors import AddressError, PortTaken, ProtocolViolation, Refused, Unreachable
 from swarmnet.methods.contact import MEET, TICKET, Meeting, Ticket
 from swarmnet.protocol import upgrade
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
-from swarmnet.transport import direct, links
+from swarmnet.transport import direct, faster_ways, links
 from swarmnet.transport.base import ByteStream, Request
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.hello import offer
@@ -34,6 +36,7 @@ from swarmnet.transport.direct import (
     port_after,
 )
 from swarmnet.transport.frames import NOTIFY, head_frame
+from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE, listening_hosts
 from swarmnet.transport.links import MAX_DIRECT, DirectLinks
 from swarmnet.transport.punching import Seen, whence
 from swarmnet.wire import Array, Message, convert
@@ -101,12 +104,12 @@ async def echo(request: Request) -> Message:
 
 
 @contextlib.asynccontextmanager
-async def two(*, b_direct: bool = True) -> AsyncIterator[World]:
+async def two(*, b_direct: bool = True, b_host: str = HOST) -> AsyncIterator[World]:
     hub = LoopbackHub()
     made = []
-    for number, is_direct in ((1, True), (2, b_direct)):
+    for number, is_direct, host in ((1, True, HOST), (2, b_direct, b_host)):
         carrier = Carrier(hub, identity(number).peer_id)
-        listener = DirectListener(HOST, 0) if is_direct else None
+        listener = DirectListener(host, 0) if is_direct else None
         offered = offer(features=("both", f"only {number}"))
         transport = ChannelTransport(carrier, agent="test", direct=listener, offered=offered)
         transport.handle("echo", echo)
@@ -746,6 +749,129 @@ def test_a_port_that_is_only_wished_for_may_be_another() -> None:
         await wishing.close()
 
     asyncio.run(main())
+
+
+def test_the_second_port_is_the_same_at_addresses_of_both_kinds() -> None:
+    async def main() -> None:
+        listener = DirectListener(ANY_INTERFACE, 0)
+        streams: list[ByteStream] = []
+        await listener.start(streams.append)
+        for host in ("127.0.0.1", "::1")[: len(listening_hosts(ANY_INTERFACE))]:
+            ticket = replace(listener.ticket("asker", ()), addresses=((host, listener.port),))
+            (await dial_direct("b", ticket, client_context())).transport.abort()
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with contextlib.closing(listener.dialling_socket(family)) as dialling:
+                assert dialling.getsockname()[1] == listener.port
+        other = DirectListener(ANY_INTERFACE, listener.port)
+        with pytest.raises(PortTaken, match="choose another --direct-port"):
+            await other.start(streams.append)
+        await listener.close()
+        await other.start(streams.append)  # nothing is left of the first
+        await other.close()
+
+    asyncio.run(main())
+
+
+# ---- a faster way ---------------------------------------------------------------------------
+
+
+def reached_at(w: World, *hosts: str) -> None:
+    """Of b, by a."""
+    carrier: Any = w.b.carrier
+    carrier.addresses = lambda: [f"/ip4/{h}/tcp/4001/p2p/{w.b.peer_id}" for h in hosts]
+
+
+def round_trips(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """Of connections from or to a host, whose last number is named (`at_2`: 127.0.0.2)."""
+
+    def measured(connection: Any) -> float | None:
+        ends = (connection.getsockname()[0], connection.getpeername()[0])
+        for name, round_trip_s in seconds.items():
+            if f"127.0.0.{name[3:]}" in ends:
+                return round_trip_s
+        return None
+
+    monkeypatch.setattr(system, "round_trip_s", measured)
+
+
+def host_used(near: ChannelTransport, far: ChannelTransport) -> set[str]:
+    [channel, *_] = channels(near, far)
+    sock = channel.connection
+    return {sock.getsockname()[0], sock.getpeername()[0]}
+
+
+def test_a_faster_address_takes_over_and_what_is_under_way_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(faster_ways, "LOOK_EVERY_S", 0.02)
+    round_trips(monkeypatch, at_2=0.001, at_3=0.05)
+
+    async def scenario(w: World) -> None:
+        go_on, entered = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: Request) -> Message:
+            entered.set()
+            await go_on.wait()
+            return request.message
+
+        w.b.handle("slow", slow)
+        reached_at(w, "127.0.0.3")
+        await w.upgraded()
+        assert "127.0.0.3" in host_used(w.a, w.b)
+        under_way = asyncio.create_task(w.call(BULK, method="slow"))
+        await entered.wait()
+        reached_at(w, "127.0.0.3", "127.0.0.2")
+        await until(
+            lambda: all("127.0.0.2" in host_used(*pair) for pair in ((w.a, w.b), (w.b, w.a)))
+        )
+        before = w.a.traffic.direct_sent_bytes
+        await w.call(BULK)
+        assert w.a.traffic.direct_sent_bytes - before > BULK.num_bytes
+        assert len(channels(w.a, w.b)) == 2
+        go_on.set()
+        assert (await under_way).arrays[0].data == BULK.data
+        await until(lambda: len(channels(w.a, w.b)) == len(channels(w.b, w.a)) == 1)
+        assert "127.0.0.2" in host_used(w.a, w.b)
+
+    play(scenario, b_host="0.0.0.0")
+
+
+def test_an_address_that_is_no_faster_gets_no_channel_and_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(faster_ways, "LOOK_EVERY_S", 0.02)
+    round_trips(monkeypatch, at_2=0.04, at_3=0.05)
+
+    async def scenario(w: World) -> None:
+        reached_at(w, "127.0.0.3")
+        await w.upgraded()
+        reached_at(w, "127.0.0.3", "127.0.0.2")
+        asked: list[str] = []
+        on_ticket = links_of(w.b).on_ticket
+
+        async def counted(request: Request) -> Message:
+            asked.append(request.remote)
+            return await on_ticket(request)
+
+        w.b.handle(TICKET.name, counted)
+        await until(lambda: len(asked) > 3)
+        assert "127.0.0.3" in host_used(w.a, w.b)
+        assert len(channels(w.a, w.b)) == len(channels(w.b, w.a)) == 1
+
+    play(scenario, b_host="0.0.0.0")
+
+
+@pytest.mark.skipif(system.PORTABLE, reason="only Linux says it")
+def test_the_kernel_says_how_long_a_round_trip_takes() -> None:
+    async def scenario(w: World) -> None:
+        await w.upgraded()
+        for near, far in ((w.a, w.b), (w.b, w.a)):
+            took_s = system.round_trip_s(channels(near, far)[0].connection)
+            assert took_s is not None
+            assert 0 < took_s < 1
+
+    play(scenario)
+    assert system.round_trip_s(None) is None
 
 
 # ---- from where a port is seen ------------------------------------------------------------------

@@ -13,8 +13,10 @@ import uvloop
 
 from swarmnet.errors import SwarmnetError, Unreachable
 from swarmnet.protocol import relay_room
+from swarmnet.transport import faster_ways, open_channels
 from swarmnet.transport import relay as relay_module
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Request
+from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import client_context
@@ -112,6 +114,63 @@ def test_peers_that_cannot_dial_each_other_talk_through_a_third(loop: Any) -> No
         assert w.a.channels.features(w.b.peer_id) == {"both"}
 
     play(scenario, loop=loop)
+
+
+def channel_of(near: ChannelTransport, far: ChannelTransport) -> Channel:
+    channel = near.channels.first(far.peer_id)
+    assert channel is not None
+    return channel
+
+
+@pytest.mark.parametrize("dials", ["caller", "callee"])
+def test_a_straight_way_that_is_back_takes_the_place_of_a_relay(
+    monkeypatch: pytest.MonkeyPatch, dials: str
+) -> None:
+    """What is on its way through the relay gets through, nobody is taken for gone, and who keeps
+    the other out of the way back does not keep it out for long."""
+    monkeypatch.setattr(faster_ways, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(open_channels, "SUPERSEDED_AFTER_S", -1.0)
+
+    async def firewall(peer_id: str, protocol: str = "") -> ByteStream:
+        raise Unreachable("nothing goes out")
+
+    async def scenario(w: World) -> None:
+        gone: list[str] = []
+        w.a.on_disconnected(gone.append)
+        w.b.on_disconnected(gone.append)
+        entered, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: Request) -> Message:
+            entered.set()
+            await go_on.wait()
+            return Message("in the end")
+
+        w.b.handle("slow", slow)
+        slow_call = asyncio.create_task(
+            w.a.call(w.b.peer_id, "slow", Message(), timeout_s=TIMEOUT_S)
+        )
+        await entered.wait()
+        assert channel_of(w.a, w.b).is_relayed
+        assert channel_of(w.b, w.a).is_relayed
+        quiet = w.b if dials == "caller" else w.a
+        quiet.carrier.open = firewall  # type: ignore[method-assign]
+        w.hub.apart.clear()
+        await until(
+            lambda: not channel_of(w.a, w.b).is_relayed and not channel_of(w.b, w.a).is_relayed
+        )
+        assert (await w.call(300_000)).body == [w.a.peer_id, "hello"]
+        go_on.set()
+        assert (await slow_call).body == "in the end"
+        (r,) = w.relays
+        assert r.relays is not None
+        await until(lambda: r.relays.num_joined == 0)  # type: ignore[union-attr]
+        assert len(w.a.channels.all()) == len(w.b.channels.all()) == 2, "one to the relay"
+        assert not gone
+        for one, other in ((w.a, w.b), (w.b, w.a)):
+            assert one.relays is not None
+            assert not one.relays.carry(other.peer_id)
+
+    play(scenario)
 
 
 def test_the_relay_sees_no_content() -> None:

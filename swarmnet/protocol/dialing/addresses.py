@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TypeVar
 
 from swarmnet.protocol.dialing.zones import CIRCUIT, Here, Host, may_dial_address
 from swarmnet.protocol.timing import ANSWER_S
@@ -28,6 +29,9 @@ BRIDGE = re.compile(
     r"|br-[0-9a-f]{12}$"
 )
 """Names of interfaces between a machine and its own containers or virtual machines."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +122,22 @@ def _leads_out(address: str) -> bool:
 
 def others_to_name(addresses: Sequence[str]) -> list[str]:
     """Addresses that may be the right ones instead of the first, which users are told to use: one
-    of each other host, where the first is private, `MAX_NAMED` with it; otherwise none."""
-    if not addresses or is_public(addresses[0]) or host_of(addresses[0]) is None:
+    of each other host, where the first is private, `MAX_NAMED` with it. Beside a public one the
+    best of the other kind, where that is public too or the first is of IPv6: not everybody has
+    both."""
+    first = host_of(addresses[0]) if addresses else None
+    if first is None:
         return []
-    seen, others = {host_of(addresses[0])}, []
+    seen, others = {first}, []
     for address in addresses[1:]:
         host = host_of(address)
-        if host is not None and host not in seen and not host.is_loopback:
-            seen.add(host)
+        if host is None or host in seen or host.is_loopback:
+            continue
+        seen.add(host)
+        is_useful = host.is_global or first.version == 6
+        if not first.is_global or (host.version != first.version and is_useful):
             others.append(address)
-    return others[: MAX_NAMED - 1]
+    return others[: MAX_NAMED - 1] if not first.is_global else others[:1]
 
 
 def best_to_join(peers: Mapping[str, Sequence[str]]) -> list[str]:
@@ -150,7 +160,7 @@ def _farness(address: str) -> int:
     return 3 if is_loopback(address) else 2
 
 
-def in_turns(lists: Iterable[Sequence[str]]) -> list[str]:
+def in_turns(lists: Iterable[Sequence[T]]) -> list[T]:
     """The first of each list, then the second of each, and so on, without duplicates."""
     turns = zip_longest(*lists)
     return list(dict.fromkeys(a for turn in turns for a in turn if a is not None))

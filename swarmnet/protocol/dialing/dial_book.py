@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address
 from typing import TypeVar
 
-from swarmnet.protocol.dialing.addresses import to_dial
+from swarmnet.protocol.dialing.addresses import in_turns, to_dial
 from swarmnet.protocol.dialing.zones import (
     Here,
     Host,
@@ -137,7 +137,7 @@ class DialBook:
             if target is not None and may_dial(target, seen, here):
                 may[target] = None
         order = sorted(may, key=lambda t: not t[0].is_loopback) if is_here else list(may)
-        return [t for t in order[:MAX_TARGETS] if self._takes(peer_id, t, now)]
+        return [t for t in _in_families(order)[:MAX_TARGETS] if self._takes(peer_id, t, now)]
 
     def may_connect(self, namer: str, relay_id: str, address: str, here: Here, now: float) -> bool:
         """Whether a relay of a peer is dialled now at the address that this peer names."""
@@ -177,6 +177,15 @@ def at_seen_host(address: str, seen: str) -> str:
     if not may_dial((found[0], named[1]), found[0], here):
         return ""
     return f"/ip{found[0].version}/{found[0]}/tcp/{named[1]}"
+
+
+def _in_families(targets: Sequence[Target]) -> list[Target]:
+    """By turns of IPv4 and IPv6 (RFC 8305, section 4): of the first few not all may be of a kind
+    that one side does not have."""
+    kinds: dict[int, list[Target]] = {}
+    for target in targets:
+        kinds.setdefault(target[0].version, []).append(target)
+    return in_turns(kinds.values())
 
 
 def _name(target: Target) -> str:

@@ -26,13 +26,15 @@ FIRST_PORT = 1024
 MAX_PORT = 65_535
 CIRCUIT = "/p2p-circuit"
 NOWHERE, PUBLIC, LOOPBACK = "", "public", "loopback"
+CARRIER = "100.64.0.0/10"
+"""Behind the NAT of a provider, and many VPNs."""
 BLOCKS = tuple(
     ipaddress.ip_network(block)
     for block in (
         "10.0.0.0/8",
         "172.16.0.0/12",
         "192.168.0.0/16",
-        "100.64.0.0/10",  # behind the NAT of a provider, and many VPNs
+        CARRIER,
         "192.0.2.0/24",
         "198.51.100.0/24",
         "203.0.113.0/24",
@@ -44,6 +46,8 @@ BLOCKS = tuple(
 """Zones beside loopback and those of IPv6's private addresses."""
 PRIVATE_6, PRIVATE_6_BITS = ipaddress.IPv6Network("fc00::/7"), 48
 """Each network of private IPv6 addresses has a random prefix (RFC 4193)."""
+LINK_6_BITS = 64
+"""The prefix of a link's IPv6 addresses, public ones too (RFC 4291)."""
 PUBLIC_6 = ipaddress.IPv6Network("2000::/3")
 TUNNELS = (ipaddress.IPv6Network("2002::/16"), ipaddress.IPv6Network("2001::/32"))
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -82,6 +86,15 @@ def zone_of(host: Host) -> str:
         return str(ipaddress.ip_network((host, PRIVATE_6_BITS), strict=False))
     is_plain = host in PUBLIC_6 and not any(host in tunnel for tunnel in TUNNELS)
     return PUBLIC if is_plain and host.is_global else NOWHERE
+
+
+def is_near(host: Host, here: Here) -> bool:
+    """Whether an address is of a network in which this machine is itself, and no other one: behind
+    the block of providers is the internet, or a VPN."""
+    zone = zone_of(host)
+    if zone in (NOWHERE, PUBLIC, CARRIER):
+        return zone == PUBLIC and here.is_beside(host)
+    return zone == LOOPBACK or zone in here.zones
 
 
 def target_of(address: str) -> Target | None:
@@ -135,6 +148,14 @@ class Here:
         """Whether it is an address of this machine."""
         return host.is_loopback or host in self.hosts
 
+    def is_beside(self, host: Host) -> bool:
+        """Whether a public address is one of this machine's own link: a neighbour in a home with
+        IPv6 has one, beside a private one of IPv4."""
+        if isinstance(host, ipaddress.IPv4Address):
+            return False
+        link = ipaddress.ip_network((host, LINK_6_BITS), strict=False)
+        return any(own in link for own in self.hosts)
+
 
 def may_dial(target: Target | None, seen: Host | None, here: Here) -> bool:
     """Whether an address is dialled that another peer names, which is `seen` to come from there;
@@ -150,7 +171,9 @@ def may_dial(target: Target | None, seen: Host | None, here: Here) -> bool:
     if here.has(seen):
         return zone == LOOPBACK or is_ours
     its_zone = zone_of(seen)
-    return zone != LOOPBACK and its_zone != PUBLIC and (is_ours or zone == its_zone)
+    if zone == LOOPBACK or (its_zone == PUBLIC and not here.is_beside(seen)):
+        return False
+    return is_ours or zone == its_zone
 
 
 def may_dial_address(address: str, seen: Host | None, here: Here) -> bool:

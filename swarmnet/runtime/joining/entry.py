@@ -22,7 +22,7 @@ from swarmnet.runtime.joining.beside import (
 from swarmnet.runtime.joining.find import FILE_MARK, WaysIn, find_living, find_run
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.starting import Run, start_run
-from swarmnet.runtime.net import Net, once_free, open_net
+from swarmnet.runtime.net import Net, once_free, open_net, port_mapping
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.spec import RunSpec
@@ -73,6 +73,9 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         )
     )
     stack.push_async_callback(net.transport.close)
+    if options.port_map and (mapping := port_mapping(net.transport, options.host)) is not None:
+        stack.push_async_callback(mapping.close)
+        mapping.start()
     known = KnownPeers.load(options.state_dir, net.transport.addresses)
     given = list(options.join)
     if options.ready_file is not None and options.ready_file.is_dir():

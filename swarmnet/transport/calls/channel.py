@@ -77,13 +77,15 @@ class Channel(asyncio.BufferedProtocol):
         """Done when the peer has said hello. To be awaited through `asyncio.shield`."""
         self.ready.add_done_callback(_seen)
         self.is_open = True
+        self.is_relayed = False
+        """Its stream goes through a third peer."""
         self._owner = owner
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
         self._calls = PendingCalls()
-        served = ServedCalls(owner.handlers, self, owner.holdings, owner.replies)
+        self._served = ServedCalls(owner.handlers, self, owner.holdings, owner.replies)
         self._inbox = Inbox(
-            self.greeting, self._calls, served, owner.pool.take, owner.traffic, owner.holdings
+            self.greeting, self._calls, self._served, owner.pool.take, owner.traffic, owner.holdings
         )
         self._reader = Reader(self._inbox, is_sealed=is_direct)
         self._outbox = Outbox(owner.pool.take, is_sealed=is_direct)
@@ -102,6 +104,17 @@ class Channel(asyncio.BufferedProtocol):
     def is_parting(self) -> bool:
         """The peer is of another version, and is left the time to read why."""
         return bool(self.greeting.mismatch)
+
+    @property
+    def is_idle(self) -> bool:
+        """No call is open on it, of either side, and nothing is on its way."""
+        is_busy = len(self._calls) or len(self._served)
+        return not (is_busy or self._inbox.receiving_bytes or self.waiting_bytes)
+
+    @property
+    def connection(self) -> Any:
+        """The socket of its stream, as the event loop gives it; None where it has none."""
+        return None if self._transport is None else self._transport.get_extra_info("socket")
 
     @property
     def waiting_bytes(self) -> int:
@@ -124,6 +137,7 @@ class Channel(asyncio.BufferedProtocol):
     def attach(self, stream: ByteStream) -> None:
         """Takes the stream over."""
         self._stream = stream
+        self.is_relayed = stream.is_relayed
         self._transport = stream.transport
         if self._transport.is_closing():
             return self._end("the connection was lost")

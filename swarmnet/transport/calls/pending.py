@@ -85,6 +85,9 @@ class PendingCalls:
     def __contains__(self, call_id: int) -> bool:
         return call_id in self._calls
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     def is_waiting(self, call_id: int) -> bool:
         """Does the caller still wait for an answer?"""
         call = self._calls.get(call_id)

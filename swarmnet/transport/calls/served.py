@@ -125,6 +125,9 @@ class ServedCalls:
     def __contains__(self, call_id: int) -> bool:
         return call_id in self._serving
 
+    def __len__(self) -> int:
+        return len(self._serving)
+
     def books(self, call_id: int) -> str | None:
         """The method that an open call is counted under; None where there is no such call."""
         serving = self._serving.get(call_id)

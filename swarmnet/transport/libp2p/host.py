@@ -26,6 +26,7 @@ import trio
 from swarmnet.errors import AddressError, PortTaken, Unreachable, WrongProtocol
 from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL
 from swarmnet.transport.libp2p import imports as p2p
+from swarmnet.transport.libp2p.interfaces import bound, listening_hosts
 from swarmnet.transport.libp2p.yamux import MAX_PAYLOAD_BYTES, Stream, StreamReset, Yamux
 from swarmnet.transport.libp2p.yamux import PROTOCOL_ID as YAMUX
 
@@ -43,6 +44,7 @@ HALF_CLOSE_S = 5.0
 """How long a stream that we ended may be left open by the peer."""
 CLOSE_GRACE_S = 1.0
 """What was written before `close` may take this long to leave."""
+BACKLOG = 128
 MAX_CONNECTIONS = 4096
 MAX_HANDSHAKES = 64
 """Incoming connections that have not yet proved who they are."""
@@ -149,7 +151,7 @@ class Host:
 
     async def run(self, host: str, port: int, on_ready: Callable[[], None]) -> None:
         """Listens and serves until `stop`. Raises `AddressError` where it cannot listen."""
-        listeners = await _listen(host, port)
+        listeners = _listen(host, port)
         self.addresses = [a for listener in listeners for a in _multiaddrs(listener)]
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -481,11 +483,17 @@ async def _negotiate(protocols: p2p.Multiselect, stream: Any) -> str:
     return str(protocol)
 
 
-async def _listen(host: str, port: int) -> list[trio.SocketListener]:
-    """Raises `AddressError`."""
+def _listen(host: str, port: int) -> list[trio.SocketListener]:
+    """At the same port of each address. Raises `AddressError`."""
+    made: list[socket.socket] = []
     try:
-        return list(await trio.open_tcp_listeners(port, host=host))
+        made = bound(listening_hosts(host), port)
+        for one in made:
+            one.listen(BACKLOG)
+        return [trio.SocketListener(trio.socket.from_stdlib_socket(one)) for one in made]
     except OSError as e:
+        for one in made:
+            one.close()
         if e.errno == errno.EADDRINUSE:
             raise PortTaken(
                 f"port {port} of {host} is taken: stop what listens there, "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Sequence
 
 from swarmnet.errors import AddressError, PortTaken, TransportError, WrongAddress
 from swarmnet.protocol.dialing.addresses import full_address
 from swarmnet.protocol.dialing.zones import LOOPBACK, NOWHERE, host_from, zone_of
+from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE, bound, listening_hosts
 
 ANNOUNCED = re.compile(
     r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]{1,253})"
@@ -18,28 +20,49 @@ MAX_SHOWN_CHARS = 128
 
 
 class ListenAddress:
-    """An IP address of this machine and a TCP port; 0: any free port, until the daemon has one."""
+    """An IP address of this machine, or all (`interfaces.ANY_INTERFACE`), and a TCP port; 0: any
+    free port, until the daemon has one."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
+        self._hosts = listening_hosts(host)
         self._port = port
+        self._is_any_port = port == 0
 
     @property
     def port(self) -> int:
         return self._port
 
     @property
-    def multiaddr(self) -> str:
-        kind = "ip6" if ":" in self._host else "ip4"
-        return f"/{kind}/{self._host}/tcp/{self._port}"
+    def multiaddrs(self) -> list[str]:
+        """One of each family where it listens at all."""
+        pairs = [("ip6" if ":" in host else "ip4", host) for host in self._hosts]
+        return [f"/{kind}/{host}/tcp/{self._port}" for kind, host in pairs]
+
+    def claim(self) -> None:
+        """Before each start of the daemon. It takes a port of its own in each family where any will
+        do, and is content with one family where the other's port is taken; so one that is free in
+        both is chosen here. Raises `PortTaken`, `TransportError` where it was free a moment ago."""
+        if len(self._hosts) < 2:
+            return
+        try:
+            made = bound(self._hosts, self._port)
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise self._taken() from None
+            return  # the daemon says what is wrong
+        self._port = made[0].getsockname()[1]
+        for one in made:
+            one.close()
 
     def keep_port(self, listening: Sequence[str]) -> None:
         """Listens at the same port from now on; `listening`: the daemon's multiaddrs."""
         self._port = _tcp_port(listening) or self._port
+        self._is_any_port = False
 
     def failure(self, text: str) -> AddressError | TransportError:
         """Why a daemon did not start; `text`: what it printed last."""
-        where = f"port {self._port} on {self._host}"
+        where = self._where
         if "address already in use" in text:
             return self._taken()
         if "permission denied" in text:
@@ -54,10 +77,16 @@ class ListenAddress:
             return AddressError(f"{where} cannot be used; choose another --host or --port")
         return TransportError(f"p2pd did not start: {text[-300:]}")
 
-    def _taken(self) -> PortTaken:
+    @property
+    def _where(self) -> str:
+        return f"port {self._port}" + (f" on {self._host}" if self._host != ANY_INTERFACE else "")
+
+    def _taken(self) -> PortTaken | TransportError:
+        if self._is_any_port:
+            port, self._port = self._port, 0
+            return TransportError(f"port {port} was free and is taken")
         return PortTaken(
-            f"port {self._port} on {self._host} is taken; choose another --port, "
-            "or 0 for any that is free"
+            f"{self._where} is taken; choose another --port, or 0 for any that is free"
         )
 
 

@@ -64,11 +64,12 @@ class P2pdCarrier:
         runtime_base: Path | None = None,
         shares_port: bool = False,
     ) -> None:
-        """`host`, `port`: where to listen (0: any free port). `announce`: further addresses to tell
-        others. `runtime_base`: where the folder with the sockets is made. `shares_port`: it goes
-        out from the port on which it listens, by which `swarmnet doctor` tells kinds of NAT apart;
-        two that dial each other at once do not meet then (`FROM_ANY_PORT`). Raises
-        `WrongAddress` for one that is not to be announced."""
+        """`host`, `port`: where to listen (`interfaces.ANY_INTERFACE`: at all addresses of this
+        machine; 0: any free port). `announce`: further addresses to tell others.
+        `runtime_base`: where the folder with the sockets is made. `shares_port`: it goes out from
+        the port on which it listens, by which `swarmnet doctor` tells kinds of NAT apart; two that
+        dial each other at once do not meet then (`FROM_ANY_PORT`). Raises `WrongAddress` for one
+        that is not to be announced."""
         self.peer_id = identity.peer_id
         self.p2p: Any = None
         self._identity = identity
@@ -268,6 +269,7 @@ class P2pdCarrier:
         from multiaddr import Multiaddr
 
         assert self._runtime is not None
+        self._listen.claim()
         self._starts += 1
         folder = self._runtime.path
         control = folder / f"p2pd-{self._starts}.sock"
@@ -313,7 +315,7 @@ class P2pdCarrier:
         flags: dict[str, object] = {
             "listen": f"/unix{control}",
             "id": self._runtime.path / "identity",
-            "hostAddrs": self._listen.multiaddr,
+            "hostAddrs": ",".join(self._listen.multiaddrs),
             "dhtServer": 1,
             "autonat": 0,
             "b": 0,

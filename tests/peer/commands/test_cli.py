@@ -30,6 +30,7 @@ COMMANDS = {
         "--transport",
         "--no-direct",
         "--direct-port",
+        "--no-port-map",
         "--no-relay",
         "--state-dir",
         "--data",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peer.commands.doctor_reach import Standing, explain, standing
+from peer.commands.doctor_reach import Standing, explain, explain_second, standing
 from peer.commands.finding import GOOD, SKIPPED, WARNING
 from swarmnet.protocol.membership.reachability import Sight
 
@@ -32,6 +32,7 @@ def sights(host: str, *ports: int, reached: bool = True) -> list[Sight]:
         (HOME, sights("8.8.8.8"), GOOD, "everybody reaches", ""),
         (HOME, sights("192.168.1.7"), GOOD, "peers of the same network", "a peer elsewhere"),
         (SIX, sights("2600::7"), GOOD, "every peer that has IPv6", "one peer of the run has both"),
+        (HOME, sights("2600::7"), GOOD, "every peer that has IPv6", "one peer of the run has both"),
         (TAILSCALE, sights("100.101.102.103"), GOOD, "the VPN on tailscale0", "in that VPN"),
         (RENAMED, sights("100.101.102.103"), GOOD, "the VPN on mesh", "in that VPN"),
         (WIREGUARD, sights("10.8.0.2"), GOOD, "the VPN on wg0", "in that VPN"),
@@ -89,6 +90,22 @@ def test_who_gets_here_and_what_would_make_it_better(
         assert "symmetric" not in explain(place, seen, can_compare=False).found
     said = f"{found.found}. {found.mend}"
     assert said.count(". ") <= 3, "three sentences"
+
+
+@pytest.mark.parametrize(
+    ("is_reached", "is_here", "level", "said"),
+    [
+        (True, False, GOOD, "large messages come straight"),
+        (True, True, GOOD, "only others can tell"),
+        (False, False, WARNING, "not reached at 8.8.8.8 port 4002"),
+    ],
+)
+def test_the_second_port_has_a_finding_of_its_own(
+    is_reached: bool, is_here: bool, level: str, said: str
+) -> None:
+    found = explain_second(4002, "8.8.8.8", is_reached, is_here=is_here)
+    assert (found.level, said in found.found) == (level, True)
+    assert f"{found.found}. {found.mend}".count(". ") <= 3
 
 
 def test_an_address_of_a_vpn_is_no_provider_s() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,17 @@ def start(running: Machine, space: str, name: str, *arguments: str, before: str 
     return running.start_peer(
         name, "--host", "0.0.0.0", *arguments, before=ENTER.format(space=space) + before
     )
+
+
+def doctor(
+    running: Machine, space: str, address: str, *arguments: str
+) -> dict[str, dict[str, str]]:
+    """What `swarmnet doctor` says on a machine, by check."""
+    inside = ENTER.format(space=space)
+    asked = ("doctor", "--join", address, "--json", *arguments)
+    command = running.start("doctor", *asked, before=inside)
+    assert running.wait(command, 120.0) == 0, command.describe()
+    return {finding["check"]: finding for finding in json.loads(command.output())}
 
 
 def address_at(net: Internet, number: int, peer: Command) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 PUBLIC_NET, HOME_NET = "200.5.5", "192.168.7"
 """Global addresses, as Python's `ipaddress` and libp2p see them, and those of a home; the
 namespaces have no way out. Both lie above 127: libp2p lists loopback before them."""
+PUBLIC_NET_6 = "2a05:5:5:5"
+"""The same of IPv6."""
 DOCKER = "172.17.0.1/16"
 """Of the bridge that every machine with docker has."""
 
@@ -38,6 +41,8 @@ class Internet:
     spaces: list[str] = field(default_factory=list)
     num_public: int = 0
     num_behind: int = 0
+    firewalls: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By router: the network behind it, and its address outside."""
 
     def space(self, name: str) -> str:
         space = f"{self.name}-{name}"
@@ -52,7 +57,7 @@ class Internet:
         run("ip", "-n", wire, "link", "add", "name", "br0", "type", "bridge")
         run("ip", "-n", wire, "link", "set", "br0", "up")
 
-    def _plug(self, space: str, device: str, address: str) -> None:
+    def _plug(self, space: str, device: str, *addresses: str) -> None:
         """A cable from a namespace to the wire."""
         wire, port = f"{self.name}-wire", f"p{self.num_public}"
         run(
@@ -71,24 +76,39 @@ class Internet:
             space,
         )
         run("ip", "-n", wire, "link", "set", port, "master", "br0", "up")
-        run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", device)
+        if not any(":" in address for address in addresses):
+            self._inside(space, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+        for address in addresses:
+            own = (f"{address}/64", "nodad") if ":" in address else (f"{address}/24",)
+            run("ip", "-n", space, "addr", "add", *own, "dev", device)
         run("ip", "-n", space, "link", "set", device, "up")
 
-    def public(self, name: str) -> str:
-        """A machine with an address of its own; returns its namespace."""
+    def public(self, name: str, versions: Sequence[int] = (4,)) -> str:
+        """A machine with an address of its own, of each of these versions of IP; returns its
+        namespace."""
         self.num_public += 1
         space = self.space(name)
-        self._plug(space, "wan", self.address_of(self.num_public))
+        self._plug(space, "wan", *(self.address_of(self.num_public, v) for v in versions))
         return space
 
-    def address_of(self, number: int) -> str:
-        return f"{self.net}.{10 + number}"
+    def address_of(self, number: int, version: int = 4) -> str:
+        return f"{self.net}.{10 + number}" if version == 4 else f"{PUBLIC_NET_6}::{10 + number}"
 
     def docker(self, space: str) -> None:
         """A machine has docker: its bridge has the address that it has everywhere."""
         run("ip", "-n", space, "link", "add", "name", "docker0", "type", "bridge")
         run("ip", "-n", space, "addr", "add", DOCKER, "dev", "docker0")
         run("ip", "-n", space, "link", "set", "docker0", "up")
+
+    def cable(self, spaces: Sequence[str]) -> list[str]:
+        """Two machines have a network of their own beside; returns their addresses there."""
+        addresses = [f"{HOME_NET}.{number}" for number in (1, 2)]
+        ends = ("name", "lan", "netns", spaces[1])
+        run("ip", "-n", spaces[0], "link", "add", "lan", "type", "veth", "peer", *ends)
+        for space, address in zip(spaces, addresses, strict=True):
+            run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "lan")
+            run("ip", "-n", space, "link", "set", "lan", "up")
+        return addresses
 
     def renumber(self, space: str) -> str:
         """A machine gets another address, and loses the one that it had; returns the new one."""
@@ -131,6 +151,40 @@ class Internet:
         self._masquerade(router, is_symmetric=is_symmetric)
         return inside
 
+    def behind_firewall(self, name: str) -> str:
+        """A machine with a public address of IPv6, and no other, behind a router that drops what it
+        has not asked for, without NAT; returns its namespace. To be called after all others are
+        made: they learn the way there."""
+        self.num_public += 1
+        self.num_behind += 1
+        router, inside = self.space(f"{name}-nat"), self.space(name)
+        outside = self.address_of(self.num_public, 6)
+        self._plug(router, "wan", outside)
+        net = f"2a05:5:5:{0x100 + self.num_behind:x}"
+        ends = ("name", "eth", "netns", inside)
+        run("ip", "-n", router, "link", "add", "lan", "type", "veth", "peer", *ends)
+        for space, device, number in ((router, "lan", 1), (inside, "eth", 2)):
+            own = (f"{net}::{number}/64", "nodad", "dev", device)
+            run("ip", "-n", space, "addr", "add", *own)
+            run("ip", "-n", space, "link", "set", device, "up")
+        run("ip", "-n", inside, "-6", "route", "add", "default", "via", f"{net}::1")
+        self._inside(router, "sysctl", "-qw", "net.ipv6.conf.all.forwarding=1")
+        new = ("-i", "wan", "-m", "conntrack", "--ctstate", "NEW", "-j", "DROP")
+        self._inside(router, "ip6tables", "-A", "FORWARD", *new)
+        for space, (before, at) in self.firewalls.items():
+            run("ip", "-n", space, "-6", "route", "add", f"{net}::/64", "via", outside)
+            run("ip", "-n", router, "-6", "route", "add", f"{before}::/64", "via", at)
+        hidden = [inside, *(space.removesuffix("-nat") for space in self.firewalls)]
+        for space in self._public:
+            if space not in hidden:
+                run("ip", "-n", space, "-6", "route", "add", f"{net}::/64", "via", outside)
+        self.firewalls[router] = net, outside
+        return inside
+
+    def host_behind(self, name: str) -> str:
+        """The address of a machine behind a firewall."""
+        return f"{self.firewalls[f'{self.name}-{name}-nat'][0]}::2"
+
     def _masquerade(self, router: str, *, is_symmetric: bool) -> None:
         """Who is inside goes out under the router's address; nothing from outside gets in."""
         if shutil.which("nft"):
@@ -171,6 +225,19 @@ class Internet:
                 f"{self.address_of(there)}/32",
             )
 
+    def join(self, first: int, second: int) -> None:
+        """What was cut is whole again."""
+        spaces = self._public
+        for here, there in ((first, second), (second, first)):
+            address = f"{self.address_of(there)}/32"
+            run("ip", "-n", spaces[here - 1], "route", "del", "blackhole", address)
+
+    def silence(self, spaces: Sequence[str], device: str, *, ends: bool = False) -> None:
+        """What is sent through a device gets nowhere, and nobody is told; or it does again."""
+        for space in spaces:
+            rule = ("INPUT", "-i", device, "-j", "DROP")
+            self._inside(space, "iptables", "-D" if ends else "-A", *rule)
+
     def cut_one_way(self, source: int, target: int) -> None:
         """No packet gets from one public machine to another any more, by number from 1."""
         space = self._public[target - 1]
@@ -205,6 +272,15 @@ class Internet:
             return False
         return True
 
+    def connects(self, space: str, address: str, port: int) -> bool:
+        """Does a TCP connection from a machine to an address stand?"""
+        code = f"import socket; socket.create_connection(('{address}', {port}), 2)"
+        try:
+            self._inside(space, sys.executable, "-c", code)
+        except NoNamespaces:
+            return False
+        return True
+
     def end(self) -> None:
         for space in reversed(self.spaces):
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
@@ -220,8 +296,6 @@ def _ping(address: str) -> Sequence[str]:
         "except ConnectionRefusedError: sys.exit(0)\n"
         "except OSError as e: sys.exit(str(e))\n"
     )
-    import sys
-
     return (sys.executable, "-c", code)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 
 import pytest
 
 from peer.machine.limits import LIMITS_FILE
-from tests.processes.networks.inside import ENTER, address_at, round_of, said, start, world
+from tests.processes.networks.inside import address_at, doctor, round_of, said, start, world
 from tests.processes.networks.internet import Internet
 from tests.processes.running import SPARING, Command, Machine, tiny_run
 
@@ -87,9 +86,11 @@ def check(net: Internet, running: Machine) -> None:
     assert "--announce" in found["NAT"]["mend"]
     assert "give this machine a place" in found["relay"]["found"]
     assert found["the way in"]["level"] == "warning"
+    assert "not reached at" in found["second port"]["found"]
     found = doctor(running, two, address)
     assert "none: peers see this machine at its own address" in found["NAT"]["found"]
     assert "not needed" in found["relay"]["found"]
+    assert found["second port"]["level"] == "good"
     lost = len(a.events("peer_lost"))
     before = len(b.events("round"))
     running.kill(first)
@@ -98,14 +99,6 @@ def check(net: Internet, running: Machine) -> None:
         assert peer.process.poll() is None, peer.describe()
     gone = [e["peer_id"] for e in a.events("peer_lost")[lost:]]
     assert gone in ([], [first.peer_id]), "the other relay takes over before anybody is missed"
-
-
-def doctor(running: Machine, space: str, address: str) -> dict[str, dict[str, str]]:
-    """What `swarmnet doctor` says on a machine, by check."""
-    inside = ENTER.format(space=space)
-    command = running.start("doctor", "doctor", "--join", address, "--json", before=inside)
-    assert running.wait(command, 120.0) == 0, command.describe()
-    return {finding["check"]: finding for finding in json.loads(command.output())}
 
 
 STAGES = (0, 1, 0, 1, 0, 1)

@@ -67,6 +67,9 @@ def test_loopback_is_dialled_on_the_own_machine_only() -> None:
 def test_who_is_to_use_an_address_hears_of_others_where_it_may_be_the_wrong_one() -> None:
     assert others_to_name([LAN, VPN, at("10.8.0.2", 5), LOOPBACK]) == [VPN]
     assert others_to_name([PUBLIC, LAN]) == []
+    assert others_to_name([PUBLIC, at("2a01::1"), at("2a01::2"), LAN]) == [at("2a01::1")]
+    assert others_to_name([at("2a01::1"), at("2a01::2"), LAN, VPN]) == [LAN], "who has IPv4 only"
+    assert others_to_name([PUBLIC, LAN, at("fd00::1")]) == []
     assert others_to_name([LOOPBACK]) == others_to_name([]) == []
 
 

@@ -118,6 +118,8 @@ def test_of_a_ticket_few_places_are_dialled_and_those_where_the_peer_may_be() ->
     assert chosen(*wrong, outside, *here, is_here=True) == [*here[:2], outside]
     many = [(f"200.5.6.{n}", 5000) for n in range(60)]
     assert chosen(*many, is_here=False) == many[:MAX_TARGETS]
+    both = [(f"2a01:4f8::{n}", 5000) for n in range(1, 9)] + [outside]
+    assert outside in chosen(*both, is_here=False)[:2], "not all may have IPv6"
 
 
 def test_a_relay_is_dialled_where_it_may_be() -> None:

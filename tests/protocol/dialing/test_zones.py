@@ -121,6 +121,15 @@ def test_a_network_in_which_this_machine_is_itself_is_dialled() -> None:
     assert not may_dial_address(at("fd00:3456:789a:9::2"), None, own)
 
 
+def test_a_neighbour_with_a_public_address_of_ipv6_is_dialled_in_the_home_network() -> None:
+    home = Here.at([at("192.168.7.5"), at("2a01:4f8:1:2::5")])
+    beside, elsewhere = host("2a01:4f8:1:2::9"), host("2a01:4f8:1:3::9")
+    assert may_dial_address(at("192.168.7.9"), beside, home)
+    assert not may_dial_address(at("192.168.7.9"), elsewhere, home)
+    assert not may_dial_address(at("127.0.0.1"), beside, home)
+    assert not may_dial_address(at("10.0.0.9"), beside, home), "where neither is"
+
+
 def test_loopback_is_dialled_for_peers_of_this_machine() -> None:
     here = at("127.0.0.1")
     assert may_dial_address(here, None, LOCAL), "a swarm of one machine"

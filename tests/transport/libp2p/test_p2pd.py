@@ -23,6 +23,7 @@ from swarmnet.errors import (
     AddressError,
     ChannelClosed,
     DeadlineExceeded,
+    PortTaken,
     TransportError,
     Unreachable,
 )
@@ -30,6 +31,7 @@ from swarmnet.transport.base import PROTOCOL_NAME, Request
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.libp2p import p2pd
 from swarmnet.transport.libp2p.daemon_process import END_WITH_PARENT
+from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE, listening_hosts
 from swarmnet.transport.libp2p.knocking import knock
 from swarmnet.transport.libp2p.p2pd import P2pdCarrier, byte_stream
 from swarmnet.wire import Array, Message
@@ -268,6 +270,25 @@ def test_where_it_cannot_listen_is_said_with_the_remedy(base: Path) -> None:
         with pytest.raises(TransportError, match="cannot make a folder for sockets"):
             async with bare(2, base / "missing"):
                 pass
+
+    play(scenario())
+
+
+@pytest.mark.processes
+def test_it_listens_at_one_port_of_both_kinds_of_addresses(base: Path) -> None:
+    hosts = ("127.0.0.1", "::1")[: len(listening_hosts(ANY_INTERFACE))]
+
+    async def scenario() -> None:
+        async with bare(1, base, host=ANY_INTERFACE) as a, bare(2, base) as b:
+            port = int(a.addresses()[0].split("/")[4])
+            for host in hosts:
+                at = f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}/p2p/{a.peer_id}"
+                b.learn(a.peer_id, ())
+                assert await b.connect(at) == a.peer_id
+                await b.drop(a.peer_id)
+            with pytest.raises(PortTaken, match=f"port {port} is taken; choose another"):
+                async with bare(3, base, host=ANY_INTERFACE, port=port):
+                    pass
 
     play(scenario())
 

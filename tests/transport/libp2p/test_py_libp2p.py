@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from swarmnet.errors import AddressError, Unreachable
+from swarmnet.errors import AddressError, PortTaken, Unreachable
 from swarmnet.transport.base import PROTOCOL_NAME, ByteStream, Request
 from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE, listening_hosts
 from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 from swarmnet.transport.libp2p.py_libp2p import MAX_KNOWN_PEERS, PyLibp2pCarrier
 from swarmnet.wire import Array, Message
@@ -384,6 +385,24 @@ def test_listening_everywhere_gives_addresses_that_can_be_dialled() -> None:
                 assert await a.connect(rest[0]) == everywhere.peer_id
         finally:
             await everywhere.close()
+
+    asyncio.run(main())
+
+
+def test_it_listens_at_one_port_of_both_kinds_of_addresses() -> None:
+    async def main() -> None:
+        for host in ("127.0.0.1", "::1")[: len(listening_hosts(ANY_INTERFACE))]:
+            both = PyLibp2pCarrier(identity(2), host=ANY_INTERFACE)
+            await both.start(lambda stream: None)
+            try:
+                port = int(both.addresses()[0].split("/")[4])
+                async with peer(1) as a:
+                    at = f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}"
+                    assert await a.connect(f"{at}/p2p/{both.peer_id}") == both.peer_id
+                with pytest.raises(PortTaken):
+                    await PyLibp2pCarrier(identity(3), host=ANY_INTERFACE, port=port).start(print)
+            finally:
+                await both.close()
 
     asyncio.run(main())
 
