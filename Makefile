@@ -20,16 +20,17 @@ explore: .venv/installed
 	$(BIN)/python -m tests.protocol.update.explorer.deep 50000
 
 lint: .venv/installed
-	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports
+	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin && $(BIN)/lint-imports
 
 install: .venv/installed
 
 # py-libp2p comes without its own requirements, of which one has to be compiled
 # (docs/decisions/0016-py-libp2p-without-its-pins.md). The package `swarmnet` of PyPI is another one.
 .venv/runs: pyproject.toml constraints.txt
+	@echo "swarmnet: what comes takes 1.3 GB with torch for CPUs (make demo TORCH=cpu), and gigabytes more with the libraries of CUDA"
 	.ci/make-venv $(PYTHON) .venv
 	$(BIN)/pip -qq uninstall --yes swarmnet
-	$(BIN)/pip install -c constraints.txt -e .
+	$(BIN)/pip install $(if $(TORCH),--extra-index-url https://download.pytorch.org/whl/$(TORCH)) -c constraints.txt -e .
 	$(BIN)/pip install -c constraints.txt --no-deps libp2p
 	touch .venv/runs
 

@@ -6,6 +6,7 @@ Two processes on this machine, one sends, the other answers each message with ne
 
   direct        swarmnet calls over the direct TLS 1.3 connection
   libp2p        swarmnet calls over a stream of hivemind's p2pd
+  py-libp2p     swarmnet calls over a stream of py-libp2p; `py-libp2p direct`: its direct connection
   bare TLS      the connection under `direct`, with nothing but lengths on it
   bare stream   the p2pd stream under `libp2p`, likewise
   hivemind      its protobuf RPC: unary (refuses more than 4 MiB) and stream, 64 KB parts
@@ -46,9 +47,12 @@ WARM_MESSAGES = 2
 CHILD_TIMEOUT_S = 300
 UNARY_BYTES = 4 << 20
 HIVEMIND_PART = 64 << 10
+OURS = ("direct", "libp2p", "py-libp2p", "py-libp2p direct")
 CARRIERS = (
     "direct",
     "libp2p",
+    "py-libp2p",
+    "py-libp2p direct",
     "bare TLS",
     "bare stream",
     "hivemind unary",
@@ -122,22 +126,30 @@ def payload(size: int) -> np.ndarray[Any, Any]:
 # ---- swarmnet's calls --------------------------------------------------------------------------
 
 
-async def open_swarmnet(is_direct: bool) -> Any:
+async def open_swarmnet(name: str) -> Any:
     from swarmnet.identity import Identity
     from swarmnet.transport.channel import ChannelTransport
     from swarmnet.transport.direct import DirectListener
     from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
-    direct = DirectListener("127.0.0.1", 0) if is_direct else None
-    transport = ChannelTransport(P2pdCarrier(Identity.generate()), direct=direct)
+    key = Identity.generate()
+    carrier: Any
+    if name.startswith("py-libp2p"):
+        from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
+
+        carrier = PyLibp2pCarrier(key)
+    else:
+        carrier = P2pdCarrier(key)
+    direct = DirectListener("127.0.0.1", 0) if name.endswith("direct") else None
+    transport = ChannelTransport(carrier, direct=direct)
     await transport.start()
     return transport
 
 
-async def serve_swarmnet(is_direct: bool) -> tuple[Any, Callable[[], Awaitable[None]]]:
+async def serve_swarmnet(name: str) -> tuple[Any, Callable[[], Awaitable[None]]]:
     from swarmnet.wire import Message
 
-    transport = await open_swarmnet(is_direct)
+    transport = await open_swarmnet(name)
 
     async def take(request: Any) -> Message:
         return Message()
@@ -146,11 +158,11 @@ async def serve_swarmnet(is_direct: bool) -> tuple[Any, Callable[[], Awaitable[N
     return transport.addresses()[0], transport.close
 
 
-async def send_swarmnet(is_direct: bool, address: str, pid: int) -> dict[str, Any]:
+async def send_swarmnet(name: str, address: str, pid: int) -> dict[str, Any]:
     from swarmnet.wire import Array, Message
 
-    transport = await open_swarmnet(is_direct)
-    peer_id = await transport.dial(address)
+    transport = await open_swarmnet(name)
+    peer_id, is_direct = await transport.dial(address), name.endswith("direct")
     arrays = {n: Array("uint8", (n,), payload(n).data) for n in (1 << 10, *SIZES.values())}
 
     async def send(size: int) -> None:
@@ -371,8 +383,8 @@ def gloo(rank: int, port: int, pid: int) -> dict[str, Any] | None:
 
 async def serve(carrier: str) -> None:
     """Prints where it can be reached and serves until stdin ends."""
-    if carrier in ("direct", "libp2p"):
-        where, close = await serve_swarmnet(carrier == "direct")
+    if carrier in OURS:
+        where, close = await serve_swarmnet(carrier)
     elif carrier == "bare TLS":
         where, close = await serve_bare_tls()
     elif carrier == "bare stream":
@@ -386,8 +398,8 @@ async def serve(carrier: str) -> None:
 
 
 async def send_all(carrier: str, where: Any, pid: int) -> dict[str, Any]:
-    if carrier in ("direct", "libp2p"):
-        return await send_swarmnet(carrier == "direct", where, pid)
+    if carrier in OURS:
+        return await send_swarmnet(carrier, where, pid)
     if carrier == "bare TLS":
         return await send_bare_tls(where, pid)
     if carrier == "bare stream":

@@ -14,12 +14,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import swarmnet.system as system
-from swarmnet.system import ending_signals
+from swarmnet.system import ending_signals, fastest_loop
 
 T = TypeVar("T")
 
@@ -37,22 +36,11 @@ def run(main: Coroutine[Any, Any, T], parent_pid: int | None = None) -> T:
     """Runs `main` in a fresh event loop. Raises `Stopped` where a signal ended it; a
     coroutine that returns in spite of the signal has ended well. Where `parent_pid` is given and
     gone when the signal comes, what is left of this process is bounded by `ORPHAN_GRACE_S`."""
-    with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
         outcome = runner.run(_supervise(main, parent_pid))
     if isinstance(outcome, Stopped):
         raise outcome
     return outcome
-
-
-def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where that is installed; None: Python's own."""
-    if system.PORTABLE:
-        return None
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 async def _supervise(main: Coroutine[Any, Any, T], parent_pid: int | None) -> T | Stopped:

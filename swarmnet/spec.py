@@ -645,7 +645,7 @@ class PipelineSpec(_Table):
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of the passes, where a machine has no wish of its own (`--precision`). `auto`: bf16 on GPUs
-    that have it, else fp32. Sums of gradients and the optimizer are fp32."""
+    that have it, fp16 on others, fp32 on CPUs. Sums of gradients and the optimizer are fp32."""
 
     activations: Literal["auto", "keep", "blocks", "recompute", "offload"] = "auto"
     """Between forward and backward: `keep` the graph; keep the input of each layer (`blocks`) or

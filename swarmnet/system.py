@@ -11,13 +11,17 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 PORTABLE = sys.platform != "linux" or bool(os.environ.get("SWARMNET_PORTABLE"))
 LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
@@ -36,6 +40,21 @@ TCP_INFO_BYTES, MIN_RTT_AT = 152, 148
 UNMEASURED = (1 << 32) - 1
 WITHOUT_LIMIT = 1 << 62
 SECRET_BYTES = 32
+CLAIM_BYTES = 1 << 20
+TCP_RXT_CONNDROPTIME = 0x80
+"""Of macOS, which Python has no name for: seconds without an answer after which a connection
+ends."""
+RUN_WITH_PARENT = f"""
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL, 0, 0, 0)
+os.setpgid(0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Python that becomes a program (arguments: the parent's pid, the program, its arguments) which the
+kernel ends with the parent, in a process group of its own: Ctrl-C is for the parent. For Linux
+only, as hivemind's daemon is."""
 
 
 # ---- processes ------------------------------------------------------------------------------
@@ -78,7 +97,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 def anonymous_file(name: str) -> int:
     """The descriptor of an empty file without a path, for memory that several processes map."""
-    if not PORTABLE:
+    if sys.platform == "linux" and not PORTABLE:
         return os.memfd_create(name)
     handle, path = tempfile.mkstemp(prefix=f"{name}-")
     os.unlink(path)
@@ -89,18 +108,40 @@ def anonymous_file(name: str) -> int:
 def secret_file(contents: bytes) -> Iterator[str]:
     """A path under which a library reads what no other user may; in memory where that can be. It
     ends with the block."""
-    if PORTABLE:
-        handle, path = tempfile.mkstemp()  # mode 0600
-    else:
+    is_in_memory = False
+    if sys.platform == "linux" and not PORTABLE:
         handle = os.memfd_create("secret", os.MFD_CLOEXEC)
-        path = f"/proc/self/fd/{handle}"
+        path, is_in_memory = f"/proc/self/fd/{handle}", True
+    else:
+        handle, path = tempfile.mkstemp()  # mode 0600
     try:
         os.write(handle, contents)
         yield path
     finally:
         os.close(handle)
-        if PORTABLE:
+        if not is_in_memory:
             os.unlink(path)
+
+
+def claim_space(descriptor: int, num_bytes: int) -> None:
+    """Of an empty open file, which reads as zeros then. Raises `OSError` where the disk is full."""
+    if sys.platform == "linux" and not PORTABLE:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return
+    piece = bytes(min(num_bytes, CLAIM_BYTES))
+    left = num_bytes
+    while left > 0:
+        left -= os.write(descriptor, piece[:left])
+
+
+def give_memory_back() -> None:
+    """What the process has freed and keeps. Only glibc keeps much."""
+    if not PORTABLE:
+        import ctypes
+
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
 
 
 def try_lock(handle: int) -> bool:
@@ -131,6 +172,40 @@ def is_locked(handle: int) -> bool:
     except OSError:
         return True
     return False
+
+
+# ---- the network ----------------------------------------------------------------------------
+
+
+def fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where that is installed; None: Python's own."""
+    if PORTABLE:
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def end_when_silent(
+    sock: socket.socket, idle_s: int, every_s: int, probes: int, silent_s: int
+) -> None:
+    """A TCP connection ends when its other side is gone: it is asked when nothing has come for
+    `idle_s`, each `every_s`, so many times; and what was sent is answered within `silent_s`."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wanted = {"TCP_KEEPINTVL": every_s, "TCP_KEEPCNT": probes}
+    if PORTABLE:
+        wanted["TCP_KEEPALIVE"] = idle_s
+    else:
+        wanted |= {"TCP_KEEPIDLE": idle_s, "TCP_USER_TIMEOUT": silent_s * 1000}
+    options = {getattr(socket, name, None): value for name, value in wanted.items()}
+    if sys.platform == "darwin":
+        options[TCP_RXT_CONNDROPTIME] = silent_s
+    for option, value in options.items():
+        if option is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 # ---- the machine ----------------------------------------------------------------------------
@@ -173,7 +248,8 @@ def round_trip_s(connection: Any) -> float | None:
     import socket
 
     try:
-        said = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        asked: int = getattr(socket, "TCP_INFO")  # noqa: B009  which other systems do not have
+        said = connection.getsockopt(socket.IPPROTO_TCP, asked, TCP_INFO_BYTES)
     except (AttributeError, OSError):  # no socket, or not of TCP
         return None
     if len(said) < TCP_INFO_BYTES:

@@ -21,6 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks import platforms
 from peer.commands import doctor
 from swarmnet import needs
 from swarmnet.transport import libp2p
@@ -75,6 +76,29 @@ def test_a_package_that_has_to_be_compiled_is_found(monkeypatch: pytest.MonkeyPa
     assert to_compile({"fastecdsa==2.3.2": about}, "fastecdsa") == PLATFORMS
     assert to_compile({"fastecdsa==2.3.2": about | {"source": "pure"}}, "fastecdsa") == []
     assert to_compile({"coincurve==21.0.0": about}, "coincurve") == PLATFORMS[:6]  # not on 3.14
+
+
+def test_the_page_of_platforms_has_what_pip_found() -> None:
+    """`python -m benchmarks.platforms` asks it anew."""
+    found = json.loads((ROOT / "docs" / "platforms.json").read_text())
+    page = (ROOT / "docs" / "platforms.md").read_text()
+    assert platforms.table(found) in page
+    assert len(found) == len(platforms.MACHINES) * len(wheels.PYTHONS)
+    for machine in ("Linux x86-64", "Linux ARM", "macOS ARM"):
+        assert not any(found[f"{machine} {python}"] for python in wheels.PYTHONS)
+
+
+def test_what_is_asked_for_depends_on_the_machine() -> None:
+    def names(python: str, machine: str) -> set[str]:
+        return {Requirement(r).name for r in platforms.requirements_of(python, machine)}
+
+    assert "hivemind" in names("3.11", "Linux x86-64")
+    for machine in ("Linux ARM", "macOS ARM"):
+        assert "hivemind" not in names("3.12", machine)
+        assert {"torch", "uvloop", "coincurve"} <= names("3.12", machine)
+    assert "coincurve" not in names("3.14", "Linux x86-64")
+    assert next(platforms.tags_of("macOS ARM")) == "macosx_14_0_arm64"
+    assert next(platforms.tags_of("Linux ARM")) == "manylinux_2_36_aarch64"
 
 
 def test_everything_that_a_requirement_brings_is_pinned() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import os
+import re
+import socket
 import ssl
 import stat
 import subprocess
@@ -27,6 +31,7 @@ import os
 subprocess.run([sys.executable, "-c", child, str(os.getpid())])
 """
 
+ROOT = Path(__file__).parents[1]
 WAYS = pytest.mark.parametrize("portable", [False, True])
 
 
@@ -112,3 +117,116 @@ def test_a_lock_is_its_process_s_until_that_ends(tmp_path: Path) -> None:
     assert not system.is_locked(handle)
     assert system.try_lock(handle)
     os.close(handle)
+
+
+@WAYS
+def test_space_is_claimed_before_it_is_written(way: None, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b") as file:
+        system.claim_space(file.fileno(), 3_000_001)
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 3_000_001
+        file.seek(0)
+        assert file.read() == bytes(3_000_001)
+
+
+@WAYS
+def test_a_silent_connection_is_asked_and_ends(way: None, portable: bool) -> None:
+    with socket.socket() as sock:
+        system.end_when_silent(sock, 11, 6, 4, silent_s=9)
+        options = {
+            name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_USER_TIMEOUT")
+        }
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert (options["TCP_KEEPINTVL"], options["TCP_KEEPCNT"]) == (6, 4)
+    if not portable:
+        assert (options["TCP_KEEPIDLE"], options["TCP_USER_TIMEOUT"]) == (11, 9000)
+
+
+@WAYS
+def test_memory_is_given_back_and_a_loop_is_there(way: None, portable: bool) -> None:
+    system.give_memory_back()
+    loop = (system.fastest_loop() or asyncio.new_event_loop)()
+    assert type(loop).__module__.startswith("asyncio" if portable else "uvloop")
+    loop.close()
+
+
+# ---- nobody else ----------------------------------------------------------------------------
+
+LINUX_MODULES = {"ctypes", "fcntl", "uvloop"}
+LINUX_NAMES = {
+    *("MFD_CLOEXEC", "SIGHUP", "SOCK_CLOEXEC", "SOCK_NONBLOCK", "TCP_KEEPIDLE", "TCP_USER_TIMEOUT"),
+    *("epoll", "malloc_trim", "memfd_create", "pidfd_open", "pipe2", "posix_fadvise"),
+    *("posix_fallocate", "prctl", "sched_getaffinity", "sched_setaffinity", "splice"),
+}
+LINUX_TEXTS = re.compile(r"/(proc|sys|dev/shm)(/|$)|lo0?$")
+
+
+def of_linux(text: str) -> list[str]:
+    """What a module uses that only Linux has, or has so; its docstrings may speak of it."""
+    tree = ast.parse(text)
+    said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.partition(".")[0] in LINUX_MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "").partition(".")[0], *(a.name for a in node.names)]
+            found += [n for n in names if n in LINUX_MODULES | LINUX_NAMES]
+        elif isinstance(node, ast.Attribute) and node.attr in LINUX_NAMES:
+            found.append(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            value = node.value
+            if id(node) not in said and (value in LINUX_NAMES or LINUX_TEXTS.match(value)):
+                found.append(value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("import fcntl", 1),
+        ("def f():\n    import ctypes.util, uvloop", 2),
+        ("from os import memfd_create as m", 1),
+        ("import os, signal\nos.posix_fallocate(1, 0, 9)\nsignal.SIGHUP", 2),
+        ("import os\ngetattr(os, 'sched_getaffinity')", 1),
+        ("open('/proc/self/status'); x = '/sys/fs/cgroup'; interface = 'lo'", 3),
+        ("'''What `/proc` says.'''\nlog = 'low'; a = '/process'", 0),
+    ],
+)
+def test_what_only_linux_has_is_seen(text: str, number: int) -> None:
+    assert len(of_linux(text)) == number
+
+
+def test_nobody_else_uses_what_only_linux_has() -> None:
+    """What macOS's Python has no name for, `mypy --platform darwin` finds too."""
+    paths = [p for package in ("swarmnet", "peer") for p in (ROOT / package).rglob("*.py")]
+    own = Path(system.__file__)
+    used = {
+        str(p.relative_to(ROOT)): f for p in paths if p != own and (f := of_linux(p.read_text()))
+    }
+    assert len(paths) > 300
+    assert used == {}
+    assert len(of_linux(own.read_text())) > 10
+
+
+WINDOWS_START = """
+import asyncio, signal, socket, subprocess, sys, sysconfig, psutil, rich.console, typer
+sysconfig.get_config_vars()
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "uvloop", "hivemind"):
+    sys.modules[name] = None
+del signal.SIGHUP
+sys.platform = "win32"
+from peer.cli import run_command
+raise SystemExit(run_command(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", [[], ["local"], ["peer", "--join", "x"], ["nonsense"]])
+def test_windows_own_python_is_told_of_wsl_in_one_line(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS_START, *command], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "wsl --install" in line
+    assert not done.stdout

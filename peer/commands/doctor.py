@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import json
 import platform
+import re
 import shutil
 import sys
 import time
@@ -20,7 +21,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from peer.commands.doctor_nat import check_nat, is_loopback
-from peer.commands.doctor_reach import explain_second
+from peer.commands.doctor_reach import (
+    CLOSED,
+    OUT,
+    PORT_OPEN,
+    SILENT,
+    USUAL_PORTS,
+    explain_no_way,
+    explain_second,
+)
+from peer.commands.doctor_report import report
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
 from peer.options import DoctorOptions
@@ -38,6 +48,7 @@ from swarmnet.methods.contact import (
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.protocol.dialing.addresses import peer_of
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.runtime.carriers import carrier_of, here, runs_p2pd
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.spec import RunSpec, load_spec
@@ -58,12 +69,21 @@ CHECKPOINTS_KEPT = 3
 MAX_CLOCK_ERROR_S = 30.0
 SLOW_UPLOAD_BYTES_PER_S = 250_000
 PROBE_TIMEOUT_S = 40.0
+TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/|$)")
+"""The host and port of an address."""
 GIB, MIB = 1 << 30, 1 << 20
 
 
 async def run_doctor(options: DoctorOptions, console: Console) -> int:
     """Prints the findings as they come; returns how many are bad. Raises `UserError` for options
     that lead nowhere."""
+    if options.report:
+        lines = await report()
+        if options.as_json:
+            console.print_json(json.dumps(lines), ensure_ascii=True)
+        for what, text in [] if options.as_json else lines:
+            console.print(f"{what + ':':<28} {text}", soft_wrap=True, highlight=False, markup=False)
+        return 0
     spec = None
     if options.spec is not None:
         from swarmnet.training.resolving import described
@@ -151,13 +171,16 @@ def check_torch() -> list[Finding]:
     except ImportError as e:
         mend = install_command("torch")
         return [Finding("torch", BAD, f"cannot be imported: {e}", mend)]
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
+    import swarmnet.training.accelerators as accelerators
+
+    kind = accelerators.kind()
+    built = f"for {kind}" if kind != accelerators.CPU else "for the CPU"
+    if torch.version.cuda or torch.version.hip:
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for ROCm"
     found = [Finding("torch", GOOD, f"{torch.__version__}, built {built}")]
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(index)
-            text = f"{about.name}, {about.total_memory / GIB:.0f} GiB"
-            found.append(Finding("GPU", GOOD, text))
+    devices = [torch.device(kind, i) for i in range(accelerators.num_devices())]
+    if devices:
+        found += [Finding("GPU", GOOD, accelerators.name_of(device)) for device in devices]
     elif shutil.which("nvidia-smi") is None:
         found.append(Finding("GPU", SKIPPED, "none; this machine computes on its CPU"))
     elif torch.version.cuda is None:
@@ -285,6 +308,7 @@ async def _ask(
 ) -> tuple[list[Finding], RunSpec | None]:
     """`own`, `second`: the addresses of the identity that listens, and its port for direct
     connections."""
+    given: list[str] = []
     try:
         given = await read_addresses(options.join, patience_s=0.0)
         began = time.perf_counter()
@@ -292,14 +316,9 @@ async def _ask(
         dial_s = time.perf_counter() - began
         spec = await fetch_run(transport, peer_id)
     except UserError as e:
-        mend = (
-            "check the address with who gave it to you, and that a firewall lets you out. In a "
-            "network that lets out only a few ports (a hotel's, an office's) join by a peer that "
-            "listens at one of these (started with --port 443, say), or use another network"
-        )
-        return [Finding("the way out", BAD, str(e)[:300], mend)], None
+        return [await look_out(str(e)[:300], given)], None
     text = f"peer {peer_id[-8:]} of {spec.name!r} answered in {1000 * dial_s:.0f} ms"
-    found = [Finding("the way out", GOOD, text)]
+    found = [Finding(OUT, GOOD, text)]
     transport.set_run(spec.run_id)
     # p2pd goes out from the port on which it listens where it is asked to, py-libp2p never.
     hosts = {_host(a) for a in own}
@@ -318,6 +337,29 @@ async def _ask(
         except SwarmnetError as e:
             found.append(Finding("the peer", SKIPPED, f"did not help: {e}", "try another peer"))
     return found, spec
+
+
+async def look_out(why: str, given: Sequence[str]) -> Finding:
+    """No peer answered at these addresses: what the first host with a TCP port says itself."""
+    found = next((m for m in map(TCP.match, given) if m), None)
+    if found is None:
+        return explain_no_way(why, "", 0, {})
+    host, port = found[1], int(found[2])
+    ports = list(dict.fromkeys((port, *USUAL_PORTS)))
+    said = await asyncio.gather(*(_knock(host, p) for p in ports))
+    return explain_no_way(why, host, port, dict(zip(ports, said, strict=True)))
+
+
+async def _knock(host: str, port: int) -> str:
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return CLOSED
+    except (OSError, TimeoutError):
+        return SILENT
+    writer.close()
+    return PORT_OPEN
 
 
 async def check_way_in(

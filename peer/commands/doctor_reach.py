@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding
+from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from swarmnet.protocol.membership.reachability import (
     NONE,
     SYMMETRIC,
@@ -20,7 +20,11 @@ from swarmnet.protocol.membership.reachability import (
     relevant,
 )
 
-CHECK, SECOND = "who gets here", "second port"
+CHECK, SECOND, OUT = "who gets here", "second port", "the way out"
+USUAL_PORTS = (443, 80)
+"""Of the web: networks that let out a few ports only (a hotel's, an office's) let out these."""
+PORT_OPEN, CLOSED, SILENT = "open", "closed", "silent"
+"""What a port says to who knocks there; `CLOSED`: the machine is there, and nothing listens."""
 CARRIER = ipaddress.IPv4Network("100.64.0.0/10")
 """Of providers that share one address among many customers (RFC 6598), and of many VPNs."""
 VPN = re.compile(r"(tailscale|ts|wg|tun|tap|utun|zt|nebula|ppp|nordlynx|proton)\w*$")
@@ -94,6 +98,37 @@ def explain(place: Standing, sights: Sequence[Sight], *, can_compare: bool = Tru
     own = [host for mine in place.interfaces.values() for host in mine]
     kind = kind_of_nat(own, sights)
     return _unreached(place, kind if can_compare or kind == NONE else UNKNOWN, hosts)
+
+
+def explain_no_way(why: str, host: str, port: int, heard: Mapping[int, str]) -> Finding:
+    """No peer has answered. `why`: as the carrier says; `host`, `port`: where one was looked for;
+    `heard`: what that port and those of the web said (`PORT_OPEN`, `CLOSED`, `SILENT`); empty where
+    none was looked for at a host."""
+    others = [p for p in USUAL_PORTS if p != port and heard.get(p, SILENT) != SILENT]
+    if not heard:
+        return Finding(OUT, BAD, why, "check the address with who gave it to you")
+    if heard.get(port) == PORT_OPEN:
+        text = f"{why}. Something listens at {host} port {port}"
+        mend = "check the address with who gave it to you: it may be another peer's, or no peer's"
+    elif heard.get(port) == CLOSED:
+        text = f"{why}. {host} is there, and nothing listens at port {port}"
+        mend = "ask who gave you the address whether the peer still runs, and at which port"
+    elif others:
+        text = (
+            f"{why}. {host} answers at port {others[0]} and not at {port}: the network here lets "
+            "out a few ports only, or a firewall there lets nobody in"
+        )
+        mend = (
+            "try from another network: that tells which it is. Here, join by a peer that listens "
+            f"at port {others[0]} (started with --port {others[0]}); there, let TCP in at {port}"
+        )
+    else:
+        text = f"{why}. {host} says nothing at port {port}, nor at {USUAL_PORTS[0]}"
+        mend = (
+            "check the address with who gave it to you, whether that machine is on, and that a "
+            "firewall here lets you out"
+        )
+    return Finding(OUT, BAD, text, mend)
 
 
 def explain_second(port: int, host: str, is_reached: bool, *, is_here: bool) -> Finding:

@@ -46,14 +46,13 @@ class Measured:
 
 def measure_cut(spec: RunSpec, *, precision: str, device: str) -> Measured:
     """Runs every kind of layer a few times. Raises `SpecError`. Blocks."""
-    import torch
-
+    import swarmnet.training.accelerators as accelerators
     from swarmnet.training.computing import DTYPES, choose_precision
     from swarmnet.training.layer_costs import measure_layers
     from swarmnet.training.models.registry import model_plan, split_counts, split_stages
 
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerators.kind()
     name = choose_precision(spec, precision, device)
     num_stages = spec.pipeline.num_stages
     pipeline = spec.pipeline.model_copy(update={"layers": ()})

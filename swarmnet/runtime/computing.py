@@ -3,7 +3,7 @@ says, else what its memory allows. Said to the person in one line."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import UsageError, UserError
 from swarmnet.runtime.options import PeerOptions
@@ -28,9 +28,13 @@ def free_bytes_of(device: torch.device | str) -> int:
     import psutil
     import torch
 
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, free_bytes_in_container())
+    import swarmnet.training.accelerators as accelerators
+
+    device = torch.device(device)
+    of_device, here = accelerators.free_bytes(device), psutil.virtual_memory().available
+    if of_device is not None and not accelerators.shares_memory(device):
+        return of_device
+    return min(here, free_bytes_in_container(), *([] if of_device is None else [of_device]))
 
 
 def choose_computing(
@@ -41,6 +45,7 @@ def choose_computing(
     import torch
 
     from swarmnet.protocol.sync_modes import ZERO
+    from swarmnet.training.accelerators import shares_memory
     from swarmnet.training.computing import ActivationsName, Computing, choose_precision
     from swarmnet.training.memory.activation_choice import (
         FREE_PART,
@@ -56,7 +61,7 @@ def choose_computing(
     device = torch.device(devices[0])
     is_sharded = len(devices) > 1 and options.local == "fsdp"
     check_options(spec, options, devices)
-    precision = choose_precision(spec, options.precision, device)
+    precision = choose_precision(spec, options.precision, device, takes_fp16=not is_sharded)
     numbers = PRECISIONS[precision]
     wanted = spec.pipeline.activations if options.activations == "auto" else options.activations
     if is_sharded:  # parts of a layer are gathered for each pass: nothing else is possible
@@ -64,7 +69,7 @@ def choose_computing(
     policies: tuple[ActivationsName, ...]
     if wanted != "auto":
         policies = (wanted,)
-    elif device.type == "cuda":
+    elif not shares_memory(device):
         policies = POLICIES
     else:  # a disk is so slow that it should be somebody's wish
         policies = POLICIES[:-1]
@@ -74,16 +79,16 @@ def choose_computing(
     )
     on_device = weights + gradients + base_bytes(spec, stage, numbers)
     updating = exchange + optimizer
-    if device.type == "cpu":
+    if shares_memory(device):
         on_device += exchange + (optimizer if host_place(spec, options) == HOST else 0)
     if options.optimizer_memory == DEVICE:
         on_device += updating
     free = free_bytes_of(device)
     # Ranks with devices of their own share the stage; those on CPUs share the memory.
-    _check_room(stage, on_device, free * (len(devices) if device.type == "cuda" else 1))
+    _check_room(stage, on_device, free * (1 if shares_memory(device) else len(devices)))
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
-    left = max(0.0, FREE_PART * free - on_device) * len(devices if device.type == "cuda" else [0])
+    left = max(0.0, FREE_PART * free - on_device) * (1 if shares_memory(device) else len(devices))
     in_flight, known = expected_in_flight(spec), known_activations(spec, stage, numbers)
 
     def choice_of(num_bytes: float) -> Choice:
@@ -92,8 +97,9 @@ def choose_computing(
         )
 
     choice, is_there = choice_of(left), options.optimizer_memory == DEVICE
-    may_be_there = device.type == "cuda" and len(devices) == 1 and spec.sync.mode == ZERO
-    if options.optimizer_memory == AUTO and may_be_there and updating < left:
+    may_be_there = not shares_memory(device) and len(devices) == 1 and spec.sync.mode == ZERO
+    may_be_there = may_be_there and options.optimizer_memory == AUTO and updating < left
+    if may_be_there and updates_right_on(device, spec):
         beside = choice_of(left - updating)
         has_room = beside.max_in_flight >= min(choice.max_in_flight, in_flight)
         is_there = has_room and beside.activations == choice.activations
@@ -110,6 +116,21 @@ def choose_computing(
     place = DEVICE if is_there else host_place(spec, options)
     line = _line(stage, device, computing, choice.needed_bytes, in_flight, left)
     return computing, f"{line}; optimizer state {PLACES[place]}"
+
+
+def updates_right_on(device: torch.device, spec: RunSpec) -> bool:
+    """Steps of the optimizer and codes of updates have the bits of a CPU's on a device."""
+    from swarmnet.protocol.codecs import update_codec
+    from swarmnet.training.codecs.fused import is_right_on as codes_right_on
+    from swarmnet.training.codecs.registry import codec_of
+    from swarmnet.training.codecs.shards import ROW
+    from swarmnet.training.optimizer.adamw import is_right_on as steps_right_on
+
+    names = update_codec(spec.sync.codec)
+    used = sorted({names.contributions, names.sums, names.results})
+    # Codecs are hashed by identity, which their protocol cannot say.
+    codecs: list[Any] = [codec_of(name) for name in used]
+    return steps_right_on(device) and all(codes_right_on(c, ROW, device) for c in codecs)
 
 
 def host_place(spec: RunSpec, options: PeerOptions) -> str:
@@ -130,10 +151,13 @@ def _check_room(stage: int, needed: float, free: float) -> None:
 
 def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:
     """Raises `UsageError` where options do not go together."""
+    import torch
+
     from swarmnet.protocol.sync_modes import ZERO
     from swarmnet.training.computing import choose_precision
 
-    precision = choose_precision(spec, options.precision, devices[0])
+    is_sharded = len(devices) > 1 and options.local == "fsdp"
+    precision = choose_precision(spec, options.precision, devices[0], takes_fp16=not is_sharded)
     if options.optimizer_memory == DEVICE:
         if devices[0] == "cpu":
             raise UsageError("--optimizer-memory device: there is no GPU at work here; use host")
@@ -144,9 +168,14 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
                 f"--optimizer-memory device: mode {spec.sync.mode} makes its updates beside a "
                 "round, on the host; use host"
             )
+        if not updates_right_on(torch.device(devices[0]), spec):
+            raise UsageError(
+                f"--optimizer-memory device: {devices[0]} makes other bits than the CPUs of other "
+                "machines would; use host"
+            )
     if len(devices) > 1 and options.compile:
         raise UsageError("--compile goes with one rank; leave it out, or add --tp 1")
-    if len(devices) > 1 and options.local == "fsdp" and precision == "fp16":
+    if is_sharded and precision == "fp16":
         raise UsageError("--local fsdp computes in bf16 or fp32, not in fp16; add --precision bf16")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import sys
@@ -24,6 +23,7 @@ from swarmnet.spec import BYTES_TOKENIZER, RunSpec
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.peer import Machine
 from swarmnet.swarm.recovery.checkpointing import Disk
+from swarmnet.system import give_memory_back
 
 if TYPE_CHECKING:
     from swarmnet.ports import Data, InitialWeights
@@ -244,9 +244,8 @@ def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None
 def free_memory() -> None:
     """Gives what is not used any more back to the system."""
     gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
+    if "torch" in sys.modules:
+        import swarmnet.training.accelerators as accelerators
+
+        accelerators.give_memory_back(accelerators.kind())
+    give_memory_back()

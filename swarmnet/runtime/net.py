@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import swarmnet.system as system
-from swarmnet.errors import PortTaken
+from swarmnet.errors import PortTaken, TransportError
 from swarmnet.identity import Identity as Key
 from swarmnet.identity import verify
 from swarmnet.protocol.dialing.zones import CARRIER
@@ -126,22 +126,28 @@ async def open_net(
     """A started transport of the wanted kind. `direct`: where to listen for direct
     connections; None: none are made. `shares_port`: as of `P2pdCarrier`; the other
     carrier never does. Raises `AddressError`, `PortTaken` where a port is taken."""
-    carrier: Any
-    p2p: Callable[[], Any] | None
+
+    async def started(carrier: Any) -> ChannelTransport:
+        transport = ChannelTransport(
+            carrier, agent=AGENT, direct=direct, identity=key, interfaces=outward_hosts
+        )
+        await transport.start()
+        return transport
+
+    why = f"does not run on {here()}"
     if carrier_of(name) == "p2pd":
         from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
-        carrier = P2pdCarrier(key, host=host, port=port, announce=announce, shares_port=shares_port)
-        p2p, on_restart = lambda: carrier.p2p, carrier.on_restart
-    else:
-        if name == "auto":
-            log.warning("hivemind's network daemon does not run on %s: py-libp2p carries", here())
-        from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
+        daemon = P2pdCarrier(key, host=host, port=port, announce=announce, shares_port=shares_port)
+        try:
+            return Net(await started(daemon), lambda: daemon.p2p, daemon.on_restart)
+        except TransportError as e:
+            if name != "auto":
+                raise
+            why = f"does not start here ({e})"
+    if name == "auto":
+        log.warning("hivemind's network daemon %s: py-libp2p carries", why)
+    from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
 
-        carrier = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
-        p2p = on_restart = None
-    transport = ChannelTransport(
-        carrier, agent=AGENT, direct=direct, identity=key, interfaces=outward_hosts
-    )
-    await transport.start()
-    return Net(transport, p2p, on_restart)
+    carrier = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
+    return Net(await started(carrier), None, None)

@@ -14,7 +14,7 @@ from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE
 
 TransportName = Literal["auto", "p2pd", "py-libp2p"]
 LocalName = Literal["tensor", "fsdp"]
-DeviceName = Literal["auto", "cpu", "cuda"]
+DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
 OptimizerMemoryName = Literal["auto", "device", "host", "disk"]

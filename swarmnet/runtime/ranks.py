@@ -24,25 +24,30 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     """A device for each rank. Raises `SpecError` where `--tp` does not go with the model,
     `UserError` where there is no GPU and `--device` wants one.
 
-    Without `--tp`: all GPUs, or as many as the model can be cut into."""
-    import torch
-
+    Without `--tp`: all GPUs of CUDA, or as many as the model can be cut into, and one device of
+    another type: ranks of these were never run."""
+    import swarmnet.training.accelerators as accelerators
     from swarmnet.training.ranks.fsdp import check_split
     from swarmnet.training.ranks.tensor_parallel import check_cut, fits
 
-    num_gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
+    here = accelerators.kind()
+    num_gpus = 0 if options.device == accelerators.CPU else accelerators.num_devices()
+    if here != accelerators.CUDA:
+        num_gpus = min(num_gpus, 1)
     is_sharded = options.local == "fsdp"
-    if options.device == "cuda" and num_gpus < (options.tp or 1):
+    is_named = options.device in accelerators.KINDS
+    if is_named and (options.device != here or num_gpus < (options.tp or 1)):
+        found = num_gpus if options.device == here else 0
         raise UserError(
-            f"--device cuda: this machine has {num_gpus} GPUs that torch can use, and "
-            f"{options.tp or 1} are wanted; --device auto takes what there is"
+            f"--device {options.device}: this machine has {found} such devices that torch can use, "
+            f"and {options.tp or 1} are wanted; --device auto takes what there is"
         )
     if options.tp is not None:
         (check_split if is_sharded else check_cut)(spec, options.tp)
-        kind = "cuda" if num_gpus >= options.tp else "cpu"
-        return [f"cuda:{i}" if kind == "cuda" else "cpu" for i in range(options.tp)]
+        kind = here if num_gpus >= options.tp else accelerators.CPU
+        return [kind if kind == accelerators.CPU else f"{kind}:{i}" for i in range(options.tp)]
     if num_gpus < 2 or spec.lora is not None or (spec.model.kind != "llama" and not is_sharded):
-        return ["cuda:0" if num_gpus else "cpu"]
+        return [f"{here}:0" if num_gpus else accelerators.CPU]
 
     def is_possible(num_ranks: int) -> bool:
         if is_sharded:
@@ -50,7 +55,7 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
         return num_ranks == 1 or fits(spec.model, num_ranks)
 
     num_ranks = max(filter(is_possible, range(1, num_gpus + 1)))
-    return [f"cuda:{i}" for i in range(num_ranks)]
+    return [f"{here}:{i}" for i in range(num_ranks)]
 
 
 def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:

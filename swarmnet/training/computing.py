@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 
@@ -61,17 +62,25 @@ def computing_of(spec: RunSpec, device: torch.device | str = "cpu") -> Computing
 
 
 def choose_precision(
-    spec: RunSpec, wanted: str = AUTO, device: torch.device | str = "cpu"
+    spec: RunSpec,
+    wanted: str = AUTO,
+    device: torch.device | str = "cpu",
+    *,
+    takes_fp16: bool = True,
 ) -> PrecisionName:
-    """What the machine wants, else what the run wants, else what suits the device: bf16 on a GPU
-    that can, fp32 elsewhere."""
+    """What the machine wants, else what the run wants, else what suits the device: on an
+    accelerator bf16, where it has none fp16 (with `takes_fp16`), and fp32 elsewhere."""
     name = spec.pipeline.precision if wanted == AUTO else wanted
     if name == AUTO:
-        name = "bf16" if _has_bf16(torch.device(device)) else "fp32"
+        name = _suits(torch.device(device), takes_fp16)
     if name not in DTYPES:
         raise SpecError(f"precision {name!r} is unknown; known are auto, {', '.join(DTYPES)}")
     return name  # type: ignore[return-value]
 
 
-def _has_bf16(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+def _suits(device: torch.device, takes_fp16: bool) -> str:
+    if device.type == accelerators.CPU:
+        return "fp32"
+    if accelerators.computes_in(device, torch.bfloat16):
+        return "bf16"
+    return "fp16" if takes_fp16 and accelerators.computes_in(device, torch.float16) else "fp32"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.training.models.base import (
     LayerBuilder,
     LayerContext,
@@ -22,6 +23,7 @@ from swarmnet.training.models.base import (
     TensorSpec,
     build_layer,
 )
+from swarmnet.training.passes.roots import given
 
 WARM_PASSES, TIMED_PASSES = 1, 5
 
@@ -88,16 +90,16 @@ def _pass_s(
 ) -> float:
     if inputs.is_floating_point():
         inputs = inputs.to(dtype).requires_grad_()
-    _wait_for(inputs.device)
+    accelerators.wait_for(inputs.device)
     context = _context(plan, module, inputs, dtype)
     started = clock()
     outputs = module(inputs, *context)
     if targets is None:
         if outputs.requires_grad:  # not an embedding that is not trained
-            outputs.backward(torch.ones_like(outputs))
+            given(outputs, torch.ones_like(outputs)).backward()
     else:
         plan.loss(outputs.float(), targets).backward()
-    _wait_for(inputs.device)
+    accelerators.wait_for(inputs.device)
     took_s = clock() - started
     module.zero_grad()
     return took_s
@@ -112,8 +114,3 @@ def _context(
         return ()
     tokens = torch.zeros(inputs.shape[:2], dtype=torch.int32, device=inputs.device)
     return (LayerContext(tokens=tokens, fixed=plan.fixed(tokens, dtype)),)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -26,6 +26,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, NotSent, SpecError
 from swarmnet.ports import LossResult, Passage, StageResult, StepKey
@@ -228,8 +229,9 @@ class TorchStage:
 
             try:
                 scale = self._backward_passes.add(kept.take_graph(), again, grad, kept.inputs)
-            except torch.OutOfMemoryError:  # a part of it is added: it cannot be done again
-                self._keep_less()
+            except RuntimeError as error:
+                if accelerators.is_out_of_memory(error):
+                    self._keep_less()  # a part of it is added: it cannot be done again
                 raise
             kept.mark_added(scale, grad)
             with _after_adding():
@@ -386,8 +388,8 @@ class TorchStage:
         """A pass that adds no gradient; where there is no memory for it, once more in less."""
         try:
             return run()
-        except torch.OutOfMemoryError:
-            if not self._keep_less():
+        except RuntimeError as error:
+            if not (accelerators.is_out_of_memory(error) and self._keep_less()):
                 raise
         return run()  # what the first try held is free now
 
@@ -397,8 +399,7 @@ class TorchStage:
         has_less = self.layers.keep_less()
         line = "out of memory in a pass: activations %s from now on, at most %d microbatches inside"
         log.warning(line, self.layers.activations, self.max_in_flight)
-        if self.layers.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerators.give_memory_back(self.layers.device.type)
         return has_less
 
     def _input_gradient(self, kept: Kept) -> Callable[[], Array | None]:

@@ -40,7 +40,7 @@ from swarmnet.methods.contact import MAX_HOST_CHARS, Ticket
 from swarmnet.protocol.dialing.addresses import STAGGER_S
 from swarmnet.protocol.dialing.zones import FIRST_PORT, MAX_PORT, host_from
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
-from swarmnet.system import machine_secret, secret_file
+from swarmnet.system import end_when_silent, machine_secret, secret_file
 from swarmnet.transport.base import ByteStream
 from swarmnet.transport.libp2p.interfaces import bound, listening_hosts
 from swarmnet.transport.racing import race
@@ -517,15 +517,10 @@ def _tune(sock: socket.socket) -> None:
     """No waiting for more to send, no long queue in the kernel, and an end to connections whose
     other side is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
-        ("TCP_KEEPINTVL", KEEPALIVE_EVERY_S),
-        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
-        ("TCP_USER_TIMEOUT", DEAD_AFTER_S * 1000),
-        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
-    ):
-        option = getattr(socket, name, None)
-        if option is not None:
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    end_when_silent(
+        sock, KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES, silent_s=DEAD_AFTER_S
+    )
+    unsent = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if unsent is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, unsent, UNSENT_BYTES)

@@ -6,12 +6,15 @@ import asyncio
 import importlib.util
 import logging
 import platform
+import sys
 
 import pytest
 
+from swarmnet.errors import TransportError
 from swarmnet.identity import Identity
 from swarmnet.runtime.carriers import carrier_of
 from swarmnet.runtime.net import open_net
+from swarmnet.runtime.options import TransportName
 
 MACHINES = [
     ("Linux", "x86_64", "p2pd"),
@@ -49,3 +52,26 @@ def test_without_hivemind_py_libp2p_carries_and_one_line_says_so(
         asyncio.run(scenario())
     (line,) = [r.getMessage() for r in caplog.records if r.name == "swarmnet.net"]
     assert "py-libp2p" in line
+
+
+@pytest.mark.parametrize("name", ["auto", "p2pd"])
+def test_a_daemon_that_does_not_start_is_an_error_for_those_alone_that_asked_for_it(
+    name: TransportName, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is for this machine, and a library that hivemind imports is not there."""
+    monkeypatch.setitem(sys.modules, "hivemind.p2p", None)
+
+    async def scenario() -> None:
+        net = await open_net(name, Identity.generate(), host="127.0.0.1", port=0, announce=())
+        assert net.p2p is None
+        await net.transport.close()
+
+    with caplog.at_level(logging.WARNING, "swarmnet.net"):
+        if name == "p2pd":
+            with pytest.raises(TransportError, match="hivemind cannot be imported"):
+                asyncio.run(scenario())
+            return
+        asyncio.run(scenario())
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "swarmnet.net"]
+    assert "hivemind cannot be imported" in line
+    assert "py-libp2p carries" in line

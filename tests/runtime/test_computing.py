@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import UsageError, UserError
 from swarmnet.runtime.computing import choose_computing, free_bytes_of
 from swarmnet.runtime.options import PeerOptions
@@ -85,6 +86,7 @@ def test_optimizer_state_lies_where_there_is_room(
     spec = small_spec(
         model=LARGE, pipeline={"num_stages": 2, "global_batch": 64}, sync={"mode": mode}
     )
+    monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", lambda *_: True)
     computing, line = choose(tmp_path, spec, ["cuda:0"], precision="fp32", **options)
     assert place in line.rsplit(";", 1)[1]
     assert computing.updates_on_device == ("device's" in place)
@@ -100,6 +102,8 @@ def test_optimizer_state_that_fits_nowhere_is_refused_at_the_start(
     refused("there is no GPU at work here; use host", CPU)
     refused("mode delayed makes its updates beside a round", ["cuda:0"], "delayed")
     refused("device is for one rank", ["cuda:0", "cuda:1"])
+    refused("makes other bits than the CPUs", ["cuda:0"])  # this torch has no CUDA
+    monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", lambda *_: True)
     monkeypatch.setattr("swarmnet.runtime.computing.free_bytes_of", lambda device: 1e5)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: False)
     refused(r"needs .* of this machine's memory", ["cuda:0"])
@@ -134,31 +138,45 @@ def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
         choose(tmp_path, large(), ["cpu", "cpu"], compile=True)
 
 
+def _has(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    """torch finds so many accelerators."""
+    monkeypatch.setattr(accelerators, "kind", lambda: kind)
+    monkeypatch.setattr(accelerators, "num_devices", lambda: number)
+
+
 @pytest.mark.parametrize(
-    ("num_gpus", "options", "devices"),
+    ("kind", "num_gpus", "options", "devices"),
     [
-        (0, {}, ["cpu"]),
-        (1, {}, ["cuda:0"]),
-        (1, {"device": "cpu"}, ["cpu"]),
-        (2, {}, ["cuda:0", "cuda:1"]),
-        (2, {"device": "cpu"}, ["cpu"]),
-        (2, {"tp": 1}, ["cuda:0"]),
-        (1, {"tp": 2}, ["cpu", "cpu"]),
-        (0, {"device": "cuda"}, None),
-        (1, {"device": "cuda", "tp": 2}, None),
+        ("cpu", 0, {}, ["cpu"]),
+        ("cuda", 1, {}, ["cuda:0"]),
+        ("cuda", 1, {"device": "cpu"}, ["cpu"]),
+        ("cuda", 2, {}, ["cuda:0", "cuda:1"]),
+        ("cuda", 2, {"device": "cpu"}, ["cpu"]),
+        ("cuda", 2, {"tp": 1}, ["cuda:0"]),
+        ("cuda", 1, {"tp": 2}, ["cpu", "cpu"]),
+        ("cpu", 0, {"device": "cuda"}, None),
+        ("cuda", 1, {"device": "cuda", "tp": 2}, None),
+        ("mps", 1, {}, ["mps:0"]),
+        ("mps", 1, {"device": "mps"}, ["mps:0"]),
+        ("mps", 1, {"device": "cuda"}, None),
+        ("xpu", 4, {}, ["xpu:0"]),
+        ("xpu", 4, {"tp": 2}, ["cpu", "cpu"]),
+        ("xpu", 4, {"device": "xpu", "tp": 2}, None),
+        ("a new one", 1, {}, ["a new one:0"]),
     ],
 )
 def test_devices(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    kind: str,
     num_gpus: int,
     options: dict[str, Any],
     devices: list[str] | None,
 ) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    _has(monkeypatch, kind, num_gpus)
     wanted = PeerOptions(state_dir=tmp_path, **options)
     if devices is None:
-        with pytest.raises(UserError, match=f"--device cuda: this machine has {num_gpus} GPUs"):
+        with pytest.raises(UserError, match="such devices that torch can use"):
             choose_devices(small_spec(), wanted)
     else:
         assert choose_devices(small_spec(), wanted) == devices

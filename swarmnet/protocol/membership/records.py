@@ -207,6 +207,9 @@ class Record:
     """Peers that it has seen at work (see `protocol.membership.reputation`), by name, ascending."""
     measures: bool = True
     """Its data have a part that is held out: as a feeder it can measure losses on that."""
+    publishes: bool = False
+    """Has a node of the directory, and publishes records there (see
+    `protocol.membership.publishers`)."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:

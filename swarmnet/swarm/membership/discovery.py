@@ -3,7 +3,8 @@
 It is a Kademlia DHT (hivemind's `DHTNode`, in our own event loop, over the daemon that carries our
 channels too). Under `swarmnet/<run id>/stage/<k>` are the signed records of that stage's peers,
 each under its peer id; they expire and are refreshed. What is found is checked like any gossip:
-nothing in the DHT is trusted."""
+nothing in the DHT is trusted. Peers without a daemon have others publish for them
+(`protocol.membership.publishers`), and hear by gossip of what these find."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from typing import Any
 from swarmnet.errors import SwarmnetError
 from swarmnet.methods.records import SignedRecord
 from swarmnet.protocol.dialing.addresses import of_all, peer_of
+from swarmnet.protocol.membership.publishers import published_for
 from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S
@@ -51,6 +53,7 @@ class Directory:
         self._initial: list[str] = []
         self._published = [gossip]
         self._stale = False
+        self._rejoined = Since()
 
     async def start(self, initial_peers: Sequence[str]) -> None:
         """Joins the DHT through known addresses; none for the first peer of a run."""
@@ -103,6 +106,7 @@ class Directory:
                         await self._renew_node()
                         if published.is_older(loop.time(), REFRESH_S) and await self.publish():
                             published.begin(loop.time())
+                            await self.publish_for_others()
                         if self._is_alone() or looked.is_older(loop.time(), REFRESH_S):
                             looked.begin(loop.time())
                             await self.find_all()
@@ -112,12 +116,26 @@ class Directory:
         finally:
             await self.close()
 
+    def _is_apart(self) -> bool:
+        """The node knows none of those that the view has: it was joined through peers without a
+        directory, say. Seen once in `REFRESH_S` at most."""
+        now, own = asyncio.get_running_loop().time(), self._gossip.own.peer_id
+        others = [r for r in self._gossip.view.live(now) if r.publishes and r.peer_id != own]
+        if not others or not self._rejoined.is_older(now, REFRESH_S):
+            return False
+        return not self._node.protocol.routing_table.uid_to_peer_id
+
     async def _renew_node(self) -> None:
+        if self._node is not None and not self._stale and self._is_apart():
+            self._stale = True
         if self._stale:
             self._stale = False
+            self._rejoined.begin(asyncio.get_running_loop().time())
+            # Those first that are in the directory themselves.
+            records = sorted(self._gossip.view.records(), key=lambda r: not r.publishes)
             told = {
                 record.peer_id: record.addresses
-                for record in self._gossip.view.records()[:MAX_FOUND]
+                for record in records[:MAX_FOUND]
                 if record.peer_id != self._gossip.own.peer_id
             }
             known = of_all(told, self._gossip.transport.addresses(), is_told=True)
@@ -142,6 +160,8 @@ class Directory:
         own = gossip.own
         if own.stage == OBSERVER_STAGE or own.state == LEFT:
             return False
+        if not own.publishes:
+            gossip.update(publishes=True)
         envelope = gossip.own_record.seal()
         return bool(
             await self._node.store(
@@ -151,6 +171,23 @@ class Directory:
                 expiration_time=get_dht_time() + EXPIRY_S,
             )
         )
+
+    async def publish_for_others(self) -> int:
+        """Stores the records of those for whom this peer does so; returns how many there are."""
+        from hivemind.utils import get_dht_time
+
+        gossip, now = self._gossip, asyncio.get_running_loop().time()
+        records = published_for(gossip.own.peer_id, gossip.view.counted(now))
+        kept = {r.peer_id: gossip.records.envelopes([r.peer_id]) for r in records}
+        records = [r for r in records if kept[r.peer_id]]
+        if records:
+            await self._node.store_many(
+                [stage_key(r.run_id, r.stage) for r in records],
+                [pack(kept[r.peer_id][0]) for r in records],
+                get_dht_time() + EXPIRY_S,
+                subkeys=[r.peer_id for r in records],
+            )
+        return len(records)
 
     async def find(self, stage_index: int) -> int:
         """Takes the records of a stage's peers into the view; returns how many were news."""

@@ -52,7 +52,10 @@ def _triton_kernels(name: str, num_values: int) -> Kernels | None:
     return kernels_of(name, num_values)
 
 
-KERNELS: dict[str, Callable[[str, int], Kernels | None]] = {"cuda": _triton_kernels}
+KERNELS: dict[str, Callable[[str, int], Kernels | None]] = {
+    "cuda": _triton_kernels,
+    "xpu": _triton_kernels,
+}
 """By type of device. They may be missing for a codec; errors mean that there are none here."""
 
 
@@ -133,6 +136,30 @@ def fused_codec(
     line = fault.strip().splitlines()[0][:200]
     log.warning("%s on %s is slower, with no kernels of its own: %s", codec.name, device, line)
     return None
+
+
+@functools.cache
+def is_right_on(codec: Codec, num_values: int, device: torch.device) -> bool:
+    """The codec's own code makes the bits of a CPU on the device, which may lack some numbers or
+    round in another way. Else the host codes."""
+    if device.type == "cpu":
+        return True
+    try:
+        values = hard_numbers(num_values)
+        coded = codec.encode(values)
+        wanted, there = codec.decode(coded, num_values), coded.to(device, copy=True)
+        is_right = torch.equal(codec.encode(values.to(device, copy=True)).cpu(), coded)
+        is_right = is_right and _bits_equal(codec.decode(there, num_values).cpu(), wanted)
+        fault = None if is_right else "other bits than a CPU's"
+    except Exception as error:  # devices lack operations in many ways
+        fault = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+    if fault is not None:
+        log.warning("%s is coded by the host, not on %s: %s", codec.name, device, fault)
+    return fault is None
+
+
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 # ---- what kernels are measured by ---------------------------------------------------------------

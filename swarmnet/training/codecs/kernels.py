@@ -14,7 +14,6 @@ or a code is none that `check` takes. What a kernel is compiled for is in capita
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
 from typing import Any
@@ -24,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.protocol.codecs import BLOCK, INT8, TILE, TILE_BITS, num_blocks, row_bytes
 from swarmnet.training.codecs.base import LARGEST_SCALED, SMALLEST
 from swarmnet.training.codecs.blocks import LARGEST_CODE
@@ -63,13 +63,13 @@ class TritonKernels:
         self._encodes = encodes
 
     def encode(self, values: Tensor, coded: Tensor, findings: Tensor) -> None:
-        with _on_device_of(values):
+        with accelerators.present(values.device):
             self._encode[values.shape[0], self.num_findings](
                 *_numbers(values), coded, findings, **self._encodes, **self._options
             )
 
     def decode(self, coded: Tensor, values: Tensor, findings: Tensor) -> None:
-        with _on_device_of(values):
+        with accelerators.present(values.device):
             self._decode[values.shape[0], self.num_findings](
                 coded, *_numbers(values), findings, **self._options
             )
@@ -132,11 +132,6 @@ def _numbers(values: Tensor) -> tuple[Tensor, bool]:
     """A tensor of fp32 as it is, one of bfloat16 as its bits, and which it is."""
     is_bf16 = values.dtype is torch.bfloat16
     return (values.view(torch.int16) if is_bf16 else values), is_bf16
-
-
-def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton starts kernels on the thread's present device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 # ---- numbers --------------------------------------------------------------------------------

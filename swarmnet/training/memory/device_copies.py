@@ -1,7 +1,8 @@
 """Copies between a device's memory and the host's.
 
 On a GPU they run on streams of their own, from and into pinned memory, and whoever needs one waits
-for its event, never for the whole device. On a CPU there is one memory, and nothing is copied.
+for its event, never for the whole device. A device without streams or pinned memory is waited for
+(`WaitingCopies`). On a CPU there is one memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+import swarmnet.training.accelerators as accelerators
 
 
 @dataclass(slots=True)
@@ -69,24 +72,46 @@ class OneMemory:
         return OnHost(tensor)
 
 
-class CudaCopies:
-    """Of a GPU: one stream for each direction."""
+class WaitingCopies:
+    """Of a device with memory of its own and one order of work: who copies waits for it."""
 
     is_apart = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
+        return tensor.to(self.device, copy=True)  # the caller may change its own afterwards
+
+    def to_device_through(
+        self, tensor: Tensor, work: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        made, told = work(self.to_device(tensor))
+        return made, self.to_host(told).tensor
+
+    def to_host(self, tensor: Tensor) -> OnHost:
+        return OnHost(tensor.to("cpu", copy=True))
+
+
+class StreamCopies:
+    """Of a GPU: one stream for each direction, with pinned memory at the host's end."""
+
+    is_apart = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = accelerators.module_of(device.type)
         # Kernels there are short, and go before those of passes: someone waits for them.
-        self._inward = torch.cuda.Stream(device, priority=-1)
-        self._outward = torch.cuda.Stream(device)
+        self._inward = self._module.Stream(device, priority=-1)
+        self._outward = self._module.Stream(device)
 
     def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         if after is not None:
             self._inward.wait_event(after)
-        with torch.cuda.stream(self._inward):
+        with self._module.stream(self._inward):
             moved = pinned.to(self.device, non_blocking=True)
-        computing = torch.cuda.current_stream(self.device)
+        computing = self._module.current_stream(self.device)
         computing.wait_stream(self._inward)
         moved.record_stream(computing)
         return moved
@@ -95,22 +120,22 @@ class CudaCopies:
         self, tensor: Tensor, work: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        with torch.cuda.stream(self._inward):
+        with self._module.stream(self._inward):
             made, told = work(pinned.to(self.device, non_blocking=True))
             host = torch.empty_like(told, device="cpu", pin_memory=True)
             host.copy_(told, non_blocking=True)
-            ready = torch.cuda.Event()
+            ready = self._module.Event()
             ready.record(self._inward)
-        made.record_stream(torch.cuda.current_stream(self.device))
+        made.record_stream(self._module.current_stream(self.device))
         ready.synchronize()
         return made, host
 
     def to_host(self, tensor: Tensor) -> OnHost:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._outward.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._outward):
+        self._outward.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._outward):
             host.copy_(tensor, non_blocking=True)
-            ready = torch.cuda.Event()
+            ready = self._module.Event()
             ready.record(self._outward)
         tensor.record_stream(self._outward)
         return OnHost(host, ready)
@@ -118,4 +143,7 @@ class CudaCopies:
 
 def copies_of(device: torch.device) -> DeviceCopies:
     """Those that suit the device."""
-    return CudaCopies(device) if device.type == "cuda" else OneMemory()
+    if device.type == accelerators.CPU:
+        return OneMemory()
+    can_go_beside = accelerators.has_streams(device) and accelerators.has_pinned_memory(device)
+    return StreamCopies(device) if can_go_beside else WaitingCopies(device)

@@ -93,7 +93,7 @@ class Vectors:
         """Brings the parameters into the copies that the layers compute with."""
         for value, shown in zip(self.values, self.shown, strict=True):
             if shown.data_ptr() != value.data_ptr():
-                shown.copy_(value, non_blocking=True)
+                shown.copy_(value, non_blocking=value.is_pinned())
 
     def swapped(self) -> Vectors:
         """The same memory with parameters and gradients exchanged. Where the gradient was

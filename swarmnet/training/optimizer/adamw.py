@@ -165,18 +165,29 @@ def fuses_as_written() -> bool:
 @functools.cache
 def kernel_of(device: torch.device) -> Kernel | None:
     """Makes the bits of `written` on a CPU; None where there is none for the device."""
-    fault: str | None = "none for it"
+    fault: str | None = "there is none for it"
     try:
-        make = KERNELS[device.type]()
-        fault = _fault_of(make, device)
+        if device.type in KERNELS:
+            make = KERNELS[device.type]()
+            fault = _fault_of(make, device)
     except Exception as e:  # no Triton, no compiler, or a device that it does not know
         fault = f"{type(e).__name__}: {e}".splitlines()[0][:200]
     if fault is None:
         return make
     log.warning("AdamW's steps are slower on %s, without a kernel: %s", device, fault)
-    if _fault_of(written_at_once, device) is not None:  # a result of another owner then replaces it
-        log.warning("AdamW's steps on %s have other bits than a CPU's", device)
     return None
+
+
+@functools.cache
+def is_right_on(device: torch.device) -> bool:
+    """Steps on a device have the bits of a CPU's. Where not, the host makes them: a result would be
+    replaced by that of another owner."""
+    if device.type == "cpu" or kernel_of(device) is not None:
+        return True
+    fault = _fault_of(written_at_once, device)
+    if fault is not None:
+        log.warning("AdamW's steps are made by the host, not on %s: %s", device, fault)
+    return fault is None
 
 
 def _triton_kernel() -> Kernel:
@@ -185,7 +196,7 @@ def _triton_kernel() -> Kernel:
     return step
 
 
-KERNELS: dict[str, Callable[[], Kernel]] = {"cuda": _triton_kernel}
+KERNELS: dict[str, Callable[[], Kernel]] = {"cuda": _triton_kernel, "xpu": _triton_kernel}
 """By type of device."""
 
 
@@ -197,13 +208,13 @@ def _fault_of(make: Kernel, device: torch.device) -> str | None:
         (Step(0.1, 0.3, 0.5, 1e-3, 7), 0.3),
     ):
         ours = hard_vectors(SAMPLE)
-        parameters, gradient, mean, square = (v.to(device, copy=True) for v in ours)
-        theirs = parameters, gradient, mean, square
-        written(*ours, about, decay)
         try:
+            parameters, gradient, mean, square = (v.to(device, copy=True) for v in ours)
+            theirs = parameters, gradient, mean, square
             make(theirs, about, decay)
-        except RuntimeError as e:  # there is none for this processor
-            return str(e).splitlines()[0][:200]
+        except Exception as e:  # none for this processor, and devices lack much: doubles, say
+            return f"{type(e).__name__}: {e}".splitlines()[0][:200]
+        written(*ours, about, decay)
         if not all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True)):
             return "other bits"
     return None

@@ -9,7 +9,6 @@ a device for it. `div_rn` and `sqrt_rn` round exactly, products and sums are not
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+import swarmnet.training.accelerators as accelerators
 
 NUMBERS = 1024
 """Of one program."""
@@ -27,11 +28,8 @@ def step(vectors: tuple[Tensor, Tensor, Tensor, Tensor], about: Any, weight_deca
     parameters, gradient, mean, square = vectors
     weight = _fp32(1 - about.beta1)
     bias, root = 1 - about.beta1**about.number, math.sqrt(1 - about.beta2**about.number)
-    on_device: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if parameters.is_cuda:
-        on_device = torch.cuda.device(parameters.device)
     size = parameters.numel()
-    with on_device:
+    with accelerators.present(parameters.device):
         _step[(triton.cdiv(size, NUMBERS),)](
             parameters,
             gradient,

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import UserError
+from swarmnet.system import claim_space
 
 log = logging.getLogger("swarmnet.optimizer")
 
@@ -52,7 +54,7 @@ class DiskStore:
         path = self._folder / f"shard-{os.getpid()}-{next(_numbers)}"
         try:
             with path.open("xb") as file:
-                _fill(file.fileno(), num_elements * FP32_BYTES)
+                claim_space(file.fileno(), num_elements * FP32_BYTES)
             return torch.from_file(str(path), shared=True, size=num_elements)
         except (OSError, RuntimeError) as e:  # torch maps errors of mmap to the latter
             raise _unusable(self._folder, e) from None
@@ -75,7 +77,9 @@ class DeviceStore:
         """Raises as `DiskStore`, of what lies beyond."""
         try:
             return torch.zeros(num_elements, device=self._device)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not accelerators.is_out_of_memory(error):
+                raise
             if not self._is_full:
                 where = "files" if isinstance(self._beyond, DiskStore) else "the host's memory"
                 log.warning("%s has no room for more optimizer state: %s", self._device, where)
@@ -89,17 +93,6 @@ Store = HostStore | DeviceStore
 def open_store(kind: str, folder: Path) -> HostStore:
     """`kind`: "disk"; anything else for the host's memory."""
     return DiskStore(folder) if kind == "disk" else MemoryStore()
-
-
-def _fill(descriptor: int, num_bytes: int) -> None:
-    """Claims the space; the file reads as zeros."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
-        return
-    piece = bytes(min(num_bytes, 1 << 20))
-    left = num_bytes
-    while left > 0:
-        left -= os.write(descriptor, piece[:left])
 
 
 def _unusable(folder: Path, error: Exception) -> UserError:

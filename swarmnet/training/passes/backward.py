@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.roots import given
 
 log = logging.getLogger("swarmnet.training")
 
@@ -80,7 +81,7 @@ class BackwardPasses:
         try:
             root = again()
             grad = torch.ones_like(root) if grad is None else grad
-            root.backward((grad * -scale).to(root.dtype))
+            given(root, (grad * -scale).to(root.dtype)).backward()
         except BaseException:
             self._spoil(is_added=True)  # what must not count is in the sum
             raise
@@ -90,7 +91,7 @@ class BackwardPasses:
     def _run(self, root: Tensor, grad: Tensor) -> None:
         """A pass that fails half way, for want of memory say, has added a part of its gradient."""
         try:
-            root.backward(grad)
+            given(root, grad).backward()
         except BaseException:
             self._spoil(is_added=False)
             raise

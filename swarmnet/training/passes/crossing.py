@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swarmnet.protocol.codecs import TOKEN_BYTES, coded_form
 from swarmnet.training.arrays import check_shape, from_tensor, to_tensor
-from swarmnet.training.codecs.fused import fused_codec
+from swarmnet.training.codecs.fused import fused_codec, is_right_on
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.memory.device_copies import DeviceCopies, OnHost
 from swarmnet.wire import Array
@@ -52,6 +52,12 @@ class Crossing:
         # Codecs are hashed by identity, which their protocol cannot say.
         codec_key = cast(Any, self._codec)
         self._fused = fused_codec(codec_key, self._row_values, copies.device, dtype)
+        self._codes_there = (
+            self._fused is None
+            and copies.is_apart
+            and is_right_on(codec_key, self._row_values, copies.device)
+        )
+        """On the device, by the codec's own code."""
 
     def form(self, batch: int) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the array of so many samples."""
@@ -70,10 +76,10 @@ class Crossing:
         if self._fused is not None:
             return self._send_fused(what, self.copies.to_host(self._fused.encode(rows)), shape)
         rows = rows.float()
-        on_way = self.copies.to_host(self._codec.encode(rows)) if self.copies.is_apart else None
+        on_way = self.copies.to_host(self._codec.encode(rows) if self._codes_there else rows)
 
         def finish() -> Array:
-            coded = self._codec.encode(rows) if on_way is None else on_way.wait()
+            coded = on_way.wait() if self._codes_there else self._codec.encode(on_way.wait())
             self._codec.check(what, coded, self._row_values)
             return from_tensor(coded.view(shape))
 
@@ -87,11 +93,11 @@ class Crossing:
         rows = coded.reshape(math.prod(free), -1)
         if self._fused is not None:
             decoded = self._receive_fused(what, rows, dtype)
-        elif self.copies.is_apart:
+        elif self._codes_there:
             self._codec.check(what, rows, self._row_values)
             decoded = self._codec.decode(self.copies.to_device(rows), self._row_values)
         else:
-            decoded = self._codec.read(what, rows, self._row_values)
+            decoded = self.copies.to_device(self._codec.read(what, rows, self._row_values))
         return decoded.view(*free, *self._row_shape).to(dtype)
 
     def read(self, what: str, array: Array) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import SpecError
 from swarmnet.ports import StepKey
 from swarmnet.training.computing import ActivationsName, Computing
@@ -267,7 +268,7 @@ class StageLayers:
         total, is_on_host = self.num_parameters, self.update_copies is None
         place: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         if is_on_host:
-            place |= {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+            place |= {"device": "cpu", "pin_memory": accelerators.has_pinned_memory(self.device)}
         values, gradients, sums = torch.empty(total, **place), torch.zeros(total, **place), None
         is_apart = self.copies.is_apart and is_on_host
         if is_apart:
@@ -310,7 +311,7 @@ class StageLayers:
 
     def _place(self) -> Place:
         """Where the tensors of a pass go that leave the device."""
-        if self.device.type == "cuda":
+        if self.device.type != accelerators.CPU:
             return HostPlace(self.copies)
         return FilePlace(self._computing.folder)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.batch import Documents
 from swarmnet.errors import ProtocolViolation, RemoteError
 from swarmnet.ports import Passage, StageResult, StepKey
@@ -21,6 +22,7 @@ from swarmnet.training.models.base import LayerContext
 from swarmnet.training.passes.boundary import Boundary, finite_loss
 from swarmnet.training.passes.fp16 import FALL, MIN_TARGET, LossScale
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.roots import given
 from swarmnet.training.passes.round_vectors import RoundVectors
 from swarmnet.wire import Array
 
@@ -147,11 +149,13 @@ def _beside(boundary: Boundary, result: StageResult) -> bytes:
 
 
 def _gradient(root: Tensor, x: Tensor, grad: Tensor) -> Tensor:
-    found = torch.autograd.grad(root, x, grad, allow_unused=True)[0]
+    found = torch.autograd.grad(given(root, grad), x, allow_unused=True)[0]
     return torch.zeros_like(x) if found is None else found
 
 
 def _norm(values: Tensor) -> float:
+    if not accelerators.computes_in(values.device, torch.float64):
+        values = values.cpu()
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import ProtocolViolation
 from swarmnet.training.arrays import check_finite, check_shape
 from swarmnet.training.cores import over
@@ -144,10 +145,10 @@ class RoundVectors:
         if not (self._layers.overlaps_rounds and self._has_room):
             return False
         device = self._layers.device
-        if device.type != "cuda" or self._spare is not None:
+        free = None if self._spare is not None else accelerators.free_bytes(device)
+        if free is None:
             return True
         element = 4 + torch.finfo(self._layers.dtype).bits // 8
-        free, _ = torch.cuda.mem_get_info(device)
         return free > SPARE_FACTOR * element * self.present.parameters.numel()
 
     def open_ahead(self, round_index: int) -> None:

@@ -9,21 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from swarmnet.errors import TransportError
+from swarmnet.system import RUN_WITH_PARENT
 
 START_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 3.0
 KEPT_LINES = 10
 """Of what it prints; for the reason why it did not start."""
-
-# PR_SET_PDEATHSIG, and a process group of its own: Ctrl-C is for us, the daemon ends after us.
-END_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-os.setpgid(0, 0)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class DaemonProcess:
@@ -46,7 +37,7 @@ class DaemonProcess:
             "-I",
             "-S",
             "-c",
-            END_WITH_PARENT,
+            RUN_WITH_PARENT,
             str(os.getpid()),
             binary,
             *arguments,

@@ -265,8 +265,12 @@ class P2pdCarrier:
         """Starts p2pd and attaches to it. Raises `AddressError` or `TransportError`."""
         from importlib import resources
 
-        from hivemind.p2p import P2P
         from multiaddr import Multiaddr
+
+        try:
+            from hivemind.p2p import P2P
+        except Exception as e:  # it imports many libraries, each in a version that may not suit it
+            raise TransportError(f"hivemind cannot be imported: {e!r}") from None
 
         assert self._runtime is not None
         self._listen.claim()

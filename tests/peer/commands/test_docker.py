@@ -233,3 +233,9 @@ def test_both_ports_of_a_public_peer_are_published() -> None:
     assert [filled(port).split(":")[1] for port in service["ports"]] == ports
     assert filled(service["ports"][1]) == f"{ports[1]}:{ports[1]}", "others are told that number"
     assert f"EXPOSE {' '.join(ports)}" in DOCKERFILE
+
+
+def test_any_user_can_write_where_peers_keep_things() -> None:
+    """`--user` may name anybody; what is created there is for its own user alone."""
+    (made,) = re.findall(r"install -d .*", DOCKERFILE)
+    assert shlex.split(made)[-4:] == ["-m", "1777", "/state", "/rendezvous"]

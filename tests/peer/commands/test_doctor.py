@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from peer.commands import doctor
+from peer.commands import doctor, doctor_report
 from peer.commands.doctor import BAD, GOOD, SKIPPED, WARNING
 from peer.commands.doctor_nat import check_nat, is_on
 from peer.options import default_spec_path
@@ -106,7 +106,7 @@ def test_a_gpu_that_cannot_be_used(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(doctor.shutil, "which", lambda _: tool)
     finding = only(doctor.check_torch(), "GPU")
@@ -271,3 +271,55 @@ def test_a_peer_that_cannot_help_is_no_reason_to_fail(monkeypatch: pytest.Monkey
             await doctor.check_speed(helper.asker, "helper")
 
     run_virtual(main())
+
+
+A_PEER = "12D3KooWFNNRPFdtKZVB6b9xkkLUzDPY5VzHveGSTjHfcwKuMyE9"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("no file /home/alice/run/x.so", "no file PATH"),
+        ("C:\\Users\\alice\\x: no", "PATH: no"),
+        ("~/models is full", "PATH is full"),
+        ("192.168.1.7 port 4001: refused", "HOST port 4001: refused"),
+        ("fe80::1:2:3 and 2001:db8::7:1", "HOST and HOST"),
+        (f"/ip4/5.5.5.5/tcp/4/p2p/{A_PEER}", "PATH"),
+        (f"peer {A_PEER} is gone", "peer PEER is gone"),
+        ("Tower says that Alice\n is root", "MACHINE says that USER is root"),
+        ("float16/bfloat16, 3.11.7, 12:30", "float16/bfloat16, 3.11.7, 12:30"),
+    ],
+)
+def test_a_report_has_nothing_personal(
+    monkeypatch: pytest.MonkeyPatch, said: str, told: str
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "tower")
+    monkeypatch.setattr("getpass.getuser", lambda: "alice")
+    assert doctor_report.impersonal(said) == told
+
+
+def test_a_report_says_what_this_machine_is_and_what_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "tower")
+    found = dict(asyncio.run(doctor_report.report()))
+    assert found["swarmnet"] == doctor.__version__
+    assert found["accelerators"] == "none"
+    for what in ("cpu trains", "carrier p2pd", "carrier py-libp2p"):
+        assert found[what].startswith("yes"), found
+        assert "NO" not in found[what], found
+    everything = " ".join(found.values())
+    assert "PATH" not in everything
+    for part in (str(Path.home()), str(Path.cwd()), "tower", "127.0.0.1", "/p2p/"):
+        assert part not in everything
+
+
+def test_a_report_says_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel in /home/alice/lib")
+
+    monkeypatch.setattr("swarmnet.training.device_trial.try_device", fails)
+    assert dict(doctor_report.devices())["cpu trains"].startswith("NO: RuntimeError: no kernel in")
+    monkeypatch.setitem(sys.modules, "hivemind.p2p", None)
+    said = asyncio.run(doctor_report.tried(doctor_report.carries, "p2pd"))
+    assert said.startswith("NO: hivemind cannot be imported")

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from peer.commands.doctor_reach import Standing, explain, explain_second, standing
+from peer.commands import doctor
+from peer.commands.doctor_reach import (
+    Standing,
+    explain,
+    explain_no_way,
+    explain_second,
+    standing,
+)
 from peer.commands.finding import GOOD, SKIPPED, WARNING
 from swarmnet.protocol.membership.reachability import Sight
 
@@ -117,3 +126,45 @@ def test_an_address_of_a_vpn_is_no_provider_s() -> None:
 
 def test_this_machine_knows_its_interfaces() -> None:
     assert "127.0.0.1" in {h for hosts in standing().interfaces.values() for h in hosts}
+
+
+@pytest.mark.parametrize(
+    ("heard", "found", "mend"),
+    [
+        ({}, "no peer answered", "check the address"),
+        (
+            {4001: "silent", 443: "closed", 80: "silent"},
+            "at port 443 and not at 4001",
+            "--port 443",
+        ),
+        ({4001: "silent", 80: "open"}, "at port 80 and not at 4001", "--port 80"),
+        ({4001: "closed", 443: "open", 80: "open"}, "nothing listens at port 4001", "still runs"),
+        ({4001: "open", 443: "open", 80: "open"}, "Something listens", "may be another peer's"),
+        ({4001: "silent"}, "says nothing", "that machine is on"),
+    ],
+)
+def test_no_way_out_tells_which_end_is_closed(heard: dict[int, str], found: str, mend: str) -> None:
+    told = explain_no_way("no peer answered", "5.5.5.5", 4001, heard)
+    assert found in told.found
+    assert mend in told.mend
+    assert (told.check, told.level) == ("the way out", "bad")
+
+
+def test_a_peer_that_listens_at_a_port_of_the_web_is_told_apart() -> None:
+    told = explain_no_way("no peer answered", "5.5.5.5", 443, {443: "silent", 80: "open"})
+    assert "at port 80 and not at 443" in told.found
+
+
+def test_ports_are_knocked_at() -> None:
+    async def main() -> None:
+        server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+        at = server.sockets[0].getsockname()[1]
+        address = f"/ip4/127.0.0.1/tcp/{at}/p2p/x"
+        assert "Something listens" in (await doctor.look_out("no answer", [address])).found
+        server.close()
+        await server.wait_closed()
+        told = await doctor.look_out("no answer", ["/unix/x", address])
+        assert f"nothing listens at port {at}" in told.found
+        assert "check the address" in (await doctor.look_out("no answer", [])).mend
+
+    asyncio.run(main())

@@ -6,11 +6,14 @@ import asyncio
 import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from swarmnet.identity import Identity
-from swarmnet.protocol.membership.records import ACTIVE, LEFT, Record
+from swarmnet.protocol.membership.publishers import MAX_PUBLISHED, PUBLISHERS, published_for
+from swarmnet.protocol.membership.records import ACTIVE, LEFT, OBSERVER_STAGE, Record
+from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.simulation.clock import run as run_virtual
@@ -18,6 +21,7 @@ from swarmnet.swarm.membership.discovery import Directory
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, pack
+from tests.protocol.making import record
 from tests.swarm.harness import OpenSigner
 
 RUN = "0123456789abcdef" * 2
@@ -76,6 +80,82 @@ def test_a_peer_finds_the_peers_of_every_stage_in_the_directory() -> None:
             await lonely.transport.call(first, "ping", Message(), timeout_s=10)
 
     asyncio.run(scenario())
+
+
+def test_what_has_no_directory_is_published_by_those_that_have_one() -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            members = await _started(stack, (0, 1, 1))
+            key = Identity.generate()
+            own = Record(key.peer_id, RUN, 1, 0, state=ACTIVE, stage=1, addresses=("/ip4/1.2.3.4",))
+            transport = MemoryHub().transport(key.peer_id)
+            view = View(key.peer_id)
+            lonely = Gossip(transport, view, KeySigner(key), own, random.Random(9))
+            told = [gossip.own_record for gossip, _ in members[:2]]
+            for gossip, directory in members[:2]:
+                gossip.records.take(lonely.own_record.seal())
+                assert await directory.publish_for_others() == 0, "it publishes nothing yet"
+                assert await directory.publish()
+            for gossip, directory in members[:2]:
+                for its in told:
+                    gossip.records.take(its.seal())
+                assert await directory.publish_for_others() == 1
+            newcomer, directory = members[2]
+            assert await directory.find_all() == 3
+            found = newcomer.view.get(key.peer_id)
+            assert found is not None
+            assert found.addresses == own.addresses
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_was_joined_through_peers_without_one_joins_again() -> None:
+    """Once in a while, through those that have one."""
+
+    class Joined(Directory):
+        asked: ClassVar[list[list[str]]] = []
+
+        async def start(self, initial_peers: Sequence[str]) -> None:
+            self.asked.append(list(initial_peers))
+            known = {"node": "able"} if any("able" in a for a in initial_peers) else {}
+            table = SimpleNamespace(uid_to_peer_id=known if len(self.asked) > 2 else {})
+            protocol = SimpleNamespace(routing_table=table)
+            self._node = SimpleNamespace(shutdown=_nothing, protocol=protocol)
+
+        async def publish(self) -> bool:
+            return True
+
+        async def find_all(self) -> int:
+            return 0
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        own = Record("me", RUN, 1, 0, state=ACTIVE, stage=0)
+        gossip = Gossip(hub.transport("me"), View("me"), OpenSigner(), own, random.Random(0))
+        directory = Joined(gossip, 1, lambda: None, random.Random(0))
+        running = asyncio.ensure_future(directory.run(["/known"]))
+        await asyncio.sleep(100.0)
+        assert directory.asked == [["/known"]], "nobody has one"
+
+        def heard() -> None:
+            now = asyncio.get_running_loop().time()
+            for name, publishes in (("a", False), ("able", True)):
+                told = replace(
+                    own,
+                    peer_id=name,
+                    version=int(now),
+                    addresses=(f"/ip4/200.5.5.{len(name)}/tcp/4001",),
+                    publishes=publishes,
+                )
+                gossip.view.merge(told, now)
+
+        for _ in range(200):
+            heard()
+            await asyncio.sleep(1.0)
+        assert [a[0] for a in directory.asked[1:]] == ["/ip4/200.5.5.4/tcp/4001/p2p/able"] * 2
+        running.cancel()
+
+    run_virtual(scenario())
 
 
 def test_a_seat_that_has_left_is_published_no_more() -> None:
@@ -229,3 +309,55 @@ def test_the_directory_is_joined_through_those_that_are_known_while_the_peer_wor
 
 async def _nothing() -> None:
     pass
+
+
+# ---- who publishes for those that have no directory ------------------------------------------
+
+ABLE = [record(f"able-{i}", stage=i % 2, publishes=True) for i in range(12)]
+
+
+def lonely(number: int) -> list[Record]:
+    return [record(f"lonely-{i}", stage=i % 2) for i in range(number)]
+
+
+def publishers(records: list[Record]) -> dict[str, set[str]]:
+    """By the peer that has no directory."""
+    found: dict[str, set[str]] = {}
+    for able in records:
+        for other in published_for(able.peer_id, records):
+            found.setdefault(other.peer_id, set()).add(able.peer_id)
+    return found
+
+
+def test_each_has_two_and_when_one_goes_nobody_else_s_change() -> None:
+    records = [*ABLE, *lonely(40)]
+    before = publishers(records)
+    assert set(before) == {r.peer_id for r in lonely(40)}
+    assert {len(p) for p in before.values()} == {PUBLISHERS}
+    assert len(set().union(*before.values())) == len(ABLE), "the work is divided"
+    gone = ABLE[3].peer_id
+    after = publishers([r for r in records if r.peer_id != gone])
+    for peer_id, its in before.items():
+        assert its - {gone} <= after[peer_id]
+        assert len(after[peer_id]) == PUBLISHERS
+
+
+def test_one_publishes_so_many_at_most_and_always_the_same() -> None:
+    records = [ABLE[0], *lonely(500)]
+    mine = published_for(ABLE[0].peer_id, records)
+    assert len(mine) == MAX_PUBLISHED
+    assert published_for(ABLE[0].peer_id, records[::-1]) == mine
+    assert {r.stage for r in mine} == {0, 1}
+
+
+def test_those_that_publish_and_those_that_serve_nothing_have_nobody() -> None:
+    idle = [record("o", stage=OBSERVER_STAGE), record("l", stage=0, state=LEFT)]
+    assert publishers([*ABLE, *idle]) == {}
+    assert published_for("lonely-0", [*ABLE, *lonely(3)]) == []
+
+
+def test_a_further_seat_publishes_for_nobody() -> None:
+    seat = record(seat_id(ABLE[0].peer_id, 1), stage=1, publishes=True)
+    records = [ABLE[0], seat, *lonely(10)]
+    assert published_for(seat.peer_id, records) == []
+    assert len(published_for(ABLE[0].peer_id, records)) == 10

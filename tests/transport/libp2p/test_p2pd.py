@@ -27,10 +27,10 @@ from swarmnet.errors import (
     TransportError,
     Unreachable,
 )
+from swarmnet.system import RUN_WITH_PARENT
 from swarmnet.transport.base import PROTOCOL_NAME, Request
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.libp2p import p2pd
-from swarmnet.transport.libp2p.daemon_process import END_WITH_PARENT
 from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE, listening_hosts
 from swarmnet.transport.libp2p.knocking import knock
 from swarmnet.transport.libp2p.p2pd import P2pdCarrier, byte_stream
@@ -440,7 +440,7 @@ def test_the_kernel_ends_what_the_wrapper_started_when_its_parent_is_killed() ->
     ends over its broken pipes, one that is stopped over the SIGHUP of an orphaned group."""
     sleep = shutil.which("sleep")
     assert sleep
-    command = [sys.executable, "-c", START_AND_WAIT, END_WITH_PARENT, sleep, "1000"]
+    command = [sys.executable, "-c", START_AND_WAIT, RUN_WITH_PARENT, sleep, "1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         pid = int(parent.stdout.readline())

@@ -1,0 +1,146 @@
+"""What a peer of the default run takes before it does anything, and what installing it takes.
+
+    python benchmarks/start.py [--transport auto]
+
+Prints: how long `import swarmnet` takes beyond an empty Python (the least of some tries); the CPU
+seconds of a peer, its daemon and other children included, until it listens and until it serves its
+stage; the memory that they have to themselves (PSS where the system tells it, else RSS) while it
+waits for a second stage that nobody serves; the bytes of all packages that `pip install .` brings
+(this Python's own left out), largest first. Linux only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from peer.options import default_spec_path
+from swarmnet.needs import APART, DISTRIBUTION
+
+TRIES = 5
+IDLE_AFTER_S = 20.0
+LIMIT_S = 180.0
+NAMED = 8
+MB = 1e6
+
+
+def import_s() -> float:
+    """Of `import swarmnet`, beyond what Python takes."""
+
+    def least(code: str) -> float:
+        found = []
+        for _ in range(TRIES):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True)
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+    return least("import swarmnet") - least("pass")
+
+
+def installed_bytes() -> dict[str, int]:
+    """By package, of all that the requirements without extras bring in this environment."""
+    todo, found = [DISTRIBUTION, *APART], dict[str, int]()
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name in found:
+            continue
+        about = metadata.distribution(name)
+        files = (Path(str(about.locate_file(f))) for f in about.files or [])
+        found[name] = sum(path.stat().st_size for path in files if path.is_file())
+        if name not in APART:
+            wanted = map(Requirement, about.requires or [])
+            todo += [r.name for r in wanted if not r.marker or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+def family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def cpu_s(pid: int) -> float:
+    """Of the process and its children, those that have ended included."""
+    total = 0.0
+    for process in family(pid):
+        times = process.cpu_times()
+        total += times.user + times.system
+    ended = psutil.Process(pid).cpu_times()
+    return total + ended.children_user + ended.children_system
+
+
+def memory_bytes(pid: int) -> dict[str, int]:
+    """By command, of each process of the family."""
+    found: dict[str, int] = {}
+    for process in family(pid):
+        about = process.memory_full_info()
+        found[f"{process.name()} {process.pid}"] = getattr(about, "pss", 0) or about.rss
+    return found
+
+
+def start(transport: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ready, metrics = Path(folder) / "ready", Path(folder) / "metrics"
+        arguments = ["peer", "--plain", "--host", "127.0.0.1", "--transport", transport]
+        arguments += ["--state-dir", f"{folder}/state", "--ready-file", str(ready)]
+        arguments += [
+            "--spec",
+            str(default_spec_path()),
+            "--stage",
+            "0",
+            "--threads",
+            "1",
+            "--metrics",
+            str(metrics),
+            "--debug",
+        ]
+        with (Path(folder) / "err").open("w+b") as err:
+            command = [sys.executable, "-m", "peer", *arguments]
+            peer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err)
+            try:
+                end = time.monotonic() + LIMIT_S
+                while not ready.exists() and time.monotonic() < end and peer.poll() is None:
+                    time.sleep(0.05)
+                if not ready.exists():
+                    raise SystemExit(Path(err.name).read_text(errors="replace")[-2000:])
+                print(f"CPU seconds until it listens: {cpu_s(peer.pid):.1f}")
+                time.sleep(IDLE_AFTER_S)
+                first = cpu_s(peer.pid)
+                print(f"CPU seconds until it serves and waits: {first:.1f}")
+                time.sleep(IDLE_AFTER_S)
+                idle = (cpu_s(peer.pid) - first) / IDLE_AFTER_S
+                print(f"of a core while it waits: {100 * idle:.1f} %")
+                memory = memory_bytes(peer.pid)
+                print(f"memory while it waits: {sum(memory.values()) / MB:.0f} MB", end=" (")
+                print("; ".join(f"{name}: {size / MB:.0f}" for name, size in memory.items()) + ")")
+            finally:
+                peer.terminate()
+                peer.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(f"import swarmnet: {1000 * import_s():.0f} ms beyond an empty Python")
+    sizes = installed_bytes()
+    if options.json:
+        options.json.write_text(json.dumps(sizes, indent=1) + "\n")
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:NAMED]
+    print(f"installed: {sum(sizes.values()) / MB:,.0f} MB", end=" (")
+    print("; ".join(f"{name} {sizes[name] / MB:,.0f}" for name in largest) + ")")
+    start(options.transport)
+
+
+if __name__ == "__main__":
+    main()
