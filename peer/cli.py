@@ -293,21 +293,28 @@ def data(options: DataOptions) -> None:
 
 @command(app, _errors_told)
 def plan(options: PlanOptions) -> None:
-    """Say how much memory a replica of each stage needs, or how to cut the layers into stages."""
+    """Say whether machines can train a run, how fast, by which links, and what would help."""
     from peer.console import make_console
 
-    if not options.measure:
+    if options.measure and options.explain:
+        raise UsageError("give --measure or --explain, not both")
+    if options.explain:
         if options.write:
-            raise UsageError("--write goes with --measure")
-        from peer.commands.plan import show_plan
+            raise UsageError("--explain writes nothing; leave --write out")
+        from peer.planning.memory_tables import show_tables
 
-        show_plan(options, make_console())
+        show_tables(options, make_console())
         return
     if options.precision == "mixed":
-        raise UsageError("--measure takes --precision fp32, bf16 or fp16")
-    from peer.machine.measured_layers import show_measured
+        raise UsageError("--precision mixed goes with --explain; take fp32, bf16 or fp16")
+    if options.measure:
+        from peer.machine.measured_layers import show_measured
 
-    show_measured(options, make_console())
+        show_measured(options, make_console())
+        return
+    from peer.commands.plan import show_plan
+
+    show_plan(options, make_console())
 
 
 @command(app, _errors_told)

@@ -592,15 +592,52 @@ class DataOptions:
 class PlanOptions:
     """What `swarmnet plan` reckons with."""
 
-    spec: Annotated[Path, typer.Option(metavar="FILE", help="The run.")]
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 1
+    spec: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="The run; or a Hugging Face folder, or ORG/NAME of the hub."
+        ),
+    ]
+    machines: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Such as '24GB-gpu*2, rtx4090+64GB, 16GB-cpu*3, mac-32GB' (card or memory, +main "
+            "memory, @TFLOPS), or a TOML file. Default: eight like this one.",
+            show_default=False,
+        ),
+    ] = ""
+    links: Annotated[
+        str,
+        typer.Option(
+            metavar="LINKS", help="Of every machine: up/down, and one way between two of them."
+        ),
+    ] = "20Mbit/100Mbit,30ms"
+    lora: Annotated[bool, typer.Option(help="Train adapters, as with [lora].")] = False
+    choose: Annotated[
+        bool,
+        typer.Option(help="Choose stages, microbatch, batch and mode, whatever the file says."),
+    ] = False
+    tokens: Annotated[
+        str, typer.Option(metavar="N", help="To train on, such as 500M or 1B: how long it takes.")
+    ] = "1B"
+    explain: Annotated[
+        bool, typer.Option(help="The memory of a replica by formula, by policy and by sync mode.")
+    ] = False
+    replicas: Annotated[
+        int, typer.Option(min=1, help="With --explain: replicas of each stage.")
+    ] = 1
     in_flight: Annotated[
-        int, typer.Option(min=0, help="Microbatches between forward and backward at a replica.")
+        int,
+        typer.Option(
+            min=0, help="With --explain: microbatches between forward and backward at a replica."
+        ),
     ] = 4
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16", "mixed"],
         typer.Option(
-            help="Of the passes; auto: as the run says. mixed: the ZeRO paper's 16 bytes."
+            help="Of the passes; auto: as the run says. mixed, with --explain: the ZeRO paper's 16 "
+            "bytes."
         ),
     ] = "auto"
     measure: Annotated[
@@ -608,7 +645,10 @@ class PlanOptions:
         typer.Option(help="Time the layers on this machine, and print how to cut them."),
     ] = False
     write: Annotated[
-        bool, typer.Option(help="With --measure: put the cut into the run's file.")
+        bool,
+        typer.Option(
+            help="Put the cut and what was chosen into the run's file; of a folder, make run.toml."
+        ),
     ] = False
     device: DeviceOption = "auto"
     as_json: JsonOption = False

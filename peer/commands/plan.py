@@ -1,210 +1,296 @@
-"""`swarmnet plan`: what a replica of each stage of a run will hold in memory."""
+"""`swarmnet plan`: whether these machines can train a run, how fast, and what would help."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from peer.machine.measured_layers import write_values
 from peer.options import PlanOptions
-from swarmnet.runtime.text import size
-from swarmnet.spec import RunSpec, load_spec
-from swarmnet.training.memory.activation_choice import POLICIES, known_activations
-from swarmnet.training.memory.plan import (
-    MODES,
-    PRECISIONS,
-    Precision,
-    StageMemory,
-    codec_in,
-    coding_bytes,
-    copy_bytes,
-    exchange_bytes,
-    number_bytes,
-    optimizer_share,
-    plan_memory,
+from peer.planning.answer import Answer, answer_of, left_out
+from peer.planning.machines import read_links, read_machines
+from peer.planning.question import (
+    Asked,
+    Found,
+    Planner,
+    asked,
+    folder_text,
+    like_this_one,
 )
+from swarmnet.errors import SpecError, UsageError
+from swarmnet.files import write_whole
+from swarmnet.protocol.planning.model import Held
+from swarmnet.protocol.planning.search import cut_of, even_cuts
+from swarmnet.protocol.sync_modes import DELAYED, LOCAL
+from swarmnet.runtime.text import size
+from swarmnet.spec import LoraSpec, RunSpec
+from swarmnet.training.memory.stage_table import StageTable
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+NEW_FILE = Path("run.toml")
+GAIN = 1.05
+"""A change that brings less is not worth a line."""
 
 
 def show_plan(options: PlanOptions, console: Console) -> None:
-    """Prints the table. Raises `SpecError`."""
+    """Prints the answer, and writes it where that is wanted. Raises `SpecError`, `UsageError`."""
+    tokens, links = read_tokens(options.tokens), read_links(options.links)
+    machines = read_machines(options.machines) if options.machines else []
+    question = asked(options.spec, lora=options.lora, choose=options.choose)
+    seconds: dict[int, tuple[float, ...]] = {}
+    if not machines:
+        machines, seconds = like_this_one(question.spec, options.precision, options.device)
+    planner = Planner(machines, links, options.precision, seconds)
+    found = planner.answer(question)
+    notes = [
+        *dict.fromkeys(m.note for m in machines if m.note),
+        f"links: {options.links}, where a machine has none of its own; without one microbatch's "
+        "losses, repeats and newcomers",
+    ]
+    if found is None:
+        impossible, changes = _impossible(planner, question)
+        _say_impossible(options, console, impossible, changes, notes)
+        return
+    kind, _ = Counter(machines).most_common(1)[0]
+    more = planner.find(found.table, is_open=question.is_open, more=[kind])
+    answer = answer_of(found, wanted_tokens=tokens, more=more, kind=kind.name)
+    helps = [*left_out(found), *_helps(planner, question, found)]
+    answer = replace(answer, helps=helps, notes=notes)
+    if options.write:
+        written = _write(options, question, found)
+        answer = replace(answer, notes=[*notes, written])
+    if options.as_json:
+        values = {"fits": True, "verdict": answer.verdict, **asdict(answer)}
+        console.print_json(json.dumps(values), ensure_ascii=True)
+        return
+    _say(console, [answer.verdict])
+    console.print(_table(answer))
+    _say(console, answer.lines())
+
+
+def read_tokens(text: str) -> float:
+    """Of `--tokens`. Raises `UsageError`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMBTmbt]?)", text.strip())
+    number = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
+    if not 0 < number < 1e18:
+        raise UsageError(f"--tokens {text!r}: a number of tokens, such as 500M or 1B")
+    return number
+
+
+def _say(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _table(answer: Answer) -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("machine", no_wrap=True)
+    for name in ("stage", "layers", "device", "host", "activ.", "up/day", "down/day"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in answer.rows:
+        table.add_row(
+            f"{r.count} x {r.machine}",
+            str(r.stage),
+            f"{r.layers[0]}-{r.layers[1] - 1}",
+            _of(r.device_bytes, r.device_room),
+            _of(r.host_bytes, r.host_room) if r.is_gpu else "",
+            r.activations,
+            *(size(x) for x in (r.up_per_day, r.down_per_day)),
+        )
+    return table
+
+
+def _of(used: float, room: float) -> str:
+    return f"{used / 1e9:.3g}/{room / 1e9:.3g} GB"
+
+
+def _helps(planner: Planner, question: Asked, found: Found) -> list[str]:
+    """Changes of what the run fixes that would gain: number of stages, mode, codec."""
+    spec, now = found.table.spec, found.plan.round.tokens_per_s
+    lines = []
+
+    def tried(name: str, other: Found | None, beside: str = "") -> None:
+        if other is not None and other.plan.round.tokens_per_s > GAIN * now:
+            rate = other.plan.round.tokens_per_s
+            lines.append(f"{name}: {rate:,.0f} tokens/s ({100 * (rate / now - 1):+.0f} %){beside}")
+
+    if not question.is_open:
+        freed = planner.find(found.table, is_open=True)
+        if freed is not None and len(freed.plan.cut) != len(found.plan.cut):
+            tried(f"with num_stages = {len(freed.plan.cut)}", freed)
+    cut = found.plan.cut
+    for mode in (DELAYED, LOCAL):
+        if mode != spec.sync.mode and spec.sync.mode != LOCAL:
+            changed = spec.sync.model_copy(update={"mode": mode})
+            table = found.table.with_spec(spec.model_copy(update={"sync": changed}))
+            beside = "; the model learns otherwise (docs/convergence.md)"
+            tried(
+                f'with [sync] mode = "{mode}"', planner.find(table, is_open=False, cut=cut), beside
+            )
+    if spec.pipeline.codec != "int4":
+        changed_pipeline = spec.pipeline.model_copy(update={"codec": "int4"})
+        table = found.table.with_spec(spec.model_copy(update={"pipeline": changed_pipeline}))
+        tried('with [pipeline] codec = "int4"', planner.find(table, is_open=False, cut=cut))
+    return lines
+
+
+def _impossible(planner: Planner, question: Asked) -> tuple[str, list[str]]:
+    """What is impossible, and changes that make it possible, the cheapest first."""
+    spec = question.spec
+    table = StageTable(spec)
+    machines = planner.machines(spec)
+    count = len(machines)
+    stages = min(count, len(table.plan.layers)) if question.is_open else spec.pipeline.num_stages
+    adapters = "with adapters" if table.plan.has_base else "in full training"
+    parameters = sum(table.trained) - table.tied
+    names = ", ".join(f"{n} x {m.name}" for m, n in Counter(planner.described).items())
+    changes = _changes(planner, question, table)
+    if stages > count:
+        what = (
+            f"impossible: {stages} stages need {stages} machines (one that serves several is not "
+            f"reckoned with), and there are {count}"
+        )
+    else:
+        what = (
+            f"impossible: {_parameters(parameters, table)} {adapters} on {names}: with "
+            f"{stages} {'stage' if stages == 1 else 'stages'} one needs "
+            f"{_least_short(planner, spec, table, stages)}"
+        )
+    return what, changes
+
+
+def _parameters(trained: int, table: StageTable) -> str:
+    if not table.plan.has_base:
+        return f"a model of {trained / 1e9:.3g} B parameters"
+    return f"{trained / 1e6:.3g} M trained parameters"
+
+
+def _least_short(planner: Planner, spec: RunSpec, table: StageTable, stages: int) -> str:
+    """What the stage needs that lacks most, in the cut that lacks least of those with even stages,
+    on the machine with most memory."""
+    costs = planner.costs(table)
+    largest = max(planner.described, key=lambda m: m.free_device_bytes)
+    memory = planner.machine(largest, spec).memory
+
+    def part(held: Held) -> float:
+        host = held.host_bytes / largest.free_host_bytes if largest.is_gpu else 0.0
+        return max(held.device_bytes / largest.free_device_bytes, host)
+
+    cuts = [cut_of(spec.pipeline.layers)] if spec.pipeline.layers else even_cuts(costs, stages)
+    worst = (max((table.needed(*x, len(cut), memory) for x in cut), key=part) for cut in cuts)
+    held = min(worst, key=part)
+    device = f"{size(held.device_bytes)} of the {size(largest.free_device_bytes)} that"
+    if not largest.is_gpu:
+        return f"{device} a {largest.name} has free"
+    return (
+        f"{device} a {largest.name} has on the device, and {size(held.host_bytes)} of "
+        f"{size(largest.free_host_bytes)} of main memory"
+    )
+
+
+def _changes(planner: Planner, question: Asked, table: StageTable) -> list[str]:
+    spec, found = question.spec, []
+
+    def possible(changed: RunSpec, *, is_open: bool) -> int:
+        """Stages of the plan that fits; 0 where none does."""
+        plan = planner.find(table.with_spec(changed), is_open=is_open)
+        return 0 if plan is None else len(plan.plan.cut)
+
+    pipeline = spec.pipeline
+    if pipeline.activations not in ("auto", "blocks"):
+        blocks = pipeline.model_copy(update={"activations": "blocks"})
+        if possible(spec.model_copy(update={"pipeline": blocks}), is_open=question.is_open):
+            found.append('activations = "blocks"')
+    free = pipeline.model_copy(update={"activations": "auto", "layers": ()})
+    freed = spec.model_copy(update={"pipeline": free})
+    if not question.is_open and (stages := possible(freed, is_open=True)):
+        found.append(f"num_stages = {stages}")
+    if pipeline.microbatch > 1 and not found:
+        small = spec.model_copy(update={"pipeline": free.model_copy(update={"microbatch": 1})})
+        if stages := possible(small, is_open=True):
+            found.append(f"microbatch = 1 and num_stages = {stages}")
+    if spec.lora is None and spec.model.kind == "transformers" and spec.model.source:
+        found += _with_adapters(planner, spec)
+    needed = planner.needed_machines(table.with_spec(freed))
+    if needed is not None:
+        number, kind = needed
+        more = number - len(planner.described)
+        found.append(f"{more} more {kind.name} ({number} machines in all)")
+    return found
+
+
+def _with_adapters(planner: Planner, spec: RunSpec) -> list[str]:
+    """`[lora]`, where it makes the run possible on these machines, or on few more."""
     from swarmnet.training.resolving import described
 
-    spec = described(load_spec(options.spec))
-    known = known_activations if spec.model.kind == "transformers" else None
-    precision = precision_of(spec, options)
+    adapted = described(parse_lora(spec))
+    free = adapted.pipeline.model_copy(update={"layers": ()})
+    table = StageTable(adapted.model_copy(update={"pipeline": free}))
+    plan = planner.find(table, is_open=True)
+    if plan is not None:
+        stages = len(plan.plan.cut)
+        rate = plan.plan.round.tokens_per_s
+        return [f"[lora] and num_stages = {stages} (then about {rate:,.0f} tokens/s)"]
+    needed = planner.needed_machines(table)
+    return [] if needed is None else [f"[lora] and {needed[0]} machines in all"]
 
-    def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:
-        return plan_memory(
-            spec,
-            num_replicas=options.replicas,
-            in_flight=options.in_flight,
-            precision=precision,
-            activations=policy,
-            mode=mode,
-            known=known,
-        )
 
-    rows = rows_of(None)
-    policies: dict[str, list[StageMemory]] = {policy: rows_of(policy) for policy in POLICIES}
-    modes = {mode: rows_of(None, mode) for mode in MODES}
+def parse_lora(spec: RunSpec) -> RunSpec:
+    """With adapters of the usual kind; its config is read again, for their names."""
+    model = spec.model.model_copy(update={"config": {}})
+    return spec.model_copy(update={"lora": LoraSpec(), "model": model})
+
+
+def _say_impossible(
+    options: PlanOptions, console: Console, what: str, changes: list[str], notes: list[str]
+) -> None:
+    wanted = "possible with " + ", or with ".join(changes) if changes else "no change that is tried"
+    line = f"{what}; {wanted}"
+    if options.write:
+        raise SpecError(f"{line}; nothing is written")
     if options.as_json:
-        stages = [
-            asdict(r)
-            | {"state": r.state, "total": r.total}
-            | {"by_policy": {p: found[r.stage].activations for p, found in policies.items()}}
-            | {"by_mode": {m: _of_mode(found[r.stage]) for m, found in modes.items()}}
-            for r in rows
-        ]
-        plan = {
-            "replicas": options.replicas,
-            "precision": precision.name,
-            "mode": spec.sync.mode,
-            "stages": stages,
-        }
-        console.print_json(json.dumps(plan), ensure_ascii=True)
+        values = {"fits": False, "verdict": line, "changes": changes, "notes": notes}
+        console.print_json(json.dumps(values), ensure_ascii=True)
         return
-    console.print(_table(rows))
-    console.print(_policies(policies))
-    console.print(_modes(modes))
-    for line in _formulae(spec, options, precision):
-        console.print(line, soft_wrap=True)
+    _say(console, [line, *notes])
 
 
-def precision_of(spec: RunSpec, options: PlanOptions) -> Precision:
-    """What the person asked for, else what the run says, on a machine without a GPU."""
-    from swarmnet.training.computing import choose_precision
-
-    name = options.precision
-    return PRECISIONS[choose_precision(spec) if name == "auto" else name]
-
-
-def _policies(policies: dict[str, list[StageMemory]]) -> Table:
-    table = Table(
-        title="Activations by policy", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
-    )
-    table.add_column("stage")
-    for policy in policies:
-        table.add_column(policy, justify="right", no_wrap=True)
-    for rows in zip(*policies.values(), strict=True):
-        shown = ("?" if r.activations is None else size(r.activations) for r in rows)
-        table.add_row(str(rows[0].stage), *shown)
-    return table
-
-
-def _of_mode(row: StageMemory) -> dict[str, float]:
-    """For programs."""
-    return {"state": row.state, "sent_per_round": row.sent}
-
-
-def _modes(modes: dict[str, list[StageMemory]]) -> Table:
-    title = "By sync mode: the largest stage, and what a replica sends in a round"
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("mode")
-    for name in ("weights", "grads", "optim.", "sync", "state", "sent"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for mode, rows in modes.items():
-        r = max(rows, key=lambda r: r.num_parameters)
-        parts = (r.weights, r.gradients, r.optimizer, r.exchange, r.state, r.sent)
-        table.add_row(mode, *(size(x) for x in parts))
-    return table
-
-
-def _table(rows: list[StageMemory]) -> Table:
-    table = Table(
-        title="Memory of one replica", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
-    )
-    table.add_column("stage")
-    for name in (
-        "params",
-        "weights",
-        "grads",
-        "optim.",
-        "sync",
-        "activ.",
-        "total",
-        "no ZeRO",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r in rows:
-        activations = "?" if r.activations is None else size(r.activations)
-        table.add_row(
-            str(r.stage),
-            count(r.num_parameters),
-            size(r.weights),
-            size(r.gradients),
-            size(r.optimizer),
-            size(r.exchange),
-            activations,
-            size(r.total),
-            size(r.unsharded + (r.activations or 0.0)),
-        )
-    return table
-
-
-def _sizes(mode: str, codec: str) -> str:
-    """Bytes of what an update sends, a parameter."""
-    names = codec_in(mode, codec)
-    kinds = {
-        "g": (names.contributions, "gradients"),
-        "r": (names.results, "results"),
-        "s": (names.sums, "sums"),
+def _write(options: PlanOptions, question: Asked, found: Found) -> str:
+    """Puts what was chosen into the file. Raises `SpecError`."""
+    spec = found.spec
+    pipeline = {
+        "num_stages": spec.pipeline.num_stages,
+        "layers": spec.pipeline.layers,
+        "global_batch": spec.pipeline.global_batch,
+        "microbatch": spec.pipeline.microbatch,
     }
-    return ", ".join(f"{k} = {number_bytes(c):.3g} ({what})" for k, (c, what) in kinds.items())
-
-
-def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
-    sync = spec.sync
-    share = optimizer_share(options.replicas, sync.replication)
-    store = "in files" if sync.optimizer_store == "disk" else "in the host's memory"
-    if sync.mode == "zero":
-        store += " (of a machine with one GPU: in that, where it has room)"
-    is_own = sync.mode in ("local", "gossip")
-    beside = exchange_bytes(sync.mode, share, p, sync.codec)
-    without = exchange_bytes(sync.mode, 1.0, p, sync.codec)
-    coding = coding_bytes(sync.mode, share, sync.codec)
-    coded = f" + {coding:.2f} for coding ({sync.codec})" * bool(coding)
-    a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
-    optimizer = f"optimizer (master {p.master} + moments {p.moments})"
-    parts = {
-        "local": f"{optimizer} of own steps + common parameters 4 + outer momentum 4 x R / N",
-        "gossip": f"{optimizer} of own steps + slow parameters 4 + outer momentum 4",
-        "zero": f"{optimizer} x R / N",
-    }
-    delayed = (
-        f"{parts['zero']} + {p.weights + p.gradients} for a second pair of weights and gradients + "
-        "4 for the gradient under way + 4 x R / N for how far parameters are ahead "
-        "(auto: where it chooses delayed)"
+    if not question.source:
+        tables: dict[str, dict[str, object]] = {"pipeline": pipeline}
+        if question.is_mode_open:
+            tables["sync"] = {"mode": spec.sync.mode}
+        write_values(options.spec, tables)
+        return f"{options.spec} has this plan now"
+    if NEW_FILE.exists():
+        raise SpecError(f"{NEW_FILE} is there already; move it away, or plan it with --spec")
+    text = folder_text(
+        question.source,
+        lora=spec.lora is not None,
+        num_stages=spec.pipeline.num_stages,
+        global_batch=spec.pipeline.global_batch,
+        microbatch=spec.pipeline.microbatch,
+        layers=spec.pipeline.layers,
+        mode=spec.sync.mode,
     )
-    first = spec.sync_warmup_rounds
-    warm_up = f"; both in each of the first {first} rounds, the warm-up of this run" * bool(first)
-    return [
-        f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
-        f"+ {parts.get(sync.mode, delayed)}{coded} = "
-        f"{a_parameter:.2f}, with R = "
-        f"{sync.replication} owners of a shard and N = {options.replicas} replicas of a "
-        f"stage; {p.total + without:g} without ZeRO (Rajbhandari et al., "
-        "2020: 16 in mixed precision).",
-        "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a "
-        f"round, with {_sizes(sync.mode, sync.codec)}; local the same every H = "
-        f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}. "
-        "Activations and their gradients come on top.",
-        f"Optimizer: {store}, or where --optimizer-memory says; the share of a replica of average "
-        "upload bandwidth. Activations: "
-        f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
-        f'activations = "{spec.pipeline.activations}" (auto: each machine by its free memory; here '
-        "as keep); offload moves the rest out of the device's memory.",
-        f"Texts (swarmnet generate): a copy of the weights, {copy_bytes(1, p)} a parameter, at a "
-        "replica that has room for it, while one is written; keys and values of its tokens.",
-    ]
-
-
-def count(number: float) -> str:
-    """A number of parameters as people read it."""
-    for unit in ("", " k", " M"):
-        if number < 1000:
-            return f"{number:.4g}{unit}"
-        number /= 1000
-    return f"{number:.4g} G"
+    try:
+        write_whole(NEW_FILE, text)
+    except OSError as e:
+        raise SpecError(f"{NEW_FILE} cannot be written: {e.strerror}") from None
+    return f"{NEW_FILE} is written: name the data in it, and look at learning_rate and rounds"

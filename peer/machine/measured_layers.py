@@ -8,10 +8,11 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -123,19 +124,34 @@ def show_measured(options: PlanOptions, console: Console) -> None:
 def write_layers(path: Path, layers: Sequence[int]) -> None:
     """Puts `layers` into the `[pipeline]` of a spec's file, all else left as it is. Raises
     `SpecError` where that cannot be done."""
+    write_values(path, {"pipeline": {"layers": tuple(layers)}})
+
+
+def write_values(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Puts values into tables of a spec's file, all else left as it is. Raises `SpecError` where
+    that cannot be done."""
     try:
         raw = path.read_bytes()
     except OSError as e:
         raise SpecError(f"cannot read {path}: {e.strerror}") from None
     written = text_of(raw, path, SpecError)
     before = written.replace("\r\n", "\n")
-    spec = parse_spec(before)
-    after = _with_layers(before, f"layers = {list(layers)}")
-    pipeline = spec.pipeline.model_copy(update={"layers": tuple(layers)})
-    if parse_spec(after) != spec.model_copy(update={"pipeline": pipeline}):
+    after, wanted = before, parse_spec(before)
+    for table, values in tables.items():
+        for key, value in values.items():
+            after = _with_entry(after, table, key, _toml(value))
+        changed = getattr(wanted, table).model_copy(update=dict(values))
+        wanted = wanted.model_copy(update={table: changed})
+    if parse_spec(after) != wanted:
+        entries = "; ".join(
+            f"[{table}] {key} = {_toml(value)}"
+            for table, values in tables.items()
+            for key, value in values.items()
+        )
+        tables_said = ", ".join(f"[{table}]" for table in tables)
         raise SpecError(
-            f"{path}: [pipeline] is written in a way that cannot be edited; put "
-            f"layers = {list(layers)} into it by hand"
+            f"{path}: {tables_said} is written in a way that cannot be edited; put {entries} into "
+            "it by hand"
         )
     if before != written:
         after = after.replace("\n", "\r\n")
@@ -146,18 +162,22 @@ def write_layers(path: Path, layers: Sequence[int]) -> None:
         raise SpecError(f"{path} cannot be written: {e.strerror}") from None
 
 
-def _with_layers(text: str, entry: str) -> str:
-    """Replaces the entry of `[pipeline]`, or adds it below the table's head."""
-    head = re.search(r"^[ \t]*\[[ \t]*pipeline[ \t]*\].*$", text, re.MULTILINE)
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _with_entry(text: str, name: str, key: str, value: str) -> str:
+    """Replaces the entry of a table, or adds it below the table's head, or adds the table."""
+    entry = f"{key} = {value}"
+    head = re.search(rf"^[ \t]*\[[ \t]*{name}[ \t]*\].*$", text, re.MULTILINE)
     if head is None:
-        return text
+        return f"{text.rstrip()}\n\n[{name}]\n{entry}\n"
     rest = text[head.end() :]
     table = re.search(r"^[ \t]*\[", rest, re.MULTILINE)
     end = table.start() if table else len(rest)
     own, others = rest[:end], rest[end:]
-    own, replaced = re.subn(
-        r"^[ \t]*layers[ \t]*=[ \t]*\[[^\]]*\]", entry, own, count=1, flags=re.MULTILINE
-    )
+    present = rf"^[ \t]*{key}[ \t]*=[ \t]*(?:\[[^\]]*\]|\"[^\"\n]*\"|'[^'\n]*'|[^\s#\[\"']+)"
+    own, replaced = re.subn(present, lambda _: entry, own, count=1, flags=re.MULTILINE)
     if not replaced:
         own = f"\n{entry}{own}"
     return text[: head.end()] + own + others

@@ -48,14 +48,12 @@ def choose_computing(
     from swarmnet.training.accelerators import shares_memory
     from swarmnet.training.computing import ActivationsName, Computing, choose_precision
     from swarmnet.training.memory.activation_choice import (
-        FREE_PART,
         POLICIES,
-        Choice,
-        choose_activations,
         expected_in_flight,
         known_activations,
     )
     from swarmnet.training.memory.plan import PRECISIONS, base_bytes, state_bytes
+    from swarmnet.training.memory.stage_needs import StageNeeds, choose_memory
     from swarmnet.training.models.registry import stage_parameter_ranges
 
     device = torch.device(devices[0])
@@ -74,37 +72,36 @@ def choose_computing(
     else:  # a disk is so slow that it should be somebody's wish
         policies = POLICIES[:-1]
     ranges = stage_parameter_ranges(spec, stage)
-    weights, gradients, optimizer, exchange = state_bytes(
-        ranges[-1].stop, 1, spec.sync.replication, numbers, spec.sync.mode, spec.sync.codec
+    needs = StageNeeds(
+        *state_bytes(
+            ranges[-1].stop, 1, spec.sync.replication, numbers, spec.sync.mode, spec.sync.codec
+        ),
+        base_bytes(spec, stage, numbers),
+        known_activations(spec, stage, numbers),
     )
-    on_device = weights + gradients + base_bytes(spec, stage, numbers)
-    updating = exchange + optimizer
-    if shares_memory(device):
-        on_device += exchange + (optimizer if host_place(spec, options) == HOST else 0)
-    if options.optimizer_memory == DEVICE:
-        on_device += updating
+    is_apart = not shares_memory(device)
+    is_left = options.optimizer_memory == AUTO and not is_apart
+    place = host_place(spec, options) if is_left else options.optimizer_memory
     free = free_bytes_of(device)
     # Ranks with devices of their own share the stage; those on CPUs share the memory.
-    _check_room(stage, on_device, free * (1 if shares_memory(device) else len(devices)))
+    _check_room(
+        stage, needs.on_device(place, is_gpu=is_apart), free * (len(devices) if is_apart else 1)
+    )
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
-    left = max(0.0, FREE_PART * free - on_device) * (1 if shares_memory(device) else len(devices))
-    in_flight, known = expected_in_flight(spec), known_activations(spec, stage, numbers)
-
-    def choice_of(num_bytes: float) -> Choice:
-        return choose_activations(
-            known, free_bytes=num_bytes, in_flight=in_flight, policies=policies
-        )
-
-    choice, is_there = choice_of(left), options.optimizer_memory == DEVICE
-    may_be_there = not shares_memory(device) and len(devices) == 1 and spec.sync.mode == ZERO
-    may_be_there = may_be_there and options.optimizer_memory == AUTO and updating < left
-    if may_be_there and updates_right_on(device, spec):
-        beside = choice_of(left - updating)
-        has_room = beside.max_in_flight >= min(choice.max_in_flight, in_flight)
-        is_there = has_room and beside.activations == choice.activations
-        choice = beside if is_there else choice
-        left -= updating if is_there else 0
+    in_flight = expected_in_flight(spec)
+    may_be_there = is_apart and len(devices) == 1 and spec.sync.mode == ZERO and place == AUTO
+    chosen = choose_memory(
+        needs,
+        place,
+        free=free,
+        policies=policies,
+        in_flight=in_flight,
+        is_gpu=is_apart,
+        may_be_on_device=may_be_there and updates_right_on(device, spec),
+        num_devices=len(devices),
+    )
+    choice, is_there, left = chosen.choice, chosen.is_on_device, chosen.left
     computing = Computing(
         precision=precision,
         activations=choice.activations,
@@ -113,9 +110,9 @@ def choose_computing(
         max_in_flight=choice.max_in_flight,
         updates_on_device=is_there,
     )
-    place = DEVICE if is_there else host_place(spec, options)
+    kept = DEVICE if is_there else host_place(spec, options)
     line = _line(stage, device, computing, choice.needed_bytes, in_flight, left)
-    return computing, f"{line}; optimizer state {PLACES[place]}"
+    return computing, f"{line}; optimizer state {PLACES[kept]}"
 
 
 def updates_right_on(device: torch.device, spec: RunSpec) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,7 @@ from swarmnet.protocol.pipeline.feeding import IN_FLIGHT_PER_REPLICA
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import ActivationsName
 from swarmnet.training.memory.plan import Activations, Precision, stage_activations
-from swarmnet.training.models.base import TensorSpec
+from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec, described
 from swarmnet.training.models.registry import model_plan, split_stages
 
 log = logging.getLogger("swarmnet.training")
@@ -138,6 +139,100 @@ def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activ
         borders=sum(a.nbytes for a, _ in pairwise(borders)),
         largest_layer=max(parts),
         is_input_in_graph=_memory_of(inputs) in seen,
+        is_last=is_last,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Of one layer and one microbatch, in bytes."""
+
+    kept: int
+    """What autograd keeps of it."""
+    loss: int
+    """Likewise of the loss, of the last layer."""
+    inputs: int
+    outputs: int
+    num_inputs: int
+    """Numbers that it gets; 0 where they are no floats."""
+    num_outputs: int
+    is_input_kept: bool
+
+
+def layer_kinds(layers: Sequence[LayerBuilder]) -> tuple[object, ...]:
+    """What layers that are alike have in common, of each."""
+    kinds = []
+    for layer, module in zip(layers, described(layers), strict=True):
+        parameters = tuple(
+            (n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()
+        )
+        kinds.append((repr(module), parameters, layer.output_shape, tuple(layer.tied)))
+    return tuple(kinds)
+
+
+def traced_layers(
+    spec: RunSpec, plan: ModelPlan, precision: Precision, kinds: Sequence[object]
+) -> tuple[LayerActivations, ...]:
+    """Every layer of a model, as `traced_activations` traces a stage; those of one of the `kinds`
+    (`layer_kinds`) once. Raises what the layers raise there."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name, torch.float32)
+    batch, came = spec.pipeline.microbatch, plan.inputs
+    known: dict[object, LayerActivations] = {}
+    found = []
+    for i, layer in enumerate(plan.layers):
+        is_last = i == len(plan.layers) - 1
+        kind = kinds[i], came, is_last
+        if kind in known:
+            found.append(known[kind])
+            came = TensorSpec("float32", layer.output_shape)
+            continue
+        with torch.device("meta"):
+            module = layer.build().to(dtype)
+            x = torch.empty((batch, *came.shape), dtype=getattr(torch, came.dtype))
+            targets = torch.empty(
+                (batch, *plan.targets.shape), dtype=getattr(torch, plan.targets.dtype)
+            )
+        if is_float := x.is_floating_point():
+            x = x.to(dtype).requires_grad_()
+        parameters = {_memory_of(p) for p in module.parameters()}
+        y, kept = _kept_by(module, x, parameters)
+        loss: dict[int, Tensor] = {}
+        if is_last:
+            _, loss = _kept_by(partial(_loss, plan, targets), y, parameters)
+        known[kind] = LayerActivations(
+            kept=sum(t.untyped_storage().nbytes() for t in kept.values()),
+            loss=sum(t.untyped_storage().nbytes() for at, t in loss.items() if at not in kept),
+            inputs=x.nbytes,
+            outputs=y.nbytes,
+            num_inputs=x.numel() if is_float else 0,
+            num_outputs=y.numel(),
+            is_input_kept=_memory_of(x) in kept,
+        )
+        found.append(known[kind])
+        came = TensorSpec("float32", layer.output_shape)
+    return tuple(found)
+
+
+def _loss(plan: ModelPlan, targets: Tensor, out: Tensor) -> Tensor:
+    return plan.loss(out.float(), targets)
+
+
+def joined(
+    layers: Sequence[LayerActivations], precision: Precision, *, is_last: bool
+) -> Activations:
+    """Of a stage that has these layers."""
+    is_low = precision.name in ("bf16", "fp16")
+    begin, end = layers[0], layers[-1]
+    loss = end.loss if is_last else 0
+    return Activations(
+        graph=sum(x.kept for x in layers) + loss,
+        came=4 * begin.num_inputs if is_low else 0,
+        inputs=begin.inputs,
+        outputs=end.outputs if is_low and not is_last else 0,
+        sent=0 if is_last else 4 * end.num_outputs,
+        borders=sum(x.inputs for x in layers),
+        largest_layer=max([loss, *(x.kept for x in layers)]),
+        is_input_in_graph=begin.is_input_kept,
         is_last=is_last,
     )
 

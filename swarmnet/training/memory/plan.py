@@ -26,7 +26,7 @@ The other sync modes need more:
 While the model writes a text (`swarmnet generate`) a replica may keep, where there is room, one
 copy of its parameters as passes need them: `copy_bytes`.
 
-What a replica sends in a round on average: `sent_bytes`.
+What a replica sends in a round: `swarmnet.protocol.planning.exchange`.
 
 Beside it there are activations, by microbatch in flight: what the stage keeps between the passes by
 the policy (`Activations`), and the activation as it came and as it went, in fp32.
@@ -39,24 +39,21 @@ V tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarmnet.errors import SpecError
-from swarmnet.protocol.codecs import (
-    CHUNK,
-    INT4,
-    INT8,
-    NONE,
-    TOKEN_BYTES,
-    TOPK,
-    UpdateCodec,
-    row_bytes,
-    update_codec,
-)
+from swarmnet.protocol.codecs import NONE, TOKEN_BYTES
+from swarmnet.protocol.planning.exchange import codec_in, number_bytes, sent_bytes
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
-from swarmnet.training.models.base import describe_buffers, describe_frozen, num_parameters
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    ModelPlan,
+    describe_buffers,
+    describe_frozen,
+    num_parameters,
+)
 from swarmnet.training.models.lora import is_packed, packing_of
 from swarmnet.training.models.packing import BITS
 from swarmnet.training.models.registry import model_plan, split_stages, stage_parameter_ranges
@@ -64,8 +61,6 @@ from swarmnet.training.models.subspace import has_table
 
 FP32_BYTES, LOW_BYTES = 4, 2
 MODES = (ZERO, DELAYED, LOCAL, GOSSIP)
-OFFERED_VECTORS = 4
-"""From each partner to the other: parameters, their change, two moments."""
 ERROR_BYTES = 2
 """A parameter, of what coding has lost of contributions."""
 
@@ -156,7 +151,15 @@ def base_bytes(spec: RunSpec, stage: int, precision: Precision) -> float:
     `[lora] base_dtype` where linear layers keep it so (the few others are counted alike, as long as
     it is not one of few bits)."""
     plan = model_plan(spec)
-    layers = split_stages(plan, spec.pipeline.num_stages)[stage]
+    return layers_base_bytes(
+        spec, plan, split_stages(plan, spec.pipeline.num_stages)[stage], precision
+    )
+
+
+def layers_base_bytes(
+    spec: RunSpec, plan: ModelPlan, layers: Sequence[LayerBuilder], precision: Precision
+) -> float:
+    """The same of some layers."""
     buffers = FP32_BYTES * num_parameters(describe_buffers(layers))
     if not plan.has_base:
         return float(buffers)
@@ -193,46 +196,9 @@ def coding_bytes(mode: str, share: float, codec: str) -> float:
     return ERROR_BYTES + FP32_BYTES * share
 
 
-def number_bytes(codec: str) -> float:
-    """Of a number in a long row."""
-    return row_bytes(codec, CHUNK) / CHUNK
-
-
-def codec_in(mode: str, codec: str) -> UpdateCodec:
-    """What `[sync] codec` would be in another mode than the run's."""
-    if mode == GOSSIP and update_codec(codec).sums != NONE:
-        return update_codec(INT8)
-    return update_codec(INT4 if codec == TOPK and mode != LOCAL else codec)
-
-
 def copy_bytes(num_parameters: int, precision: Precision = FP32) -> int:
     """Of the copy of a stage's parameters that the texts of one round hold."""
     return (FP32_BYTES if precision is FP32 else LOW_BYTES) * num_parameters
-
-
-def sent_bytes(
-    num_parameters: int,
-    num_replicas: int,
-    replication: int,
-    mode: str,
-    local_steps: int,
-    codec: str = NONE,
-) -> float:
-    """What a replica sends to others of its stage in a round, on average. To each of N primaries
-    its part of the gradient (g bytes a parameter, by the codec), to R - 1 backups their sums (s
-    bytes), to each of the others the results of its own shards (r bytes):
-    Psi (g (N - 1) + s (R - 1) + r (N - R)) / N, with g = r = s = 4 where nothing is coded, and in
-    mode `local` so much every `local_steps` rounds. A backup whose arithmetic differs from the
-    primary's in the last bit gets the results too. In mode `gossip` every `local_steps` rounds an
-    offer of four vectors to the partner; of an odd number one has none."""
-    n, psi = num_replicas, num_parameters
-    names = codec_in(mode, codec)
-    g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
-    if mode == GOSSIP:
-        return OFFERED_VECTORS * s * psi * (n - n % 2) / n / local_steps
-    owners = min(replication, n)
-    each = psi * (g * (n - 1) + s * (owners - 1) + r * (n - owners)) / n
-    return each / local_steps if mode == LOCAL else each
 
 
 def layer_bytes(model: ModelSpec, layer: str, positions: int, element: int = FP32_BYTES) -> int:
@@ -361,13 +327,20 @@ class Activations:
 def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
     """Of one microbatch at a stage; None for another model than the built-in one. Raises
     `SpecError`."""
-    model, batch = spec.model, spec.pipeline.microbatch
-    if model.kind != "llama":
+    if spec.model.kind != "llama":
         return None
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
     names = [layer.name for layer in stages[stage]]
+    return llama_activations(spec, names, precision, stage == 0, stage == len(stages) - 1)
+
+
+def llama_activations(
+    spec: RunSpec, names: Sequence[str], precision: Precision, is_first: bool, is_last: bool
+) -> Activations:
+    """Of one microbatch at a stage that has the layers of these names, of the built-in Llama."""
+    model, batch = spec.model, spec.pipeline.microbatch
     element = FP32_BYTES if precision is FP32 else LOW_BYTES
-    is_low, is_first, is_last = precision is not FP32, stage == 0, stage == len(stages) - 1
+    is_low = precision is not FP32
     positions = batch * spec.sequence_length
     is_narrow = bool(model.subspace)
     border = positions * (model.subspace or model.hidden_size)

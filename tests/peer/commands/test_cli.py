@@ -114,6 +114,12 @@ COMMANDS = {
     "data": {"spec", "--data", "--tokenizer", "--samples", "--json", "--debug"},
     "counted": {"state_dirs", "--run-id", "--json", "--debug"},
     "plan": {
+        "--machines",
+        "--links",
+        "--lora",
+        "--choose",
+        "--tokens",
+        "--explain",
         "--spec",
         "--replicas",
         "--in-flight",
@@ -174,6 +180,7 @@ COMMANDS = {
         "--debug",
     },
     "doctor": {
+        "--report",
         "--join",
         "--spec",
         "--port",

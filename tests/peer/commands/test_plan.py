@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -30,7 +31,7 @@ def with_sync(folder: Path, lines: str) -> Path:
 
 
 def test_the_table_has_a_row_a_stage_and_the_formula(fp32: Path) -> None:
-    result = CliRunner().invoke(app, ["plan", "--spec", str(fp32), "--replicas", "4"])
+    result = CliRunner().invoke(app, ["plan", "--spec", str(fp32), "--explain", "--replicas", "4"])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     header = next(line.split() for line in lines if "params" in line)
@@ -50,14 +51,19 @@ def test_the_table_has_a_row_a_stage_and_the_formula(fp32: Path) -> None:
     assert lines[tables[1]].split() == ["stage", "keep", "blocks", "recompute", "offload"]
     for start in tables:
         assert sum(line.split()[:1] in (["0"], ["1"]) for line in lines[start : start + 5]) == 2
-    assert "x R / N = 12.00, with R = 2 owners of a shard and N = 4 replicas" in result.stdout
+    assert (
+        "x min(R, N) / N = 12.00, with R = 2 owners of a shard and N = 4 replicas" in result.stdout
+    )
     modes = next(i for i, line in enumerate(lines) if line.split()[:1] == ["mode"])
     assert [line.split()[0] for line in lines[modes + 2 : modes + 6]] == list(MODES)
     assert all(len(line) <= 80 for line in lines[: modes + 6])
 
 
 def test_for_programs(fp32: Path) -> None:
-    command = ["plan", "--spec", str(fp32), "--replicas", "8", "--precision", "mixed", "--json"]
+    command = [
+        *("plan", "--spec", str(fp32), "--explain", "--replicas", "8"),
+        *("--precision", "mixed", "--json"),
+    ]
     result = CliRunner().invoke(app, command)
     plan = json.loads(result.stdout)
     assert plan["replicas"] == 8
@@ -81,7 +87,7 @@ def test_what_the_sync_modes_hold_and_send(
     tmp_path: Path, mode: str, state: float, sent: float
 ) -> None:
     spec = with_sync(tmp_path, f'mode = "{mode}"\nlocal_steps = 10\ncodec = "none"')
-    command = ["plan", "--spec", str(spec), "--replicas", "5"]
+    command = ["plan", "--spec", str(spec), "--explain", "--replicas", "5"]
     plan = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert plan["mode"] == mode
     for stage in plan["stages"]:
@@ -101,9 +107,8 @@ def test_a_file_that_names_no_codec_is_planned_with_the_one_it_would_be_started_
     plans = []
     for codec in ("", f'\ncodec = "{resolve_codec(mode)}"'):
         spec = with_sync(tmp_path, f'mode = "{mode}"{codec}')
-        plans.append(
-            json.loads(CliRunner().invoke(app, ["plan", "--spec", str(spec), "--json"]).stdout)
-        )
+        command = ["plan", "--spec", str(spec), "--explain", "--json"]
+        plans.append(json.loads(CliRunner().invoke(app, command).stdout))
     assert plans[0] == plans[1]
     assert plans[0]["stages"][0]["sent"] < 2.5 * plans[0]["stages"][0]["num_parameters"]
 
@@ -114,7 +119,10 @@ def resolve_codec(mode: str) -> str:
 
 
 def test_low_precision_and_the_policies(fp32: Path) -> None:
-    command = ["plan", "--spec", str(fp32), "--replicas", "4", "--precision", "bf16", "--json"]
+    command = [
+        *("plan", "--spec", str(fp32), "--explain", "--replicas", "4"),
+        *("--precision", "bf16", "--json"),
+    ]
     plan = json.loads(CliRunner().invoke(app, command).stdout)
     assert plan["precision"] == "bf16"
     for stage in plan["stages"]:
@@ -170,7 +178,12 @@ def test_a_cut_that_does_not_fit_is_one_clear_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["--spec", str(SPEC), "--write"], 2),
+        (["--spec", str(SPEC), "--explain", "--write"], 2),
+        (["--spec", str(SPEC), "--explain", "--measure"], 2),
+        (["--spec", str(SPEC), "--precision", "mixed"], 2),
+        (["--spec", str(SPEC), "--machines", "24GB"], 2),
+        (["--spec", str(SPEC), "--machines", "24GB-gpu", "--links", "20"], 2),
+        (["--spec", str(SPEC), "--machines", "24GB-gpu*2", "--tokens", "many"], 2),
         (["--spec", "nowhere.toml"], 2),
         (["--spec", "x", "--replicas", "0"], 2),
     ],
@@ -181,7 +194,10 @@ def test_what_cannot_be_is_refused(arguments: list[str], code: int) -> None:
 
 def test_more_microbatches_in_flight_take_more_memory() -> None:
     def activations(in_flight: int) -> list[float]:
-        command = ["plan", "--spec", str(SPEC), "--in-flight", str(in_flight), "--json"]
+        command = [
+            *("plan", "--spec", str(SPEC), "--explain"),
+            *("--in-flight", str(in_flight), "--json"),
+        ]
         stages = json.loads(CliRunner().invoke(app, command).stdout)["stages"]
         return [stage["activations"] for stage in stages]
 
@@ -190,3 +206,164 @@ def test_more_microbatches_in_flight_take_more_memory() -> None:
         assert b > a > 0
         assert d - a == pytest.approx(3 * (b - a))
     assert one[-1] == four[-1], "the last stage goes forward and backward in one"
+
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def folder_8b(tmp_path: Path) -> Path:
+    """A Hugging Face folder without its weights, which no plan reads."""
+    folder = tmp_path / "llama-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder
+
+
+def answered(spec: Path, *more: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["plan", "--spec", str(spec), *more, "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+CARDS = ("--machines", "24GB-gpu*2")
+
+
+def test_what_is_impossible_is_said_with_what_would_make_it_possible(folder_8b: Path) -> None:
+    found = answered(folder_8b, *CARDS)
+    assert not found["fits"]
+    verdict = found["verdict"]
+    assert verdict.startswith("impossible: a model of 8.03 B parameters in full training on 2 x 24")
+    assert "of the 24 GB that a 24GB-gpu has on the device, and " in verdict
+    assert "of main memory" in verdict
+    lora, more = found["changes"]
+    assert lora.startswith("[lora] and num_stages = ")
+    assert re.fullmatch(r"\d+ more 24GB-gpu \(\d+ machines in all\)", more)
+    number = int(more.split("(")[1].split()[0])
+    assert answered(folder_8b, "--machines", f"24GB-gpu*{number}")["fits"]
+    assert not answered(folder_8b, "--machines", f"24GB-gpu*{number - 1}")["fits"]
+
+
+def test_adapters_are_reckoned_with_the_policy_that_a_machine_would_choose(
+    folder_8b: Path,
+) -> None:
+    found = answered(folder_8b, *CARDS, "--lora")
+    assert found["fits"]
+    assert {row["activations"] for row in found["rows"]} == {"blocks"}
+    for row in found["rows"]:
+        assert 8e9 * 2 / len(found["rows"]) * 0.9 < row["device_bytes"] < 24e9
+        assert row["host_bytes"] < 1e9
+
+
+def test_what_goes_over_the_links_is_in_the_answer(folder_8b: Path) -> None:
+    """8.4 MB of bf16 each way for 1,024 tokens."""
+    text = (
+        f'[model]\nfrom = "{folder_8b}"\n[lora]\n[data]\npaths = "x"\n'
+        "[optimizer]\nlearning_rate = 1e-3\nrounds = 1\n"
+        '[pipeline]\nnum_stages = 2\nglobal_batch = 64\nmicrobatch = 1\ncodec = "bf16"\n'
+    )
+    spec = folder_8b.parent / "run.toml"
+    spec.write_text(text)
+    found = answered(spec, *CARDS, "--links", "20Mbit/20Mbit,30ms")
+    assert [row["stage"] for row in found["rows"]] == [0, 1]
+    for row in found["rows"]:
+        assert row["up_per_round"] == pytest.approx(64 * 1024 * 4096 * 2, rel=0.01)
+    assert found["round_s"]["links"] > 100, "3.6 minutes, less what is computed meanwhile"
+    in_all = found["round_s"]["compute"] + found["round_s"]["links"]
+    assert in_all == pytest.approx(64 * 1024 * 4096 * 2 / 2.5e6, rel=0.01)
+    assert "of a round is links" in found["verdict"]
+
+
+def test_the_verdict_comes_first_and_machines_follow() -> None:
+    machines = ("--machines", "24GB-gpu*2, 16GB-cpu*3, mac-32GB")
+    result = CliRunner().invoke(app, ["plan", "--spec", str(SPEC), *machines])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("fits: 2 stages x ")
+    assert "tokens/s; up to " in lines[0]
+    assert any(line.split()[:3] == ["machine", "stage", "layers"] for line in lines)
+    text = result.stdout
+    for part in ("compute ", "links ", "exchange ", "latency ", "bubble ", "1 B tokens: "):
+        assert part in text
+    for part in ("a newcomer downloads ", "one more ", "without one ", "with num_stages = 1: "):
+        assert part in text
+    found = answered(SPEC, *machines)
+    assert found["verdict"] == lines[0]
+    assert sum(found["round_s"][k] for k in found["round_s"] if k != "seconds") == pytest.approx(
+        found["round_s"]["seconds"]
+    )
+    assert found["hours"] == pytest.approx(1e9 / found["tokens_per_day"] * 24)
+    half = answered(SPEC, *machines, "--tokens", "500M")
+    assert half["hours"] == pytest.approx(found["hours"] / 2)
+
+
+def test_without_machines_eight_like_this_one_are_planned() -> None:
+    found = answered(SPEC, "--device", "cpu")
+    assert sum(row["count"] for row in found["rows"]) <= 8
+    assert {row["machine"] for row in found["rows"]} == {"this-machine"}
+    assert "this machine's layers were timed" in found["notes"]
+
+
+def test_hours_count_in_a_day(tmp_path: Path) -> None:
+    machines = tmp_path / "machines.toml"
+    days = []
+    for hours in (24, 12):
+        machines.write_text(f'[[machine]]\ncard = "rtx4090"\ncount = 2\nhours = {hours}\n')
+        found = answered(SPEC, "--machines", str(machines))
+        days.append((found["tokens_per_s"], found["tokens_per_day"]))
+    assert days[0][0] == days[1][0]
+    assert days[0][1] == pytest.approx(2 * days[1][1])
+
+
+def test_too_few_machines_for_the_stages_that_the_run_fixes() -> None:
+    found = answered(SPEC, "--machines", "24GB-gpu")
+    assert not found["fits"]
+    assert found["verdict"].startswith("impossible: 2 stages need 2 machines")
+    assert found["changes"][0] == "num_stages = 1"
+    assert answered(SPEC, "--machines", "24GB-gpu", "--choose")["fits"]
+
+
+def test_a_plan_is_written_into_the_run_and_all_else_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    text = SPEC.read_text()
+    path.write_text(text)
+    found = answered(path, "--machines", "24GB-gpu*4", "--choose", "--write")
+    spec = load_spec(path)
+    stages = {row["stage"]: row["layers"] for row in found["rows"]}
+    assert spec.pipeline.num_stages == len(stages)
+    assert spec.pipeline.layers == tuple(end - first for first, end in stages.values())
+    assert spec.pipeline.global_batch == found["samples"]
+    assert spec.model == load_spec(SPEC).model
+    again = answered(path, "--machines", "24GB-gpu*4")
+    assert again["tokens_per_s"] == pytest.approx(found["tokens_per_s"])
+    changed = {"num_stages", "layers", "global_batch", "microbatch", "mode"}
+    kept = [line for line in text.splitlines() if line.split(" ")[0] not in changed]
+    assert [x for x in path.read_text().splitlines() if x.split(" ")[0] not in changed] == kept
+
+
+def test_a_folder_becomes_a_run(
+    folder_8b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = answered(folder_8b, *CARDS, "--lora", "--write")
+    spec = load_spec(tmp_path / "run.toml")
+    assert spec.lora is not None
+    assert spec.model.source == str(folder_8b)
+    assert spec.pipeline.global_batch == found["samples"]
+    command = ["plan", "--spec", str(folder_8b), *CARDS, "--lora", "--write"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "run.toml is there already" in result.output + str(result.exception)
+    assert answered(tmp_path / "run.toml", *CARDS)["fits"]

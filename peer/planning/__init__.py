@@ -1,0 +1,1 @@
+"""`swarmnet plan`: machines as people name them, the question, and the answer."""

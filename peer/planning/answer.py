@@ -1,0 +1,338 @@
+"""What a plan comes to, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from peer.planning.question import Choice, Found
+from swarmnet.protocol.planning.cost import Costs
+from swarmnet.protocol.planning.model import Machine
+from swarmnet.protocol.planning.search import OUT, best_plan
+from swarmnet.runtime.text import size
+from swarmnet.training.memory.plan import BF16, FP32, FP32_BYTES, LOW_BYTES, layers_base_bytes
+
+DAY_S = 86400.0
+MOMENTS_BYTES = 8
+FEW_MACHINES = 32
+"""With no more, the loss of one is planned anew; of more, the others stay where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Machines of one kind at one stage."""
+
+    machine: str
+    count: int
+    stage: int
+    """-1: left out."""
+    layers: tuple[int, int]
+    """First and end."""
+    device_bytes: float
+    host_bytes: float
+    device_room: float
+    host_room: float
+    is_gpu: bool
+    precision: str
+    activations: str
+    in_flight: int
+    up_per_round: float
+    """Bytes, of one machine."""
+    down_per_round: float
+    up_per_day: float
+    down_per_day: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What it costs that one machine is gone."""
+
+    machine: str
+    stage: int
+    tokens_per_s: float
+    """Of those that are left; 0 where training stands still until another one joins."""
+    needs_move: bool
+    """One of the others has to go to its stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All that is said of a plan that fits."""
+
+    rows: list[Row]
+    tokens_per_s: float
+    tokens_per_day: float
+    round_s: dict[str, float]
+    samples: int
+    tokens: int
+    """Of a round."""
+    wanted_tokens: float
+    hours: float
+    """To that many."""
+    joiner_bytes: float
+    joiner_s: float
+    """At the stage where that takes longest."""
+    one_more: float
+    """Tokens/s with one more of the most frequent kind; 0 where that was not asked."""
+    one_more_kind: str
+    losses: list[Loss]
+    choices: list[Choice] = field(default_factory=list)
+    helps: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        stages = max(r.stage for r in self.rows) + 1
+        counts = [sum(r.count for r in self.rows if r.stage == k) for k in range(stages)]
+        each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+        up = max(r.up_per_day for r in self.rows)
+        parts = {k: s for k, s in self.round_s.items() if k != "seconds"}
+        most = max(parts, key=lambda k: parts[k])
+        share = 100 * parts[most] / self.round_s["seconds"]
+        return (
+            f"fits: {_many(stages, 'stage')} x {each} {'replica' if each == '1' else 'replicas'}, "
+            f"about {_number(self.tokens_per_s)} tokens/s; up to {size(up)} of data up a day and "
+            f"machine; {share:.0f} % of a round is {most}"
+        )
+
+    def lines(self) -> list[str]:
+        """Below the table."""
+        parts = ", ".join(
+            f"{name} {_seconds(s)}" for name, s in self.round_s.items() if name != "seconds"
+        )
+        up, down = (
+            max(getattr(r, f"{way}_per_round") for r in self.rows) for way in ("up", "down")
+        )
+        out = [
+            f"a round: {self.samples:,} samples, {self.tokens:,} tokens, "
+            f"{_seconds(self.round_s['seconds'])}: {parts}; {size(up)} up and {size(down)} "
+            "down at the busiest machine",
+            f"{_number(self.wanted_tokens)} tokens: {_hours(self.hours)} "
+            f"({_number(self.tokens_per_day)} tokens a day)",
+            f"a newcomer downloads {size(self.joiner_bytes)}, about {_seconds(self.joiner_s)}",
+        ]
+        if self.one_more:
+            more = 100 * (self.one_more / self.tokens_per_s - 1)
+            out.append(
+                f"one more {self.one_more_kind}: {_number(self.one_more)} tokens/s ({more:+.0f} %)"
+            )
+        out += [_loss_line(x, self.tokens_per_s) for x in _told(self.losses)]
+        out += [f"{c.key} = {c.value}: {c.why}" for c in self.choices]
+        return [*out, *self.helps, *self.notes]
+
+
+def _told(losses: list[Loss]) -> list[Loss]:
+    """The worst one, and the least bad."""
+    order = sorted(losses, key=lambda x: (x.tokens_per_s, x.stage, x.machine))
+    return order if len(order) < 3 else [order[0], order[-1]]
+
+
+def _loss_line(loss: Loss, now: float) -> str:
+    which = f"without one {loss.machine} of stage {loss.stage}"
+    if not loss.tokens_per_s:
+        return f"{which}: training stands still until another one joins that stage"
+    moved = ", after another one has moved there" * loss.needs_move
+    change = 100 * (loss.tokens_per_s / now - 1)
+    return f"{which}: {_number(loss.tokens_per_s)} tokens/s ({change:+.0f} %){moved}"
+
+
+def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: str) -> Answer:
+    """`more`: the plan with one more machine of that `kind`."""
+    costs, plan = found.costs, found.plan
+    job, now = costs.job, plan.round
+    per_day = now.tokens_per_s * DAY_S * _presence(found)
+    joiner_bytes, joiner_s = _joining(found)
+    return Answer(
+        rows=_rows(found),
+        tokens_per_s=now.tokens_per_s,
+        tokens_per_day=per_day,
+        round_s={
+            "compute": now.compute_s,
+            "links": now.links_s,
+            "exchange": now.exchange_s,
+            "latency": now.latency_s,
+            "bubble": now.bubble_s,
+            "update": now.update_s,
+            "seconds": now.seconds,
+        },
+        samples=job.global_batch,
+        tokens=now.tokens,
+        wanted_tokens=wanted_tokens,
+        hours=24 * wanted_tokens / per_day,
+        joiner_bytes=joiner_bytes,
+        joiner_s=joiner_s,
+        one_more=0.0 if more is None else more.plan.round.tokens_per_s,
+        one_more_kind=kind,
+        losses=_losses(found),
+        choices=found.choices,
+    )
+
+
+def _presence(found: Found) -> float:
+    """Part of the day's work that is done, where machines are there for some hours only and these
+    are spread over the day: that of the stage which has least of its flow."""
+    costs, plan = found.costs, found.plan
+    least: list[tuple[float, float]] = []
+    for k, (first, end) in enumerate(plan.cut):
+        rates = [
+            (found.machines[i], costs.rates(found.machines[i], first, end, len(plan.cut)))
+            for i in plan.replicas(k)
+        ]
+        flow = sum(r.flow for _, r in rates if r is not None)
+        here = sum(r.flow * m.hours / 24 for m, r in rates if r is not None)
+        least.append((flow, here))
+    return min(1.0, min(here for _, here in least) / min(flow for flow, _ in least))
+
+
+def _rows(found: Found) -> list[Row]:
+    costs, plan = found.costs, found.plan
+    rows: list[Row] = []
+    rounds = DAY_S / plan.round.seconds
+    for k, (first, end) in enumerate(plan.cut):
+        indices = plan.replicas(k)
+        replicas = [found.machines[i] for i in indices]
+        parameters = costs.parameters(first, end)
+        exchanged = costs.exchanged_bytes(parameters, replicas)
+        sent, received = costs.link_bytes(first, end)
+        rates = [costs.rates(m, first, end, len(plan.cut)) for m in replicas]
+        flow = sum(r.flow for r in rates if r is not None)
+        seen: dict[Machine, int] = {}
+        for m, rate, (up, down) in zip(replicas, rates, exchanged, strict=True):
+            if m in seen:
+                seen[m] += 1
+                continue
+            seen[m] = 1
+            held = costs.held(first, end, len(plan.cut), m)
+            assert held is not None
+            assert rate is not None
+            samples = costs.job.global_batch * rate.flow / flow
+            up_round, down_round = samples * sent + up, samples * received + down
+            memory: Any = m.memory
+            day = rounds * m.hours / 24
+            rows.append(
+                Row(
+                    m.name,
+                    0,
+                    k,
+                    (first, end),
+                    held.device_bytes,
+                    held.host_bytes,
+                    memory.device_bytes,
+                    memory.host_bytes,
+                    memory.is_gpu,
+                    memory.precision,
+                    held.activations,
+                    held.in_flight,
+                    up_round,
+                    down_round,
+                    up_round * day,
+                    down_round * day,
+                )
+            )
+        counts = list(seen.values())
+        start = len(rows) - len(counts)
+        rows[start:] = [replace(row, count=n) for row, n in zip(rows[start:], counts, strict=True)]
+    return rows
+
+
+def _joining(found: Found) -> tuple[float, float]:
+    """(bytes, seconds) of a newcomer, where these are most: parameters, the moments of its shards,
+    and with adapters the model's own weights as they are kept."""
+    costs, plan, table = found.costs, found.plan, found.table
+    worst = (0.0, 0.0)
+    replication = table.spec.sync.replication
+    for k, (first, end) in enumerate(plan.cut):
+        givers = [found.machines[i] for i in plan.replicas(k)]
+        parameters, after = costs.parameters(first, end), len(givers) + 1
+        moments = MOMENTS_BYTES * min(replication, after) / after
+        layers = table.plan.layers[first:end]
+        base = 0.0
+        if table.plan.has_base:
+            exact = layers_base_bytes(table.spec, table.plan, layers, FP32)
+            low = layers_base_bytes(table.spec, table.plan, layers, BF16)
+            base = min(low, exact * LOW_BYTES / FP32_BYTES)
+        whole = parameters * (FP32_BYTES + moments) + base
+        up = sum(m.up_bytes_per_s for m in givers)
+        down = min(m.down_bytes_per_s for m in givers)
+        worst = max(worst, (whole / min(up, down), whole))
+    return worst[1], worst[0]
+
+
+def _losses(found: Found) -> list[Loss]:
+    """Of each kind of machine at each stage."""
+    costs, plan = found.costs, found.plan
+    seen: set[tuple[str, int]] = set()
+    losses = []
+    for i, stage in enumerate(plan.serves):
+        name = found.machines[i].name
+        if stage == OUT or (name, stage) in seen:
+            continue
+        seen.add((name, stage))
+        rest = [m for j, m in enumerate(found.machines) if j != i]
+        serves = [s for j, s in enumerate(plan.serves) if j != i]
+        stay = costs.of(plan.cut, rest, serves)
+        rate, moves = 0.0 if stay is None else stay.tokens_per_s, False
+        if stay is None and rest and len(rest) <= FEW_MACHINES:
+            again = best_plan(costs, rest, cut=plan.cut)
+            if again is not None:
+                rate, moves = again.round.tokens_per_s, True
+        losses.append(Loss(name, stage, rate, moves))
+    return losses
+
+
+def left_out(found: Found) -> list[str]:
+    """Machines that no stage has, with why."""
+    costs: Costs = found.costs
+    lines, seen = [], set[str]()
+    for i, stage in enumerate(found.plan.serves):
+        machine = found.machines[i]
+        if stage != OUT or machine.name in seen:
+            continue
+        seen.add(machine.name)
+        count = sum(
+            s == OUT and found.machines[j].name == machine.name
+            for j, s in enumerate(found.plan.serves)
+        )
+        cut = found.plan.cut
+        fits = [k for k, x in enumerate(cut) if costs.held(*x, len(cut), machine) is not None]
+        why = (
+            "rounds would last longer with it"
+            if fits
+            else f"no stage fits into its memory: {_shortest(found, machine)}"
+        )
+        lines.append(f"left out: {count} x {machine.name}: {why}")
+    return lines
+
+
+def _shortest(found: Found, machine: Machine) -> str:
+    """What it lacks for the smallest stage."""
+    memory: Any = machine.memory
+    cut = found.plan.cut
+    needed = [found.table.needed(*x, len(cut), memory).device_bytes for x in cut]
+    return f"the smallest needs {size(min(needed))}, and {size(memory.device_bytes)} are there"
+
+
+def _number(value: float) -> str:
+    """A count as people read it: 1,900, 12 M, 1 B."""
+    for unit, most in (("", 1e5), (" k", 1e6), (" M", 1e9), (" B", 1e12)):
+        if value < most:
+            scale = {"": 1.0, " k": 1e3, " M": 1e6, " B": 1e9}[unit]
+            scaled = value / scale
+            return (
+                f"{float(f'{scaled:.3g}'):,.0f}{unit}" if scaled >= 100 else f"{scaled:.3g}{unit}"
+            )
+    return f"{value / 1e12:.3g} T"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.3g} hours" if hours < 48 else f"{hours / 24:,.3g} days"

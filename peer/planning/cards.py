@@ -1,0 +1,76 @@
+"""Well-known cards: memory, and FLOP/s as their makers publish them.
+
+Dense figures, without sparsity: of tensor cores that multiply bf16 (or fp16) and add in fp32, and
+of fp32. Sources: NVIDIA's architecture whitepapers (Turing TU102, Ampere GA102, Ada AD102,
+Blackwell GB202) for GeForce and RTX cards, and NVIDIA's and AMD's data sheets of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What is published of it."""
+
+    memory_gb: float
+    fp32: float
+    """TFLOP/s."""
+    low: float
+    """TFLOP/s in fp16, and in bf16 where it has that."""
+    has_bf16: bool = True
+
+    def flops_per_s(self, precision: str) -> float:
+        return TERA * (self.fp32 if precision == "fp32" else self.low)
+
+
+CARDS = {
+    "t4": Card(16, 8.1, 65, has_bf16=False),
+    "v100": Card(32, 15.7, 125, has_bf16=False),
+    "rtx2080ti": Card(11, 13.4, 53.8, has_bf16=False),
+    "rtx3080": Card(10, 29.8, 59.5),
+    "rtx3090": Card(24, 35.6, 71),
+    "rtx4080": Card(16, 48.7, 97.5),
+    "rtx4090": Card(24, 82.6, 165.2),
+    "rtx5090": Card(32, 104.8, 209.5),
+    "rtxa6000": Card(48, 38.7, 154.8),
+    "a10": Card(24, 31.2, 125),
+    "l4": Card(24, 30.3, 121),
+    "l40s": Card(48, 91.6, 362),
+    "a100": Card(80, 19.5, 312),
+    "a100-40gb": Card(40, 19.5, 312),
+    "h100": Card(80, 67, 989),
+    "h200": Card(141, 67, 989),
+    "mi300x": Card(192, 163.4, 1307),
+}
+USABLE = 0.4
+"""Of what is published, what training reaches. A plain loop of a 1B-class model reached 0.57 to
+0.61 of an H100's and an H200's large matrix products (docs/memory.md); cards for games, small
+models and coding leave less."""
+PLAIN_GPU = "rtx3090"
+"""How fast a `24GB-gpu` is taken for, of which no card is named."""
+CPU_FLOPS_PER_S, MAC_FLOPS_PER_S = 0.3 * TERA, 0.5 * TERA
+"""Of a machine without a GPU. Assumed, from about 0.05 TFLOP/s that one core of a shared Xeon
+reaches in training: nobody publishes them. Macs compute on their CPU."""
+MICROBATCH_S = 0.01
+"""That a microbatch takes at a stage beside its passes."""
+UPDATE_PARAMETERS_PER_S = 50e6
+"""At the end of a round. Assumed: the host of an H100 took 5 s for 155 M parameters once, and has
+less to do since."""
+HOST_GB = 32.0
+"""Main memory beside a card, of which nothing is said."""
+SYSTEM_GB, SYSTEM_PART = 2.0, 0.25
+"""Of a main memory, what is not free: the system's and the program's own, and no more than that
+part of it."""
+
+
+def card_named(text: str) -> Card | None:
+    """By a name such as `RTX 4090`, `rtx-4090` or `NVIDIA GeForce RTX 4090`."""
+    name = text.lower()
+    for maker in ("nvidia", "geforce", "amd", "instinct", "tesla"):
+        name = name.replace(maker, "")
+    plain = "".join(c for c in name if c.isalnum())
+    return next((card for key, card in CARDS.items() if key.replace("-", "") == plain), None)

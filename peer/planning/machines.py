@@ -1,0 +1,265 @@
+"""`--machines` and `--links`: what people write of the machines that are to train a run."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peer.planning.cards import (
+    CARDS,
+    CPU_FLOPS_PER_S,
+    HOST_GB,
+    MAC_FLOPS_PER_S,
+    MICROBATCH_S,
+    PLAIN_GPU,
+    SYSTEM_GB,
+    SYSTEM_PART,
+    TERA,
+    UPDATE_PARAMETERS_PER_S,
+    USABLE,
+    Card,
+    card_named,
+)
+from swarmnet.errors import UsageError, one_line
+from swarmnet.files import text_of
+from swarmnet.protocol.planning.model import Machine
+
+GB, MBIT = 1e9, 1e6 / 8
+MAX_MACHINES, MAX_FILE_BYTES = 4096, 1 << 20
+EXAMPLE = '--machines "24GB-gpu*2, rtx4090, 16GB-cpu*3, mac-32GB"'
+LINKS_EXAMPLE = "--links 20Mbit/100Mbit,30ms (up/down, and one way between two machines)"
+FILE_EXAMPLE = 'card = "rtx4090", or memory_gb = 24 and tflops = 71'
+HOME = "20Mbit/100Mbit,30ms"
+AMOUNT = r"(\d+(?:\.\d+)?)"
+MEMORY = rf"{AMOUNT}\s*GI?B"
+KIND = re.compile(rf"(?:{MEMORY}-(gpu|cpu|mac)|(gpu|cpu|mac)-{MEMORY})", re.IGNORECASE)
+ITEM = re.compile(rf"(.+?)(?:\+{MEMORY})?(?:@{AMOUNT}\s*TFLOPS?)?(?:\s*\*\s*(\d+))?", re.IGNORECASE)
+RATE = rf"{AMOUNT}\s*([MG])bit(?:/s)?"
+LINKS = re.compile(rf"{RATE}(?:\s*/\s*{RATE})?\s*,\s*{AMOUNT}\s*ms", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Of a machine."""
+
+    up: float
+    """Bytes/s."""
+    down: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A machine as a person names it."""
+
+    name: str
+    device_gb: float
+    host_gb: float
+    is_gpu: bool
+    card: Card | None
+    flops_per_s: float
+    """That it reaches, where it has no card; 0 where the card says."""
+    note: str = ""
+    """What was assumed."""
+    links: Links | None = None
+    hours: float = 24.0
+    is_free: bool = False
+    """Its memory is what is free there, as it was looked up."""
+
+    def precision(self, wanted: str) -> str:
+        """Of its passes, as it would choose it. `wanted`: fp32, bf16, fp16 or auto."""
+        if wanted != "auto":
+            return wanted
+        return "bf16" if self.is_gpu and (self.card is None or self.card.has_bf16) else "fp32"
+
+    def machine(self, precision: str, links: Links, memory: Any) -> Machine:
+        """As the planner takes it."""
+        flops = self.flops_per_s
+        if not flops and self.card is not None:
+            flops = USABLE * self.card.flops_per_s(precision)
+        own = self.links or links
+        return Machine(
+            name=self.name,
+            flops_per_s=flops,
+            up_bytes_per_s=own.up,
+            down_bytes_per_s=own.down,
+            latency_s=own.latency_s,
+            hours=self.hours,
+            microbatch_s=MICROBATCH_S,
+            update_parameters_per_s=UPDATE_PARAMETERS_PER_S,
+            memory=memory,
+        )
+
+    @property
+    def free_device_bytes(self) -> float:
+        return GB * self.device_gb if self.is_gpu else self.free_host_bytes
+
+    @property
+    def free_host_bytes(self) -> float:
+        own = 0.0 if self.is_free else min(SYSTEM_GB, SYSTEM_PART * self.host_gb)
+        return GB * (self.host_gb - own)
+
+
+def read_links(text: str) -> Links:
+    """Raises `UsageError`."""
+    found = LINKS.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"--links {text!r} cannot be read; write for example {LINKS_EXAMPLE}")
+    up, up_unit, down, down_unit, ms = found.groups()
+    rates = _rate(up, up_unit), _rate(down or up, down_unit or up_unit)
+    if min(rates) <= 0:
+        raise UsageError(f"--links {text!r}: a link carries more than nothing; {LINKS_EXAMPLE}")
+    return Links(*rates, float(ms) / 1000)
+
+
+def _rate(amount: str, unit: str) -> float:
+    return float(amount) * MBIT * (1000 if unit.upper() == "G" else 1)
+
+
+def read_machines(text: str) -> list[Described]:
+    """Of `--machines`: a list, or the path of a TOML file. Raises `UsageError`."""
+    if text.strip().endswith(".toml"):
+        return _from_file(Path(text.strip()))
+    found: list[Described] = []
+    for part in text.split(","):
+        item = ITEM.fullmatch(part.strip())
+        if item is None:
+            raise UsageError(f"--machines {text!r} cannot be read; write for example {EXAMPLE}")
+        name, host, tflops, count = item.groups()
+        one = _named(name.strip(), host, tflops)
+        if one is None:
+            raise UsageError(
+                f"--machines: {name.strip()!r} is no known card, and no memory of a gpu, cpu or "
+                f"mac; write for example {EXAMPLE}; known cards: {', '.join(CARDS)}"
+            )
+        found += _counted(one, int(count or 1), len(found))
+    return found
+
+
+def _counted(one: Described, count: int, others: int) -> list[Described]:
+    if not 1 <= count <= MAX_MACHINES - others:
+        raise UsageError(f"--machines: 1 to {MAX_MACHINES} machines; write for example {EXAMPLE}")
+    return [one] * count
+
+
+def _named(name: str, host: str | None, tflops: str | None) -> Described | None:
+    flops = TERA * float(tflops) if tflops else 0.0
+    host_gb = float(host) if host else HOST_GB
+    if card := card_named(name):
+        return Described(name, card.memory_gb, host_gb, True, card, flops)
+    kind = KIND.fullmatch(name)
+    if kind is None:
+        return None
+    before, first, second, after = kind.groups()
+    which, memory_gb = (first or second).lower(), float(before or after)
+    if memory_gb <= 0:
+        return None
+    if which == "gpu":
+        note = "" if flops else f"{name}: reckoned as quick as an {PLAIN_GPU}"
+        card = None if flops else CARDS[PLAIN_GPU]
+        return Described(name, memory_gb, host_gb, True, card, flops, note)
+    assumed = MAC_FLOPS_PER_S if which == "mac" else CPU_FLOPS_PER_S
+    note = "" if flops else f"{name}: reckoned with {assumed / TERA:g} TFLOP/s, an assumption"
+    return Described(name, memory_gb, memory_gb, False, None, flops or assumed, note)
+
+
+KEYS = {
+    "name",
+    "card",
+    "memory_gb",
+    "host_memory_gb",
+    "tflops",
+    "count",
+    "up_mbit",
+    "down_mbit",
+    "latency_ms",
+    "hours",
+}
+
+
+def _from_file(path: Path) -> list[Described]:
+    """`[[machine]]` tables. Raises `UsageError`."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES)
+        values = tomllib.loads(text_of(raw, path, UsageError))
+    except OSError as e:
+        raise UsageError(f"--machines: cannot read {path}: {e.strerror or e}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as e:
+        raise UsageError(f"--machines: {path} is not valid TOML: {one_line(e)}") from None
+    tables = values.get("machine")
+    if not isinstance(tables, list) or not tables or set(values) != {"machine"}:
+        raise UsageError(
+            f"--machines: {path} has [[machine]] tables only, each with {FILE_EXAMPLE}"
+        )
+    found: list[Described] = []
+    for number, table in enumerate(tables, 1):
+        where = f"--machines: {path}, machine {number}"
+        if not isinstance(table, dict):
+            raise UsageError(f"{where}: write a table with {FILE_EXAMPLE}")
+        found += _counted(
+            _of_table(table, where), int(_number(table, "count", 1, where)), len(found)
+        )
+    return found
+
+
+def _of_table(table: Mapping[str, Any], where: str) -> Described:
+    if unknown := sorted(set(table) - KEYS):
+        raise UsageError(f"{where}: {unknown[0]} is unknown; known are {', '.join(sorted(KEYS))}")
+    card_name, name = (table.get(key, "") for key in ("card", "name"))
+    if not isinstance(card_name, str) or not isinstance(name, str):
+        raise UsageError(f"{where}: name and card are texts")
+    card = card_named(card_name) if card_name else None
+    if card_name and card is None and "tflops" not in table:
+        raise UsageError(
+            f"{where}: no card {card_name!r} is known (known are {', '.join(CARDS)}); "
+            "write memory_gb and tflops"
+        )
+    if card is None and not {"memory_gb", "tflops"} & set(table):
+        raise UsageError(f"{where}: write {FILE_EXAMPLE}")
+    memory = _number(table, "memory_gb", 0, where)
+    is_gpu = card is not None or memory > 0
+    host = _number(table, "host_memory_gb", HOST_GB if is_gpu else 0, where)
+    tflops = _number(table, "tflops", 0, where)
+    if card is None and not tflops:
+        raise UsageError(f"{where}: nobody knows how fast it is; write {FILE_EXAMPLE}")
+    if not is_gpu and not host:
+        raise UsageError(
+            f"{where}: write memory_gb of its GPU, or host_memory_gb of a machine without one"
+        )
+    links = None
+    if {"up_mbit", "down_mbit", "latency_ms"} & set(table):
+        usual = read_links(HOME)
+        links = Links(
+            MBIT * _number(table, "up_mbit", usual.up / MBIT, where),
+            MBIT * _number(table, "down_mbit", usual.down / MBIT, where),
+            _number(table, "latency_ms", 1000 * usual.latency_s, where, least=0.0) / 1000,
+        )
+    one = Described(
+        name or card_name or f"machine-{where.rpartition(' ')[2]}",
+        memory or (card.memory_gb if card else host),
+        host,
+        is_gpu,
+        card,
+        TERA * tflops,
+        links=links,
+        hours=_number(table, "hours", 24, where),
+    )
+    if one.hours > 24:
+        raise UsageError(f"{where}: hours are of a day: 24 at most")
+    return one
+
+
+def _number(
+    table: Mapping[str, Any], key: str, usual: float, where: str, least: float | None = None
+) -> float:
+    value = table.get(key, usual)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    ends = least if least is not None else 0.0
+    if not is_number or not ends <= value < 1e9 or (key in table and least is None and value == 0):
+        raise UsageError(f"{where}: {key} = {value!r} is no number that it can be")
+    return float(value)

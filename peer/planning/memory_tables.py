@@ -1,0 +1,211 @@
+"""`swarmnet plan --explain`: what a replica of each stage of a run holds in memory, by formula, by
+policy and by sync mode."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from peer.options import PlanOptions
+from swarmnet.protocol.planning.exchange import codec_in, number_bytes
+from swarmnet.runtime.text import size
+from swarmnet.spec import RunSpec
+from swarmnet.training.memory.activation_choice import POLICIES, known_activations
+from swarmnet.training.memory.plan import (
+    MODES,
+    PRECISIONS,
+    Precision,
+    StageMemory,
+    coding_bytes,
+    copy_bytes,
+    exchange_bytes,
+    optimizer_share,
+    plan_memory,
+)
+
+
+def show_tables(options: PlanOptions, console: Console) -> None:
+    """Prints the table. Raises `SpecError`."""
+    from peer.planning.question import asked
+
+    spec = asked(options.spec, lora=options.lora, choose=False).spec
+    known = known_activations if spec.model.kind == "transformers" else None
+    precision = precision_of(spec, options)
+
+    def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:
+        return plan_memory(
+            spec,
+            num_replicas=options.replicas,
+            in_flight=options.in_flight,
+            precision=precision,
+            activations=policy,
+            mode=mode,
+            known=known,
+        )
+
+    rows = rows_of(None)
+    policies: dict[str, list[StageMemory]] = {policy: rows_of(policy) for policy in POLICIES}
+    modes = {mode: rows_of(None, mode) for mode in MODES}
+    if options.as_json:
+        stages = [
+            asdict(r)
+            | {"state": r.state, "total": r.total}
+            | {"by_policy": {p: found[r.stage].activations for p, found in policies.items()}}
+            | {"by_mode": {m: _of_mode(found[r.stage]) for m, found in modes.items()}}
+            for r in rows
+        ]
+        plan = {
+            "replicas": options.replicas,
+            "precision": precision.name,
+            "mode": spec.sync.mode,
+            "stages": stages,
+        }
+        console.print_json(json.dumps(plan), ensure_ascii=True)
+        return
+    console.print(_table(rows))
+    console.print(_policies(policies))
+    console.print(_modes(modes))
+    for line in _formulae(spec, options, precision):
+        console.print(line, soft_wrap=True)
+
+
+def precision_of(spec: RunSpec, options: PlanOptions) -> Precision:
+    """What the person asked for, else what the run says, on a machine without a GPU."""
+    from swarmnet.training.computing import choose_precision
+
+    name = options.precision
+    return PRECISIONS[choose_precision(spec) if name == "auto" else name]
+
+
+def _policies(policies: dict[str, list[StageMemory]]) -> Table:
+    table = Table(
+        title="Activations by policy", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
+    table.add_column("stage")
+    for policy in policies:
+        table.add_column(policy, justify="right", no_wrap=True)
+    for rows in zip(*policies.values(), strict=True):
+        shown = ("?" if r.activations is None else size(r.activations) for r in rows)
+        table.add_row(str(rows[0].stage), *shown)
+    return table
+
+
+def _of_mode(row: StageMemory) -> dict[str, float]:
+    """For programs."""
+    return {"state": row.state, "sent_per_round": row.sent}
+
+
+def _modes(modes: dict[str, list[StageMemory]]) -> Table:
+    title = "By sync mode: the largest stage, and what a replica sends in a round"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("mode")
+    for name in ("weights", "grads", "optim.", "sync", "state", "sent"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for mode, rows in modes.items():
+        r = max(rows, key=lambda r: r.num_parameters)
+        parts = (r.weights, r.gradients, r.optimizer, r.exchange, r.state, r.sent)
+        table.add_row(mode, *(size(x) for x in parts))
+    return table
+
+
+def _table(rows: list[StageMemory]) -> Table:
+    table = Table(
+        title="Memory of one replica", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
+    table.add_column("stage")
+    for name in (
+        "params",
+        "weights",
+        "grads",
+        "optim.",
+        "sync",
+        "activ.",
+        "total",
+        "no ZeRO",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in rows:
+        activations = "?" if r.activations is None else size(r.activations)
+        table.add_row(
+            str(r.stage),
+            count(r.num_parameters),
+            size(r.weights),
+            size(r.gradients),
+            size(r.optimizer),
+            size(r.exchange),
+            activations,
+            size(r.total),
+            size(r.unsharded + (r.activations or 0.0)),
+        )
+    return table
+
+
+def _sizes(mode: str, codec: str) -> str:
+    """Bytes of what an update sends, a parameter."""
+    names = codec_in(mode, codec)
+    kinds = {
+        "g": (names.contributions, "gradients"),
+        "r": (names.results, "results"),
+        "s": (names.sums, "sums"),
+    }
+    return ", ".join(f"{k} = {number_bytes(c):.3g} ({what})" for k, (c, what) in kinds.items())
+
+
+def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
+    sync = spec.sync
+    share = optimizer_share(options.replicas, sync.replication)
+    store = "in files" if sync.optimizer_store == "disk" else "in the host's memory"
+    if sync.mode == "zero":
+        store += " (of a machine with one GPU: in that, where it has room)"
+    is_own = sync.mode in ("local", "gossip")
+    beside = exchange_bytes(sync.mode, share, p, sync.codec)
+    without = exchange_bytes(sync.mode, 1.0, p, sync.codec)
+    coding = coding_bytes(sync.mode, share, sync.codec)
+    coded = f" + {coding:.2f} for coding ({sync.codec})" * bool(coding)
+    a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
+    optimizer = f"optimizer (master {p.master} + moments {p.moments})"
+    parts = {
+        "local": f"{optimizer} of own steps + common parameters 4 + outer momentum 4 x "
+        "min(R, N) / N",
+        "gossip": f"{optimizer} of own steps + slow parameters 4 + outer momentum 4",
+        "zero": f"{optimizer} x min(R, N) / N",
+    }
+    delayed = (
+        f"{parts['zero']} + {p.weights + p.gradients} for a second pair of weights and gradients + "
+        "4 for the gradient under way + 4 x min(R, N) / N for how far parameters are ahead "
+        "(auto: where it chooses delayed)"
+    )
+    first = spec.sync_warmup_rounds
+    warm_up = f"; both in each of the first {first} rounds, the warm-up of this run" * bool(first)
+    return [
+        f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
+        f"+ {parts.get(sync.mode, delayed)}{coded} = "
+        f"{a_parameter:.2f}, with R = "
+        f"{sync.replication} owners of a shard and N = {options.replicas} replicas of a "
+        "stage: one that is alone holds all of it, once; "
+        f"{p.total + without:g} without ZeRO (Rajbhandari et al., 2020: 16 in mixed precision).",
+        "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a "
+        f"round, with {_sizes(sync.mode, sync.codec)}; local the same every H = "
+        f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}. "
+        "Activations and their gradients come on top.",
+        f"Optimizer: {store}, or where --optimizer-memory says; the share of a replica of average "
+        "upload bandwidth. Activations: "
+        f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
+        f'activations = "{spec.pipeline.activations}" (auto: each machine by its free memory; here '
+        "as keep); offload moves the rest out of the device's memory.",
+        f"Texts (swarmnet generate): a copy of the weights, {copy_bytes(1, p)} a parameter, at a "
+        "replica that has room for it, while one is written; keys and values of its tokens.",
+    ]
+
+
+def count(number: float) -> str:
+    """A number of parameters as people read it."""
+    for unit in ("", " k", " M"):
+        if number < 1000:
+            return f"{number:.4g}{unit}"
+        number /= 1000
+    return f"{number:.4g} G"

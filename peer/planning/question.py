@@ -1,0 +1,364 @@
+"""What `swarmnet plan` is asked: a run, and what of it is open; and the plans that answer it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from peer.planning.cards import TERA, card_named
+from peer.planning.machines import GB, Described, Links
+from swarmnet.protocol.planning.cost import Costs
+from swarmnet.protocol.planning.model import Cut, Layer, Machine
+from swarmnet.protocol.planning.search import Plan, best_plan, cut_of, first_fit
+from swarmnet.protocol.sync_modes import DELAYED, ZERO
+from swarmnet.spec import LoraSpec, RunSpec, load_spec, parse_spec
+from swarmnet.training.memory.stage_table import MachineMemory, StageTable
+
+MICROBATCHES = (1, 2, 4, 8)
+FIRST_BATCH, MOST_BATCH = 64, 1024
+WAITING_PART = 0.25
+"""Of a round that is neither computing nor links, where a larger batch can make it less."""
+WORTH = 1.1
+"""So much quicker must another mode be."""
+LIKE_THIS_ONE = 8
+QUICK_FLOPS = 2e11
+"""Of a layer's passes: so many are timed as they are, of more a matrix product tells the speed."""
+PRODUCT_SIZE, PRODUCTS, PRODUCT_PART = 1024, 5, 0.5
+"""Training reaches about this part of what a large matrix product does."""
+FOLDER_SPEC = """[model]
+from = {source}
+{lora}
+[data]
+paths = {paths}
+
+[optimizer]
+learning_rate = {learning_rate}
+rounds = 1000
+
+[pipeline]
+num_stages = {num_stages}
+global_batch = {global_batch}
+microbatch = {microbatch}
+{layers}
+[sync]
+mode = "{mode}"
+"""
+"""Of a Hugging Face folder. What it leaves to a person: the data, the rate, the rounds."""
+DATA = "your-data"
+LEARNING_RATE, LORA_LEARNING_RATE = 1e-5, 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A run, as it is asked about."""
+
+    spec: RunSpec
+    source: str
+    """Its folder, where it has no file yet; else empty."""
+    is_open: bool
+    """Stages, microbatch and batch are to be chosen."""
+    is_mode_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A key of the run, and why it has its value."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(slots=True)
+class Found:
+    """A plan, with what it was made from."""
+
+    table: StageTable
+    costs: Costs
+    machines: list[Machine]
+    plan: Plan
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def spec(self) -> RunSpec:
+        """With what was chosen."""
+        layers = tuple(end - first for first, end in self.plan.cut)
+        pipeline = {"num_stages": len(layers), "layers": layers}
+        return _with_pipeline(self.table.spec, **pipeline)
+
+
+def asked(path: Path, *, lora: bool, choose: bool) -> Asked:
+    """Reads the run: a `run.toml`, a folder, or ORG/NAME of the hub. Raises `SpecError`."""
+    from swarmnet.training.resolving import described
+
+    is_file = path.suffix == ".toml" or path.is_file()
+    if is_file:
+        spec = load_spec(path)
+        mode_open = "mode" not in spec.sync.model_fields_set
+        if lora and spec.lora is None:
+            spec = spec.model_copy(update={"lora": LoraSpec()})
+    else:
+        spec, mode_open = parse_spec(folder_text(str(path), lora=lora), source=str(path)), True
+    source = "" if is_file else str(path)
+    if choose:
+        spec = _with_pipeline(spec, layers=())
+    return Asked(described(spec), source, choose or not is_file, mode_open or choose)
+
+
+def folder_text(
+    source: str,
+    *,
+    lora: bool,
+    num_stages: int = 1,
+    global_batch: int = FIRST_BATCH,
+    microbatch: int = 1,
+    layers: Sequence[int] = (),
+    mode: str = ZERO,
+) -> str:
+    """A `run.toml` that begins from a folder."""
+    return FOLDER_SPEC.format(
+        source=_quoted(source),
+        lora="\n[lora]\n" if lora else "",
+        paths=_quoted(DATA),
+        learning_rate=LORA_LEARNING_RATE if lora else LEARNING_RATE,
+        num_stages=num_stages,
+        global_batch=global_batch,
+        microbatch=microbatch,
+        layers=f"layers = {list(layers)}\n" if layers else "",
+        mode=mode,
+    )
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _with_pipeline(spec: RunSpec, **values: object) -> RunSpec:
+    return spec.model_copy(update={"pipeline": spec.pipeline.model_copy(update=values)})
+
+
+def _with_mode(spec: RunSpec, mode: str) -> RunSpec:
+    return spec.model_copy(update={"sync": spec.sync.model_copy(update={"mode": mode})})
+
+
+@dataclass(slots=True)
+class Planner:
+    """Makes plans of a run for some machines."""
+
+    described: Sequence[Described]
+    links: Links
+    precision: str
+    """fp32, bf16, fp16, or auto: as the run says, else as each machine would choose."""
+    seconds: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Of each layer, measured, by microbatch, where all machines are like this one."""
+    _made: dict[Described, Machine] = field(default_factory=dict)
+
+    def machine(self, one: Described, spec: RunSpec) -> Machine:
+        if one not in self._made:
+            wanted = spec.pipeline.precision if self.precision == "auto" else self.precision
+            precision = one.precision(wanted)
+            memory = MachineMemory(
+                one.free_device_bytes, one.free_host_bytes, one.is_gpu, precision
+            )
+            self._made[one] = one.machine(precision, self.links, memory)
+        return self._made[one]
+
+    def machines(self, spec: RunSpec, more: Sequence[Described] = ()) -> list[Machine]:
+        return [self.machine(one, spec) for one in (*self.described, *more)]
+
+    def costs(self, table: StageTable) -> Costs:
+        job = table.job()
+        seconds = self.seconds.get(job.microbatch)
+        if seconds is not None:  # in FLOPs that the machines do in so long
+            speed = self.machine(self.described[0], table.spec).flops_per_s
+            passes = (1 + job.backward) * job.microbatch
+            layers = (
+                replace(x, flops=s * speed / passes)
+                for x, s in zip(job.layers, seconds, strict=True)
+            )
+            job = replace(job, layers=tuple[Layer, ...](layers))
+        return Costs(job)
+
+    def find(
+        self,
+        table: StageTable,
+        *,
+        is_open: bool,
+        more: Sequence[Described] = (),
+        cut: Cut | None = None,
+    ) -> Found | None:
+        """The best plan; None where none fits. `is_open`: whatever number of stages."""
+        spec = table.spec
+        costs, machines = self.costs(table), self.machines(spec, more)
+        if cut is None and spec.pipeline.layers and not is_open:
+            cut = cut_of(spec.pipeline.layers)
+        stages = None if is_open else spec.pipeline.num_stages
+        plan = best_plan(costs, machines, num_stages=stages, cut=cut)
+        return None if plan is None else Found(table, costs, machines, plan)
+
+    def answer(self, question: Asked) -> Found | None:
+        """The best plan with what is open chosen, each with a reason."""
+        spec = question.spec
+        table = StageTable(spec)
+        if not question.is_open:
+            found = self._by_mode(table, question)
+            if found is not None:
+                found.choices[:0] = _given(
+                    found, is_open=False, is_cut_given=bool(spec.pipeline.layers)
+                )
+            return found
+        best: Found | None = None
+        for microbatch in MICROBATCHES:
+            sized = table.with_spec(
+                _with_pipeline(spec, microbatch=microbatch, global_batch=FIRST_BATCH)
+            )
+            found = self.find(sized, is_open=True)
+            if found and (best is None or _rate(found) > WORTH * _rate(best)):
+                best = found
+        if best is None:
+            return None
+        best = self._larger(best)
+        pipeline = best.table.spec.pipeline
+        found = self._by_mode(best.table, question) or best
+        found.choices[:0] = [
+            *_given(found, is_open=True, is_cut_given=False),
+            Choice(
+                "[pipeline] microbatch",
+                str(pipeline.microbatch),
+                "the smallest of 1, 2, 4 and 8 that larger ones do not beat by a tenth",
+            ),
+            Choice(
+                "[pipeline] global_batch",
+                str(pipeline.global_batch),
+                f"from {FIRST_BATCH} up, until a quarter of a round at most is no work",
+            ),
+        ]
+        return found
+
+    def _larger(self, found: Found) -> Found:
+        """With a batch that makes exchange and bubble a small part of a round."""
+        while found.table.spec.pipeline.global_batch < MOST_BATCH:
+            now = found.plan.round
+            if now.compute_s + now.links_s >= (1 - WAITING_PART) * now.seconds:
+                break
+            spec = found.table.spec
+            more = _with_pipeline(spec, global_batch=2 * spec.pipeline.global_batch)
+            next_found = self.find(found.table.with_spec(more), is_open=True)
+            if next_found is None or _rate(next_found) <= _rate(found):
+                break
+            found = next_found
+        return found
+
+    def _by_mode(self, table: StageTable, question: Asked) -> Found | None:
+        found = self.find(table, is_open=question.is_open)
+        if not question.is_mode_open:
+            return found
+        other = self.find(
+            table.with_spec(_with_mode(table.spec, DELAYED)), is_open=question.is_open
+        )
+        is_worth = other is not None and (found is None or _rate(other) > WORTH * _rate(found))
+        chosen = other if is_worth else found
+        if chosen is not None:
+            why = (
+                "exchanges beside the next round gain more than a tenth, and there is memory for it"
+                if is_worth
+                else "updates are exact, and delayed would gain less than a tenth, or does not fit"
+            )
+            chosen.choices.append(Choice("[sync] mode", chosen.table.spec.sync.mode, why))
+        return chosen
+
+    def needed_machines(self, table: StageTable) -> tuple[int, Described] | None:
+        """(machines in all, of which kind the further ones are) that the run would fit on; None
+        where no number would do."""
+        kind, _ = Counter(self.described).most_common(1)[0]
+        costs, most = self.costs(table), len(table.plan.layers)
+        for more in range(1, most + 1):
+            if first_fit(costs, self.machines(table.spec, [kind] * more)) is not None:
+                return len(self.described) + more, kind
+        return None
+
+
+def _given(found: Found, *, is_open: bool, is_cut_given: bool) -> list[Choice]:
+    spec, plan = found.table.spec, found.plan
+    layers = [end - first for first, end in plan.cut]
+    fixed, best = "as the run says", "most tokens/s that the memories allow"
+    codec_why = "what crosses the links; int8 was shown to change no loss (docs/convergence.md)"
+    return [
+        Choice("[pipeline] num_stages", str(len(layers)), best if is_open else fixed),
+        Choice("[pipeline] layers", str(layers), fixed if is_cut_given else best),
+        Choice("[pipeline] codec", spec.pipeline.codec, codec_why),
+        Choice("[sync] codec", spec.sync.codec, "of updates, likewise"),
+    ]
+
+
+def _rate(found: Found) -> float:
+    return found.plan.round.tokens_per_s
+
+
+def like_this_one(
+    spec: RunSpec, precision: str, device: str = "auto"
+) -> tuple[list[Described], dict[int, tuple[float, ...]]]:
+    """Eight machines with this one's free memory and speed, and the seconds of each layer where
+    they were measured (by microbatch). Blocks."""
+    import psutil
+    import torch
+
+    from swarmnet.runtime.computing import free_bytes_of
+    from swarmnet.training.computing import DTYPES, choose_precision
+    from swarmnet.training.layer_costs import measure_layers
+    from swarmnet.training.models.registry import model_plan
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_gpu = device != "cpu"
+    name = choose_precision(spec, precision, device)
+    microbatch = spec.pipeline.microbatch
+    plan = model_plan(spec)
+    passes = microbatch * (2.0 if plan.has_base else 3.0)
+    seconds: dict[int, tuple[float, ...]] = {}
+    if passes * max(x.cost for x in plan.layers) <= QUICK_FLOPS:
+        found = measure_layers(
+            plan, microbatch=microbatch, seed=spec.seed, dtype=DTYPES[name], device=device
+        )
+        seconds[microbatch] = tuple(found)
+        speed = passes * sum(x.cost for x in plan.layers) / sum(found)
+        note = "this machine's layers were timed"
+    else:
+        speed = PRODUCT_PART * _product_flops_per_s(device, name)
+        note = "this machine's speed: half of what a matrix product has"
+    host = psutil.virtual_memory().available / GB
+    one = Described(
+        "this-machine",
+        free_bytes_of(device) / GB if is_gpu else host,
+        host,
+        is_gpu,
+        card_named(torch.cuda.get_device_name()) if is_gpu else None,
+        speed,
+        note,
+        is_free=True,
+    )
+    return [one] * LIKE_THIS_ONE, seconds
+
+
+def _product_flops_per_s(device: str, precision: str) -> float:
+    import torch
+
+    from swarmnet.training.computing import DTYPES
+
+    a = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=DTYPES[precision], device=device)
+    best = float("inf")
+    for _ in range(PRODUCTS):
+        started = time.perf_counter()
+        b = a @ a
+        b[0, 0].item()  # waits for it
+        best = min(best, time.perf_counter() - started)
+    return 2 * PRODUCT_SIZE**3 / best
+
+
+def tera(flops_per_s: float) -> str:
+    """As people read it."""
+    return f"{flops_per_s / TERA:.3g} TFLOP/s"

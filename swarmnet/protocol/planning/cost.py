@@ -1,0 +1,237 @@
+"""Seconds of a round.
+
+A stage with replicas of the rates r_i (samples/s) has the flow F = sum r_i, where a rate is the
+least of what a machine computes and of what its link carries: a middle stage sends an activation
+and a gradient for every sample, and receives as much. The swarm has that of its poorest stage (the
+max-flow bound). A microbatch of b samples is at a stage for b n / F seconds on average, and P is
+the sum of these and of the latencies of its way forth and back. A round of B samples takes, before
+its update,
+
+    max(B / F - t + P,  M P / W)
+
+with t the passage of the poorest stage, M microbatches and W of them in flight: of equal stages
+with one replica it is the (M + K - 1) t of GPipe (Huang et al., 2019), whose bubble is
+(K - 1) / (M + K - 1). An exchange takes as long as the busiest link of its replicas. In modes
+`delayed` and `auto` it runs beside the next round; in all others the round waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from swarmnet.protocol.pipeline.feeding import IN_FLIGHT_PER_REPLICA
+from swarmnet.protocol.planning.exchange import received_bytes, sent_bytes
+from swarmnet.protocol.planning.model import Cut, Held, Job, Machine
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
+
+EXCHANGE_WAYS = ("gradient", "sum", "norm", "result")
+"""Messages of an exchange that wait for each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one machine at one stage, samples a second."""
+
+    compute: float
+    flow: float
+    """Limited by its link."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Of a stage with its replicas."""
+
+    num_replicas: int
+    compute: float
+    """Samples/s."""
+    flow: float
+    latency_s: float
+    """Mean of its replicas'."""
+    exchange_s: float
+    update_s: float
+    """Of the end of a round, on the slowest replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Where the seconds of a round go."""
+
+    compute_s: float
+    """Of the poorest stage."""
+    links_s: float
+    """Beyond it, because links carry less than machines compute."""
+    bubble_s: float
+    """The pipeline fills and drains."""
+    latency_s: float
+    exchange_s: float
+    """That the round waits for."""
+    update_s: float
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        parts = self.compute_s, self.links_s, self.bubble_s, self.latency_s
+        return sum(parts) + self.exchange_s + self.update_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Costs:
+    """The costs of one run. Remembers what was asked before."""
+
+    job: Job
+    _flops: list[float] = field(init=False)
+    _parameters: list[int] = field(init=False)
+    _rates: dict[tuple[int, int, int, int], tuple[Machine, Rates | None]] = field(
+        default_factory=dict
+    )
+    _held: dict[object, Held | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        layers = self.job.layers
+        self._flops = list(accumulate((x.flops for x in layers), initial=0.0))
+        self._parameters = list(accumulate((x.parameters for x in layers), initial=0))
+
+    def flops(self, first: int, end: int) -> float:
+        """Of a forward pass over a sample."""
+        return self._flops[end] - self._flops[first]
+
+    def parameters(self, first: int, end: int) -> int:
+        """Trained ones of a stage."""
+        whole = end - first == len(self.job.layers)
+        return self._parameters[end] - self._parameters[first] - self.job.tied * whole
+
+    def held(self, first: int, end: int, num_stages: int, machine: Machine) -> Held | None:
+        key = first, end, num_stages, machine.memory
+        if key not in self._held:
+            self._held[key] = self.job.memory(first, end, num_stages, machine.memory)
+        return self._held[key]
+
+    def link_bytes(self, first: int, end: int) -> tuple[float, float]:
+        """(sent, received) of a stage for one sample."""
+        layers, sent, received = self.job.layers, 0.0, 0.0
+        if end < len(layers):
+            sent += layers[end - 1].activation_bytes
+            received += layers[end - 1].gradient_bytes
+        if first:
+            sent += layers[first - 1].gradient_bytes
+            received += layers[first - 1].activation_bytes
+        return sent, received
+
+    def rates(self, machine: Machine, first: int, end: int, num_stages: int) -> Rates | None:
+        """None where the stage does not fit."""
+        key = id(machine), first, end, num_stages  # the machine is kept, so that its id is its own
+        found = self._rates.get(key)
+        if found is None:
+            found = self._rates[key] = machine, self._rates_of(machine, first, end, num_stages)
+        return found[1]
+
+    def _rates_of(self, machine: Machine, first: int, end: int, num_stages: int) -> Rates | None:
+        held = self.held(first, end, num_stages, machine)
+        if held is None:
+            return None
+        job = self.job
+        passes = 1 + job.backward + held.computes_again
+        computing_s = passes * self.flops(first, end) / machine.flops_per_s
+        took_s = computing_s + machine.microbatch_s / job.microbatch
+        flow = compute = 1 / took_s if took_s else float("inf")
+        sent, received = self.link_bytes(first, end)
+        if sent:
+            flow = min(flow, machine.up_bytes_per_s / sent)
+        if received:
+            flow = min(flow, machine.down_bytes_per_s / received)
+        return Rates(compute, flow)
+
+    def stage(
+        self, first: int, end: int, num_stages: int, replicas: Sequence[Machine]
+    ) -> StageCost | None:
+        """None where it has no replica, or one that it does not fit into."""
+        found = [self.rates(m, first, end, num_stages) for m in replicas]
+        rates = [r for r in found if r is not None]
+        if not replicas or len(rates) < len(replicas):
+            return None
+        parameters, n = self.parameters(first, end), len(replicas)
+        return StageCost(
+            num_replicas=n,
+            compute=sum(r.compute for r in rates),
+            flow=sum(r.flow for r in rates),
+            latency_s=sum(m.latency_s for m in replicas) / n,
+            exchange_s=self._exchange_s(parameters, replicas),
+            update_s=max(parameters / m.update_parameters_per_s for m in replicas),
+        )
+
+    def exchanged_bytes(
+        self, parameters: int, replicas: Sequence[Machine]
+    ) -> list[tuple[float, float]]:
+        """(sent, received) of each replica in a round."""
+        update, n = self.job.update, len(replicas)
+        all_up = sum(m.up_bytes_per_s for m in replicas)
+        of = parameters, n, update.replication, update.mode, update.local_steps, update.codec
+        parts = [m.up_bytes_per_s / all_up if all_up < float("inf") else 1 / n for m in replicas]
+        return [(sent_bytes(*of, part), received_bytes(*of, part)) for part in parts]
+
+    def _exchange_s(self, parameters: int, replicas: Sequence[Machine]) -> float:
+        if len(replicas) < 2:
+            return 0.0
+        busiest_s = max(
+            max(sent / m.up_bytes_per_s, received / m.down_bytes_per_s)
+            for m, (sent, received) in zip(
+                replicas, self.exchanged_bytes(parameters, replicas), strict=True
+            )
+        )
+        update = self.job.update
+        every = update.local_steps if update.mode in (LOCAL, GOSSIP) else 1
+        slowest = max(m.latency_s for m in replicas)
+        return busiest_s + len(EXCHANGE_WAYS) * slowest / every
+
+    def round(self, stages: Sequence[StageCost]) -> Round:
+        """Of all stages in order."""
+        job = self.job
+        samples, each = job.global_batch, job.microbatch
+        poorest = min(stages, key=lambda s: s.flow)
+        passages = [each * s.num_replicas / s.flow for s in stages]
+        own = each * poorest.num_replicas / poorest.flow
+        between = [a.latency_s + b.latency_s for a, b in pairwise(stages)]
+        ways = sum(between)  # forth and back, at the mean latency of both ends
+        bubble = sum(passages) - own
+        passage = own + bubble + ways
+        wanted = IN_FLIGHT_PER_REPLICA * sum(s.num_replicas for s in stages)
+        window = max(1.0, min(job.num_microbatches, wanted))
+        steady = max(samples / poorest.flow, own)
+        full = max(steady + bubble + ways, job.num_microbatches * passage / window)
+        compute = max(samples / min(s.compute for s in stages), own * _part(poorest))
+        links = max(0.0, steady - compute)
+        exchange = max(s.exchange_s for s in stages)
+        if job.update.mode in (DELAYED, AUTO):
+            exchange = max(0.0, exchange - full)
+        return Round(
+            compute_s=compute,
+            links_s=links,
+            bubble_s=bubble,
+            latency_s=full - compute - links - bubble,
+            exchange_s=exchange,
+            update_s=max(s.update_s for s in stages),
+            tokens=samples * job.tokens,
+        )
+
+    def of(self, cut: Cut, machines: Sequence[Machine], serves: Sequence[int]) -> Round | None:
+        """`serves`: the stage of each machine; -1 of one that is left out. None where a stage has
+        no replica or does not fit."""
+        stages = []
+        for k, (first, end) in enumerate(cut):
+            mine = [m for m, s in zip(machines, serves, strict=True) if s == k]
+            stage = self.stage(first, end, len(cut), mine)
+            if stage is None:
+                return None
+            stages.append(stage)
+        return self.round(stages)
+
+
+def _part(stage: StageCost) -> float:
+    """Of the time at a stage that is computing."""
+    return stage.flow / stage.compute

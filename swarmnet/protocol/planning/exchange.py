@@ -1,0 +1,83 @@
+"""Bytes that the replicas of a stage send each other in a round, by mode and codec."""
+
+from __future__ import annotations
+
+from swarmnet.protocol.codecs import (
+    CHUNK,
+    INT4,
+    INT8,
+    NONE,
+    TOPK,
+    UpdateCodec,
+    row_bytes,
+    update_codec,
+)
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
+
+OFFERED_VECTORS = 4
+"""In mode `gossip`, from each partner to the other: parameters, their change, two moments."""
+
+
+def number_bytes(codec: str) -> float:
+    """Of a number in a long row."""
+    return row_bytes(codec, CHUNK) / CHUNK
+
+
+def codec_in(mode: str, codec: str) -> UpdateCodec:
+    """What `[sync] codec` would be in another mode than the run's."""
+    if mode == GOSSIP and update_codec(codec).sums != NONE:
+        return update_codec(INT8)
+    return update_codec(INT4 if codec == TOPK and mode != LOCAL else codec)
+
+
+def sent_bytes(
+    num_parameters: int,
+    num_replicas: int,
+    replication: int,
+    mode: str,
+    local_steps: int,
+    codec: str = NONE,
+    part: float | None = None,
+) -> float:
+    """What a replica sends to others of its stage in a round. To each of N primaries
+    its part of the gradient (g bytes a parameter, by the codec), to R - 1 backups their sums (s
+    bytes), to each of the others the results of its own shards (r bytes):
+    Psi (g (N - 1) + s (R - 1) + r (N - R)) / N, with g = r = s = 4 where nothing is coded, and in
+    mode `local` so much every `local_steps` rounds. A backup whose arithmetic differs from the
+    primary's in the last bit gets the results too. In mode `gossip` every `local_steps` rounds an
+    offer of four vectors to the partner; of an odd number one has none.
+
+    `part`: of the shards whose primary it is, by its upload bandwidth among the replicas'; 1 / N
+    where not given, which is the average."""
+    n, psi = num_replicas, num_parameters
+    names = codec_in(mode, codec)
+    g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
+    if mode == GOSSIP:
+        return OFFERED_VECTORS * s * psi * (n - n % 2) / n / local_steps
+    owners = min(replication, n)
+    own = 1 / n if part is None else part
+    each = psi * (g * (1 - own) + own * (s * (owners - 1) + r * (n - owners)))
+    return each / local_steps if mode == LOCAL else each
+
+
+def received_bytes(
+    num_parameters: int,
+    num_replicas: int,
+    replication: int,
+    mode: str,
+    local_steps: int,
+    codec: str = NONE,
+    part: float | None = None,
+) -> float:
+    """What comes to a replica in a round: as a primary the gradients of all others, of other shards
+    the sum (as one of their backups) or the result. Arguments as of `sent_bytes`."""
+    n, psi = num_replicas, num_parameters
+    if mode == GOSSIP:
+        return sent_bytes(psi, n, replication, mode, local_steps, codec)
+    names = codec_in(mode, codec)
+    g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
+    owners = min(replication, n)
+    own = 1 / n if part is None else part
+    backed = (1 - own) * (owners - 1) / max(1, n - 1)
+    each = psi * (g * own * (n - 1) + s * backed + r * max(0.0, 1 - own - backed))
+    return each / local_steps if mode == LOCAL else each

@@ -1,0 +1,101 @@
+"""What a plan is made for: layers, machines with their links, and how the run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One of the model, in order."""
+
+    flops: float
+    """Of its forward pass over one sample; or its measured seconds, in a unit that machines'
+    `flops_per_s` share."""
+    parameters: int
+    """That are trained."""
+    activation_bytes: float
+    """On the wire, of one sample, where a stage ends with this layer: coded."""
+    gradient_bytes: float
+    """Likewise, of the gradient that comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One that serves a stage."""
+
+    name: str
+    flops_per_s: float
+    """That training reaches there."""
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    latency_s: float
+    """Of its way to any other, one way."""
+    hours: float = 24.0
+    """A day."""
+    microbatch_s: float = 0.0
+    """That each microbatch takes beside what its samples do."""
+    update_parameters_per_s: float = float("inf")
+    """That the end of a round steps and codes there."""
+    memory: Hashable = None
+    """What `Job.memory` knows it by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a stage would take of a machine that it fits into."""
+
+    device_bytes: float
+    host_bytes: float
+    """0 where the device computes in the host's memory."""
+    activations: str
+    """The policy that the machine would choose by itself."""
+    in_flight: int
+    """Microbatches that it would let in."""
+    computes_again: bool
+    """Forward, in the backward pass."""
+
+
+Fits: TypeAlias = Callable[[int, int, int, Hashable], Held | None]
+"""`(first layer, end, stages of the run, memory of a machine)`: None where it does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """How replicas of a stage stay one: `[sync]`."""
+
+    mode: str
+    codec: str
+    replication: int
+    local_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run, but for its machines and its cut."""
+
+    layers: tuple[Layer, ...]
+    tokens: int
+    """Of a sample."""
+    microbatch: int
+    """Samples."""
+    global_batch: int
+    """Samples."""
+    update: Update
+    memory: Fits
+    backward: float = 2.0
+    """FLOPs of a backward pass over those of its forward pass. 1 where matrices are not trained."""
+    last_layers: int = 1
+    """That cannot be cut apart, at the end."""
+    tied: int = 0
+    """Parameters that the first and the last layer share, and one stage has once."""
+
+    @property
+    def num_microbatches(self) -> int:
+        return -(-self.global_batch // self.microbatch)
+
+
+Cut: TypeAlias = tuple[tuple[int, int], ...]
+"""First layer and end of each stage."""

@@ -1,0 +1,86 @@
+"""What a machine's memory has to hold of a stage, and what it would choose for it: the peer that
+joins asks, and so does who plans a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnet.training.computing import ActivationsName
+from swarmnet.training.memory.activation_choice import (
+    FREE_PART,
+    Choice,
+    choose_activations,
+)
+from swarmnet.training.memory.plan import Activations
+
+AUTO, DEVICE, HOST, DISK = "auto", "device", "host", "disk"
+"""Where optimizer state lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeeds:
+    """Of one replica of a stage, in bytes, as if it were alone: all optimizer state is its own."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    exchange: float
+    base: float
+    activations: Activations | None
+    """Of a microbatch; None where nobody knows."""
+
+    @property
+    def updating(self) -> float:
+        return self.exchange + self.optimizer
+
+    def on_device(self, place: str, *, is_gpu: bool) -> float:
+        """All but activations, where that is the device's memory. `place`: of the optimizer state,
+        other than `AUTO` where there is no GPU."""
+        held = self.weights + self.gradients + self.base
+        if not is_gpu:
+            held += self.exchange + (self.optimizer if place == HOST else 0)
+        return held + (self.updating if place == DEVICE else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How a machine would keep a stage."""
+
+    choice: Choice
+    is_on_device: bool
+    """The optimizer state."""
+    left: float
+    """Bytes for activations."""
+
+
+def choose_memory(
+    needs: StageNeeds,
+    place: str,
+    *,
+    free: float,
+    policies: Sequence[ActivationsName],
+    in_flight: int,
+    is_gpu: bool,
+    may_be_on_device: bool,
+    num_devices: int = 1,
+) -> Chosen:
+    """The policy for activations, and whether the optimizer state goes to the GPU too: with `AUTO`
+    where activations need not change for it. `free`: bytes of a device; `may_be_on_device`: the run
+    makes its updates there."""
+    each = max(0.0, FREE_PART * free - needs.on_device(place, is_gpu=is_gpu))
+    left = each * (num_devices if is_gpu else 1)
+
+    def choice_of(num_bytes: float) -> Choice:
+        return choose_activations(
+            needs.activations, free_bytes=num_bytes, in_flight=in_flight, policies=policies
+        )
+
+    choice, is_there = choice_of(left), place == DEVICE
+    if place == AUTO and may_be_on_device and needs.updating < left:
+        beside = choice_of(left - needs.updating)
+        has_room = beside.max_in_flight >= min(choice.max_in_flight, in_flight)
+        is_there = has_room and beside.activations == choice.activations
+        choice = beside if is_there else choice
+        left -= needs.updating if is_there else 0
+    return Chosen(choice, is_there, left)

@@ -1,0 +1,113 @@
+"""What people write of their machines, and what is refused with an example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peer.planning.cards import CARDS, card_named
+from peer.planning.machines import read_links, read_machines
+from swarmnet.errors import UsageError
+
+
+def test_a_list_of_machines() -> None:
+    found = read_machines("24GB-gpu*2, RTX 4090+64GB, 16GB-cpu*3, mac-32GB, 8GB-gpu@20TFLOPS")
+    assert [m.name for m in found[:3]] == ["24GB-gpu", "24GB-gpu", "RTX 4090"]
+    assert len(found) == 8
+    assert [m.device_gb for m in found] == [24, 24, 24, 16, 16, 16, 32, 8]
+    assert [m.is_gpu for m in found] == [True] * 3 + [False] * 4 + [True]
+    assert found[2].host_gb == 64
+    assert found[2].card == CARDS["rtx4090"]
+    assert found[-1].flops_per_s == 20e12
+    assert found[3].free_device_bytes == 14e9, "the system has a part"
+    assert found[0].note, "nobody said which card"
+    assert [m.precision("auto") for m in found[2:4]] == ["bf16", "fp32"]
+
+
+def test_a_card_computes_in_what_it_has() -> None:
+    for text in ("NVIDIA GeForce RTX 4090", "rtx-4090", "rtx4090"):
+        assert card_named(text) == CARDS["rtx4090"]
+    assert card_named("A100-40GB") == CARDS["a100-40gb"]
+    old = read_machines("T4")[0]
+    assert old.precision("auto") == "fp32"
+    links = read_links("20Mbit/100Mbit,30ms")
+    assert old.machine("fp32", links, None).flops_per_s < 8.1e12
+    assert old.machine("fp16", links, None).flops_per_s > 20e12
+
+
+@pytest.mark.parametrize(
+    ("text", "up", "down", "latency"),
+    [
+        ("20Mbit/100Mbit,30ms", 2.5e6, 12.5e6, 0.03),
+        ("1Gbit/s, 0.5 ms", 125e6, 125e6, 0.0005),
+    ],
+)
+def test_links(text: str, up: float, down: float, latency: float) -> None:
+    found = read_links(text)
+    assert (found.up, found.down, found.latency_s) == pytest.approx((up, down, latency))
+
+
+@pytest.mark.parametrize("text", ["", "20/100", "20Mbit", "0Mbit,3ms", "20Mbit/100Mbit", "a,b"])
+def test_links_that_cannot_be_read_are_a_line_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="20Mbit/100Mbit,30ms") as refused:
+        read_links(text)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "rtx1*2", "24GB-gpu*0", "24GB-gpu*99999", "GB-gpu,"])
+def test_machines_that_cannot_be_read_are_a_line_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match=r"24GB-gpu\*2") as refused:
+        read_machines(text)
+    assert "\n" not in str(refused.value)
+
+
+def from_file(folder: Path, text: str) -> list[object]:
+    path = folder / "machines.toml"
+    path.write_text(text)
+    return list(read_machines(str(path)))
+
+
+def test_a_file_of_machines(tmp_path: Path) -> None:
+    path = tmp_path / "machines.toml"
+    path.write_text(
+        """
+        [[machine]]
+        name = "tower"
+        card = "RTX 3090"
+        count = 2
+        up_mbit = 50
+        hours = 8
+        [[machine]]
+        host_memory_gb = 64
+        tflops = 1.5
+        """
+    )
+    tower, other, plain = read_machines(str(path))
+    assert tower == other
+    assert (tower.device_gb, tower.host_gb, tower.hours, tower.is_gpu) == (24, 32, 8, True)
+    assert tower.links is not None
+    assert (tower.links.up, tower.links.down) == (6.25e6, 12.5e6)
+    assert (plain.is_gpu, plain.device_gb, plain.flops_per_s) == (False, 64, 1.5e12)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "machine"),
+        ("[machine]\ncard = 'rtx4090'", "machine"),
+        ("[[machine]]\ncard = 'rtx1'", "no card 'rtx1'"),
+        ("[[machine]]\nmemory_gb = 24", "how fast"),
+        ("[[machine]]\nname = 'x'", "tflops"),
+        ("[[machine]]\ntflops = 2", "host_memory_gb"),
+        ("[[machine]]\ncard = 'rtx4090'\nspeed = 2", "speed is unknown"),
+        ("[[machine]]\ncard = 'rtx4090'\nhours = 25", "24 at most"),
+        ("[[machine]]\ncard = 'rtx4090'\nup_mbit = 0", "up_mbit"),
+        ("[[machine]]\ncard = 'rtx4090'\ncount = 'two'", "count"),
+        ("[[machine]", "not valid TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as refused:
+        from_file(tmp_path, text)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,104 @@
+"""Seconds of a round, beside what papers and the wire say of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from swarmnet.protocol.planning.cost import Costs
+from swarmnet.protocol.planning.exchange import received_bytes, sent_bytes
+from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
+from swarmnet.protocol.planning.search import cut_of
+
+FAST = Machine("m", 1e9, 1e12, 1e12, 0.0)
+
+
+def equal_job(
+    num_layers: int, num_microbatches: int, mode: str = "zero", *, again: bool = False
+) -> Job:
+    """A layer takes a second forth and back, of one sample."""
+    return Job(
+        layers=(Layer(1e9 / 3, 10**6, 1000.0, 500.0),) * num_layers,
+        tokens=10,
+        microbatch=1,
+        global_batch=num_microbatches,
+        update=Update(mode, "none", 2, 10),
+        memory=lambda first, end, num_stages, memory: Held(0, 0, "keep", 4, again),
+    )
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (2, 8), (4, 16), (8, 64)])
+def test_the_bubble_is_that_of_gpipe(stages: int, microbatches: int) -> None:
+    costs = Costs(equal_job(stages, microbatches))
+    found = costs.of(cut_of([1] * stages), [FAST] * stages, range(stages))
+    assert found is not None
+    part = (stages - 1) / (microbatches + stages - 1)
+    assert found.bubble_s / found.seconds == pytest.approx(part)
+    assert found.compute_s == pytest.approx(microbatches)
+    assert found.tokens_per_s == pytest.approx(10 * microbatches / (microbatches + stages - 1))
+
+
+def test_a_forward_pass_again_takes_a_third_more() -> None:
+    rounds = [Costs(equal_job(1, 8, again=a)).of(((0, 1),), [FAST], [0]) for a in (False, True)]
+    assert rounds[0] is not None
+    assert rounds[1] is not None
+    assert rounds[1].compute_s == pytest.approx(rounds[0].compute_s * 4 / 3)
+
+
+def test_links_limit_a_middle_stage_which_sends_both() -> None:
+    costs = Costs(equal_job(3, 100))
+    slow = replace(FAST, up_bytes_per_s=750.0)
+    assert costs.link_bytes(1, 2) == (1500.0, 1500.0)
+    rates = costs.rates(slow, 1, 2, 3)
+    assert rates is not None
+    assert (rates.compute, rates.flow) == pytest.approx((1.0, 0.5))
+    found = costs.of(cut_of([1, 1, 1]), [FAST, slow, FAST], [0, 1, 2])
+    assert found is not None
+    assert found.links_s == pytest.approx(100.0)
+
+
+def test_few_microbatches_in_flight_wait_for_latency() -> None:
+    costs = Costs(equal_job(2, 1000))
+    far = replace(FAST, latency_s=10.0)
+    near, found = (costs.of(cut_of([1, 1]), [m, m], [0, 1]) for m in (FAST, far))
+    assert near is not None
+    assert found is not None
+    assert near.latency_s == 0
+    # A passage takes 2 + 20 s, and 2.5 for each of two replicas are in flight.
+    assert found.seconds - found.exchange_s == pytest.approx(1000 * 22 / 5)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local", "gossip"])
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_what_is_sent_is_received(mode: str, codec: str) -> None:
+    of = 1000, 4, 2, mode, 10, codec
+    parts = [None] * 4 if mode == "gossip" else [0.1, 0.2, 0.3, 0.4]
+    sent = sum(sent_bytes(*of, part) for part in parts)
+    assert sent == pytest.approx(sum(received_bytes(*of, part) for part in parts))
+    assert sent == pytest.approx(4 * sent_bytes(*of))
+
+
+def test_an_exchange_waits_for_the_slowest_link_and_delayed_hides_it() -> None:
+    slow = replace(FAST, up_bytes_per_s=1e6)
+    zero, delayed, local = (
+        Costs(equal_job(1, 100, mode)).of(((0, 1),), [FAST, slow], [0, 0])
+        for mode in ("zero", "delayed", "local")
+    )
+    assert zero is not None
+    assert delayed is not None
+    assert local is not None
+    assert zero.exchange_s == pytest.approx(4.0, rel=0.01), "its whole gradient, once"
+    assert delayed.exchange_s == 0
+    assert local.exchange_s == pytest.approx(zero.exchange_s / 10)
+
+
+def test_costs_are_the_same_for_equal_machines_of_any_identity() -> None:
+    rng = random.Random(0)
+    costs = Costs(equal_job(2, 8))
+    for _ in range(20):
+        speed = rng.uniform(1e8, 1e9)
+        one = costs.rates(replace(FAST, flops_per_s=speed), 0, 1, 2)
+        assert one is not None
+        assert one.compute == pytest.approx(speed / 1e9)
