@@ -133,13 +133,13 @@ class Faults:
     def _before_serving(self, transport: Any, method: str, name: str) -> None:
         handle = transport.handle
 
-        def handle_wrapped(served: str, handler: Any) -> None:
+        def handle_wrapped(served: str, handler: Any, **options: Any) -> None:
             async def dying(request: Any) -> Any:
                 if self.reached(name):
                     self.die()
                 return await handler(request)
 
-            handle(served, dying if served == method else handler)
+            handle(served, dying if served == method else handler, **options)
 
         transport.handle = handle_wrapped
 

@@ -680,9 +680,11 @@ class Exchange:
 
     async def _expire(self, j: int) -> None:
         """Waits for the deadline in time awake: after a stall of its own, this process has not read
-        yet what came. Then for the leases of those that may be back. It runs from when those that
-        are waited for have left the exchange before, if that is before it."""
+        yet what came. Then for the leases of those that may be back; who is back has the time
+        again, once, for what it was sending. It runs from when those that are waited for have left
+        the exchange before, if that is before it."""
         members, end = self._ownership.members, self._deadlines[j]
+        silent, are_back = set[str](), set[str]()
         if await members.until_begun(lambda: self._awaited(j), self.number, end.at):
             self._set_deadline(j)
         while left_s := self._deadlines[j].left_s(self._gossip.liveness.awake_s()):
@@ -691,9 +693,13 @@ class Exchange:
                 continue  # it was set anew meanwhile, or this process stood still
             await self._gossip.liveness.look_into(self._awaited(j))
             self.refresh()
-            while any(self._members[p].life == SUSPECT for p in self._awaited(j)):
+            while found := {p for p in self._awaited(j) if self._members[p].life == SUSPECT}:
+                silent |= found
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
                 self.refresh()
+            if back := silent.intersection(self._awaited(j)) - are_back:
+                are_back |= back
+                self._set_deadline(j)
         del self._deadlines[j]
         self.feed(j, on.DeadlinePassed())
 
