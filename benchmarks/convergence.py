@@ -5,7 +5,8 @@
 
 A cell is one run: a place of the codec (the boundaries between stages, the updates of a sync
 mode, or both), a task, a codec and a seed. Cells of one place, task and seed have the same initial
-weights and the same data in the same slots. A control repeats the fp32 cell with its sums in
+weights and the same data in the same slots (with boundaries in a subspace the model is another
+one, of as many parameters). A control repeats the fp32 cell with its sums in
 another order.
 `learning/runs.py` says how cells are run, `learning/tasks.py` what is learned.
 
@@ -38,13 +39,23 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning.runs import MODES, Cell, run, settings_of, this_platform  # noqa: E402
 from benchmarks.learning.tables import FIRST_SEED, draw, write_tables  # noqa: E402
-from benchmarks.learning.tasks import BOTH, BOUNDARY, TASKS  # noqa: E402
+from benchmarks.learning.tasks import (  # noqa: E402
+    AS_FEW_BYTES,
+    BOTH,
+    BOUNDARY,
+    NARROW,
+    ONE_PROCESS_PLACES,
+    ROTATED,
+    TASKS,
+    rounds_of,
+)
 
 RESULTS = ROOT / "docs" / "convergence.json"
 PAGE = ROOT / "docs" / "convergence.md"
 REPLACED = (10, 30)
 BOUNDARY_CODECS = ("none", "int8", "int4", "int6", "bf16")
 BOTH_CODECS = ("int8", "int4")
+NARROW_CODECS = ("int8", "int4")
 UPDATE_CODECS: dict[str, tuple[str, ...]] = {
     "zero": ("none", "int8", "int4", "bf16"),
     "delayed": ("none", "int8", "int4"),
@@ -93,6 +104,19 @@ def cells() -> list[Cell]:
         for seed in TASKS[task].seeds
         for codec in BOTH_CODECS
     ]
+    found += [
+        Cell(where, task, codec, seed)
+        for where in (*NARROW, *AS_FEW_BYTES)
+        for task in ("letters", "python")
+        for seed in TASKS[task].seeds
+        for codec in NARROW_CODECS
+    ]
+    found += [
+        Cell(where, task, "none", seed)
+        for where in (*NARROW, *ROTATED)
+        for task in ("letters", "python")
+        for seed in TASKS[task].seeds
+    ]
     for mode in MODES:
         if mode not in UPDATE_CODECS:
             found += [Cell(mode, task, "none", FIRST_SEED) for task in ("python", "letters")]
@@ -102,6 +126,8 @@ def cells() -> list[Cell]:
 
 def _rank(cell: Cell) -> int:
     """The most important cells have the lowest one."""
+    if cell.where in ONE_PROCESS_PLACES and cell.where != BOUNDARY:
+        return 4 if cell.where in ROTATED else 3
     if cell.where == BOUNDARY:
         return 0 if cell.order < 2 and cell.codec in BOUNDARY_CODECS[:3] else 2
     if cell.where == BOTH:
@@ -118,7 +144,7 @@ def _rank(cell: Cell) -> int:
 
 
 def _guess(where: str, task: str) -> float:
-    return SECONDS[BOUNDARY if where == BOUNDARY else "", task]
+    return SECONDS[BOUNDARY if where in ONE_PROCESS_PLACES else "", task]
 
 
 @dataclass
@@ -137,7 +163,7 @@ class Bench:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def rounds_of(self, cell: Cell) -> int:
-        return self.rounds or TASKS[cell.task].rounds
+        return self.rounds or rounds_of(cell.task, cell.where, cell.codec)
 
     def is_done(self, cell: Cell) -> bool:
         had = self.results.get(this_platform(), {}).get(cell.key, {})
@@ -185,7 +211,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    places = [BOUNDARY, BOTH, *MODES]
+    places = [*ONE_PROCESS_PLACES, BOTH, *MODES]
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--where", nargs="+", choices=places, default=places)

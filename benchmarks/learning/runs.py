@@ -16,16 +16,22 @@ import platform
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.learning.tasks import (
+    AS_FEW_BYTES,
     BOTH,
-    BOUNDARY,
     EVALUATE_EVERY,
+    FEWEST,
+    NARROW,
+    ONE_PROCESS_PLACES,
+    ROTATED,
     AnswersData,
     share_of_right_answers,
     spec_text,
@@ -35,6 +41,7 @@ from swarmnet.ports import Data
 from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.training.data import open_data
+from swarmnet.training.models import subspace
 from tests.oracles.reference import ReferenceTrainer
 
 if TYPE_CHECKING:
@@ -59,7 +66,7 @@ class Cell:
     """A run."""
 
     where: str
-    """`BOUNDARY`, `BOTH`, or a mode."""
+    """One of `ONE_PROCESS_PLACES`, `BOTH`, or a mode."""
     task: str
     codec: str
     """Of the boundaries, of the mode's updates, or of both."""
@@ -89,15 +96,17 @@ def settings_of(cell: Cell, rounds: int) -> str:
 
 
 def _spec_text(cell: Cell, rounds: int, text: Path) -> str:
-    is_boundary = cell.where == BOUNDARY
+    is_one_process = cell.where in ONE_PROCESS_PLACES
     mode = "zero" if cell.where == BOTH else cell.where
+    codec = cell.codec if is_one_process or cell.where == BOTH else NONE
     return spec_text(
         cell.task,
         seed=cell.seed,
         rounds=rounds,
         text=text,
-        codec=cell.codec if cell.where in (BOUNDARY, BOTH) else NONE,
-        sync=None if is_boundary else MODES[mode] | {"codec": cell.codec},
+        codec=FEWEST if cell.where in AS_FEW_BYTES else codec,
+        sync=None if is_one_process else MODES[mode] | {"codec": cell.codec},
+        subspace=(NARROW | ROTATED).get(cell.where, 0),
     )
 
 
@@ -109,7 +118,9 @@ def run(cell: Cell, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         least = write_text(text) if cell.task == "letters" else None
-        if cell.where == BOUNDARY:
+        if cell.where in ROTATED:
+            subspace.lifted = _rotated(cell)  # type: ignore[assignment]
+        if cell.where in ONE_PROCESS_PLACES:
             result = _run_one_process(cell, rounds, text)
         else:
             result = _run_swarm(cell, rounds, text)
@@ -124,6 +135,22 @@ def run(cell: Cell, rounds: int) -> dict[str, Any]:
 
 def _data_of(cell: Cell, spec: RunSpec) -> Data:
     return AnswersData(spec) if cell.task == "answers" else open_data(spec)
+
+
+def _rotated(cell: Cell) -> Callable[[Tensor, Tensor], Tensor]:
+    """As `subspace.lifted`, in another subspace: its basis is the first columns of a random
+    orthonormal matrix."""
+    generator = torch.Generator().manual_seed(cell.seed)
+    bases: dict[int, Tensor] = {}
+
+    def lifted(z_BSK: Tensor, fixed_BSD: Tensor) -> Tensor:
+        width, k = fixed_BSD.shape[-1], z_BSK.shape[-1]
+        if width not in bases:
+            numbers = torch.randn(width, width, generator=generator)
+            bases[width] = torch.linalg.qr(numbers)[0]
+        return fixed_BSD + z_BSK @ bases[width][:, :k].T
+
+    return lifted
 
 
 # ---- one process ---------------------------------------------------------------------------------

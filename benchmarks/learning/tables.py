@@ -18,7 +18,18 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.learning.runs import MODES, Cell
-from benchmarks.learning.tasks import BOTH, BOUNDARY, TASKS
+from benchmarks.learning.tasks import (
+    AS_FEW_BYTES,
+    BOTH,
+    BOUNDARY,
+    BOUNDARY_WIDTH,
+    FEWEST,
+    NARROW,
+    ROTATED,
+    TASKS,
+    rounds_of,
+    token_bytes,
+)
 
 Results = Mapping[str, Mapping[str, Any]]
 """By platform and cell. What is compared is of one platform: the one that has the most of it."""
@@ -208,11 +219,49 @@ def churn_table(results: Results) -> list[str]:
     return lines if len(lines) > 2 else NOTHING
 
 
+def narrow_table(results: Results) -> list[str]:
+    """Rows: models and codecs. Columns: bytes at a boundary, and the loss at the end of each task
+    over that of the dense model in fp32 after all rounds."""
+    tasks = [task for task in TASKS if task != "answers"]
+    lines = [
+        "| model | codec | bytes a token | " + " | ".join(f"`{task}`" for task in tasks) + " |",
+        "|---|---|---|" + "---|" * len(tasks),
+    ]
+    rows = [("dense", BOUNDARY, codec, token_bytes(codec)) for codec in ("none", "int8", FEWEST)]
+    for (where, k), few, rotated in zip(NARROW.items(), AS_FEW_BYTES, ROTATED, strict=True):
+        part = f"{k} of {BOUNDARY_WIDTH} dimensions"
+        rows += [(part, where, codec, token_bytes(codec, k)) for codec in ("none", "int8", FEWEST)]
+        rows.append((f"{part}, at random", rotated, "none", token_bytes("none", k)))
+        rows.append((f"dense, bytes of {k} dimensions", few, "int8", token_bytes(FEWEST)))
+    for name, where, codec, num_bytes in rows:
+        found = [_over_dense(results, where, task, codec) for task in tasks]
+        if any(found):
+            coded = FEWEST if where in AS_FEW_BYTES else codec
+            cells = [_shown(of, is_right=False) for of in found]
+            if where in AS_FEW_BYTES:
+                cells = [
+                    f"{cell} after {rounds_of(task, where, codec)} of {TASKS[task].rounds} rounds"
+                    for cell, task in zip(cells, tasks, strict=True)
+                ]
+            lines.append(_row(name, [f"`{coded}`", str(num_bytes), *cells]))
+    return lines if len(lines) > 2 else NOTHING
+
+
+def _over_dense(results: Results, where: str, task: str, codec: str) -> Figure | None:
+    """How much more the loss is at the end than that of the dense model in fp32."""
+    seeds = TASKS[task].seeds
+    own = [Cell(where, task, codec, seed).key for seed in seeds]
+    pairs = most(results, own, [fp32_cell(BOUNDARY, task, seed).key for seed in seeds])
+    values = [value_of(a, is_right=False) / value_of(b, is_right=False) - 1 for a, b in pairs]
+    return Figure(tuple(values)) if values else None
+
+
 def write_tables(page: Path, results: Results) -> None:
     """Replaces what is between `<!-- NAME -->` and `<!-- end -->` by the table of that name."""
     tables = {f"codecs {where}": codec_table(results, where) for where in (BOUNDARY, BOTH, *MODES)}
     tables |= {f"modes {task}": mode_table(results, task) for task in TASKS}
     tables["replaced"] = churn_table(results)
+    tables["narrow"] = narrow_table(results)
 
     def table(match: re.Match[str]) -> str:
         return "\n".join([match[1], *tables[match[2]], match[3]])

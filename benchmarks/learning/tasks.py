@@ -24,8 +24,11 @@ from typing import Any
 import torch
 
 from swarmnet.batch import IGNORED, Batch
-from swarmnet.spec import RunSpec
+from swarmnet.protocol.codecs import TOKEN_BYTES, boundary_codec, row_bytes
+from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.training.arrays import from_tensor
+from swarmnet.training.models.base import describe_parameters, num_parameters
+from swarmnet.training.models.registry import model_plan
 
 SEQUENCE = 64
 """Tokens of a sample; a token is a byte."""
@@ -33,6 +36,16 @@ BOUNDARY = "boundary"
 """In place of a mode: the runs that code what crosses the boundaries between stages."""
 BOTH = "both"
 """Likewise: runs of `zero` that code boundaries and updates alike, as a run with `auto` does."""
+NARROW = {"subspace-16": 16, "subspace-8": 8}
+"""Likewise: as `boundary`, with boundaries in a subspace of so many dimensions. What that saves of
+the parameters is in the feed-forward layers."""
+ROTATED = {f"rotated-{k}": k for k in NARROW.values()}
+"""The same in another subspace, whose basis is drawn at random."""
+AS_FEW_BYTES = {f"bytes-of-{k}": k for k in NARROW.values()}
+"""As `boundary`, coded with `FEWEST`: as many rounds as have the bytes of a run in such a subspace,
+whose coordinates have the cell's codec."""
+FEWEST = "int4"
+ONE_PROCESS_PLACES = (BOUNDARY, *NARROW, *ROTATED, *AS_FEW_BYTES)
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ kind = "llama"
 hidden_size = {width}
 num_hidden_layers = {layers}
 num_attention_heads = {heads}
-intermediate_size = {inner}
+{narrow}intermediate_size = {inner}
 vocab_size = 256
 max_position_embeddings = {sequence}
 [data]
@@ -100,34 +113,71 @@ EVALUATE_EVERY = 50
 
 
 def spec_text(
-    task: str, *, seed: int, rounds: int, text: Path, codec: str, sync: dict[str, Any] | None
+    task: str,
+    *,
+    seed: int,
+    rounds: int,
+    text: Path,
+    codec: str,
+    sync: dict[str, Any] | None,
+    subspace: int = 0,
 ) -> str:
     """A run's spec. `codec`: of the boundaries; `sync`: of `[sync]`, or None for the runs that have
-    many stages; `text`: what `write_text` wrote."""
+    many stages; `text`: what `write_text` wrote; `subspace`: its dimensions, 0 for none."""
     sizes, is_mode = TASKS[task], sync is not None
     microbatch = sizes.batch // (MODE_SLOTS if is_mode else BOUNDARY_SLOTS)
     width = sizes.width if is_mode else BOUNDARY_WIDTH
     lines = "\n".join(f"{k} = {json.dumps(v)}" for k, v in (sync or ONE_PROCESS).items())
-    return SPEC.format(
-        seed=seed,
-        width=width,
-        layers=sizes.layers if is_mode else BOUNDARY_STAGES,
-        heads=sizes.heads if is_mode else BOUNDARY_HEADS,
-        inner=128 if width > 32 else 64,
-        sequence=SEQUENCE,
-        text=sizes.text or text,
-        held_out=sizes.held_out // microbatch,
-        rate=sizes.rate,
-        warmup=sizes.warmup,
-        rounds=rounds,
-        stages=MODE_STAGES if is_mode else BOUNDARY_STAGES,
-        batch=sizes.batch,
-        microbatch=microbatch,
-        every=EVALUATE_EVERY,
-        codec=codec,
-        shard=8192 if task == "letters" else 16384,
-        sync=lines,
+
+    def written(subspace: int, inner: int) -> str:
+        return SPEC.format(
+            seed=seed,
+            width=width,
+            layers=sizes.layers if is_mode else BOUNDARY_STAGES,
+            heads=sizes.heads if is_mode else BOUNDARY_HEADS,
+            narrow=f"subspace = {subspace}\n" * bool(subspace),
+            inner=inner,
+            sequence=SEQUENCE,
+            text=sizes.text or text,
+            held_out=sizes.held_out // microbatch,
+            rate=sizes.rate,
+            warmup=min(sizes.warmup, rounds // 4),
+            rounds=rounds,
+            stages=MODE_STAGES if is_mode else BOUNDARY_STAGES,
+            batch=sizes.batch,
+            microbatch=microbatch,
+            every=EVALUATE_EVERY,
+            codec=codec,
+            shard=8192 if task == "letters" else 16384,
+            sync=lines,
+        )
+
+    inner = 128 if width > 32 else 64
+    if not subspace:
+        return written(0, inner)
+    whole, least, more = (
+        _num_parameters(written(k, size)) for k, size in ((0, inner), (subspace, 1), (subspace, 2))
     )
+    return written(subspace, 1 + (whole - least) // (more - least))
+
+
+def _num_parameters(text: str) -> int:
+    return num_parameters(describe_parameters(model_plan(parse_spec(text)).layers))
+
+
+def token_bytes(codec: str, subspace: int = 0) -> int:
+    """Of one token at one boundary, both ways."""
+    names, width = boundary_codec(codec), subspace or BOUNDARY_WIDTH
+    both = row_bytes(names.activations, width) + row_bytes(names.gradients, width)
+    return both + (TOKEN_BYTES if subspace else 0)
+
+
+def rounds_of(task: str, where: str, codec: str) -> int:
+    """Of a cell."""
+    rounds = TASKS[task].rounds
+    if where not in AS_FEW_BYTES:
+        return rounds
+    return rounds * token_bytes(codec, AS_FEW_BYTES[where]) // token_bytes(FEWEST)
 
 
 # ---- letters -------------------------------------------------------------------------------------
