@@ -53,7 +53,7 @@ def choose_computing(
         known_activations,
     )
     from swarmnet.training.memory.plan import PRECISIONS, base_bytes, state_bytes
-    from swarmnet.training.memory.stage_needs import StageNeeds, choose_memory
+    from swarmnet.training.memory.stage_needs import Chosen, StageNeeds, choose_memory
     from swarmnet.training.models.registry import stage_parameter_ranges
 
     device = torch.device(devices[0])
@@ -85,22 +85,29 @@ def choose_computing(
     free = free_bytes_of(device)
     # Ranks with devices of their own share the stage; those on CPUs share the memory.
     _check_room(
-        stage, needs.on_device(place, is_gpu=is_apart), free * (len(devices) if is_apart else 1)
+        stage, needs.on_device(place, is_apart=is_apart), free * (len(devices) if is_apart else 1)
     )
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
     in_flight = expected_in_flight(spec)
     may_be_there = is_apart and len(devices) == 1 and spec.sync.mode == ZERO and place == AUTO
-    chosen = choose_memory(
-        needs,
-        place,
-        free=free,
-        policies=policies,
-        in_flight=in_flight,
-        is_gpu=is_apart,
-        may_be_on_device=may_be_there and updates_right_on(device, spec),
-        num_devices=len(devices),
-    )
+
+    def choose(*, may_be_on_device: bool) -> Chosen:
+        return choose_memory(
+            needs,
+            place,
+            free=free,
+            policies=policies,
+            in_flight=in_flight,
+            is_apart=is_apart,
+            may_be_on_device=may_be_on_device,
+            num_devices=len(devices),
+        )
+
+    chosen = choose(may_be_on_device=may_be_there)
+    # Only a device that has the room is asked for its bits: that runs kernels.
+    if chosen.is_on_device and may_be_there and not updates_right_on(device, spec):
+        chosen = choose(may_be_on_device=False)
     choice, is_there, left = chosen.choice, chosen.is_on_device, chosen.left
     computing = Computing(
         precision=precision,

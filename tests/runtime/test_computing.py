@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import UsageError, UserError
@@ -86,10 +87,17 @@ def test_optimizer_state_lies_where_there_is_room(
     spec = small_spec(
         model=LARGE, pipeline={"num_stages": 2, "global_batch": 64}, sync={"mode": mode}
     )
-    monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", lambda *_: True)
+    asked: list[torch.device] = []
+
+    def is_right(device: torch.device, _: object) -> bool:
+        asked.append(device)
+        return True
+
+    monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", is_right)
     computing, line = choose(tmp_path, spec, ["cuda:0"], precision="fp32", **options)
     assert place in line.rsplit(";", 1)[1]
     assert computing.updates_on_device == ("device's" in place)
+    assert bool(asked) == computing.updates_on_device, "kernels run only where they may be used"
 
 
 def test_optimizer_state_that_fits_nowhere_is_refused_at_the_start(
@@ -115,7 +123,6 @@ def test_what_is_fully_sharded_is_recomputed(tmp_path: Path) -> None:
 
 
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
 
     whole = free_bytes_of(torch.device("cpu"))
     monkeypatch.setattr("swarmnet.system.CGROUP", tmp_path)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from swarmnet.protocol.pipeline.feeding import IN_FLIGHT_PER_REPLICA
-from swarmnet.protocol.planning.exchange import received_bytes, sent_bytes
+from swarmnet.protocol.planning.exchange import exchanged_bytes
 from swarmnet.protocol.planning.model import Cut, Held, Job, Machine
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
 
@@ -173,7 +173,7 @@ class Costs:
         all_up = sum(m.up_bytes_per_s for m in replicas)
         of = parameters, n, update.replication, update.mode, update.local_steps, update.codec
         parts = [m.up_bytes_per_s / all_up if all_up < float("inf") else 1 / n for m in replicas]
-        return [(sent_bytes(*of, part), received_bytes(*of, part)) for part in parts]
+        return [exchanged_bytes(*of, part) for part in parts]
 
     def _exchange_s(self, parameters: int, replicas: Sequence[Machine]) -> float:
         if len(replicas) < 2:

@@ -30,7 +30,7 @@ def codec_in(mode: str, codec: str) -> UpdateCodec:
     return update_codec(INT4 if codec == TOPK and mode != LOCAL else codec)
 
 
-def sent_bytes(
+def exchanged_bytes(
     num_parameters: int,
     num_replicas: int,
     replication: int,
@@ -38,14 +38,18 @@ def sent_bytes(
     local_steps: int,
     codec: str = NONE,
     part: float | None = None,
-) -> float:
-    """What a replica sends to others of its stage in a round. To each of N primaries
-    its part of the gradient (g bytes a parameter, by the codec), to R - 1 backups their sums (s
-    bytes), to each of the others the results of its own shards (r bytes):
-    Psi (g (N - 1) + s (R - 1) + r (N - R)) / N, with g = r = s = 4 where nothing is coded, and in
-    mode `local` so much every `local_steps` rounds. A backup whose arithmetic differs from the
-    primary's in the last bit gets the results too. In mode `gossip` every `local_steps` rounds an
-    offer of four vectors to the partner; of an odd number one has none.
+) -> tuple[float, float]:
+    """What a replica sends to others of its stage in a round, and what comes to it.
+
+    It sends to each of N primaries its part of the gradient (g bytes a parameter, by the codec),
+    to R - 1 backups their sums (s bytes), to each of the others the results of its own shards (r
+    bytes): Psi (g (N - 1) + s (R - 1) + r (N - R)) / N, with g = r = s = 4 where nothing is coded,
+    and in mode `local` so much every `local_steps` rounds. A backup whose arithmetic differs from
+    the primary's in the last bit gets the results too. To it come the gradients of all others as
+    a primary, and of other shards the sum (as one of their backups) or the result.
+
+    In mode `gossip` an offer of four vectors goes to the partner every `local_steps` rounds, and
+    one comes; of an odd number one has none.
 
     `part`: of the shards whose primary it is, by its upload bandwidth among the replicas'; 1 / N
     where not given, which is the average."""
@@ -53,31 +57,12 @@ def sent_bytes(
     names = codec_in(mode, codec)
     g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
     if mode == GOSSIP:
-        return OFFERED_VECTORS * s * psi * (n - n % 2) / n / local_steps
-    owners = min(replication, n)
-    own = 1 / n if part is None else part
-    each = psi * (g * (1 - own) + own * (s * (owners - 1) + r * (n - owners)))
-    return each / local_steps if mode == LOCAL else each
-
-
-def received_bytes(
-    num_parameters: int,
-    num_replicas: int,
-    replication: int,
-    mode: str,
-    local_steps: int,
-    codec: str = NONE,
-    part: float | None = None,
-) -> float:
-    """What comes to a replica in a round: as a primary the gradients of all others, of other shards
-    the sum (as one of their backups) or the result. Arguments as of `sent_bytes`."""
-    n, psi = num_replicas, num_parameters
-    if mode == GOSSIP:
-        return sent_bytes(psi, n, replication, mode, local_steps, codec)
-    names = codec_in(mode, codec)
-    g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
+        offered = OFFERED_VECTORS * s * psi * (n - n % 2) / n / local_steps
+        return offered, offered
     owners = min(replication, n)
     own = 1 / n if part is None else part
     backed = (1 - own) * (owners - 1) / max(1, n - 1)
-    each = psi * (g * own * (n - 1) + s * backed + r * max(0.0, 1 - own - backed))
-    return each / local_steps if mode == LOCAL else each
+    sent = g * (1 - own) + own * (s * (owners - 1) + r * (n - owners))
+    received = g * own * (n - 1) + s * backed + r * max(0.0, 1 - own - backed)
+    rounds = local_steps if mode == LOCAL else 1
+    return psi * sent / rounds, psi * received / rounds

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 
 from swarmnet.errors import SpecError
 from swarmnet.protocol.codecs import NONE, TOKEN_BYTES
-from swarmnet.protocol.planning.exchange import codec_in, number_bytes, sent_bytes
+from swarmnet.protocol.planning.exchange import codec_in, exchanged_bytes, number_bytes
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.base import (
@@ -273,7 +273,7 @@ def plan_memory(
                 gradients=gradients,
                 optimizer=optimizer,
                 exchange=exchange,
-                sent=sent_bytes(*of_stage, mode, spec.sync.local_steps, codec),
+                sent=exchanged_bytes(*of_stage, mode, spec.sync.local_steps, codec)[0],
                 activations=None if held is None else float(held[0]),
                 offloaded=0.0 if held is None else float(held[1]),
                 unsharded=sum(state_bytes(trained, 1, 1, precision, mode, codec)) + base,

@@ -34,11 +34,11 @@ class StageNeeds:
     def updating(self) -> float:
         return self.exchange + self.optimizer
 
-    def on_device(self, place: str, *, is_gpu: bool) -> float:
+    def on_device(self, place: str, *, is_apart: bool) -> float:
         """All but activations, where that is the device's memory. `place`: of the optimizer state,
-        other than `AUTO` where there is no GPU."""
+        other than `AUTO` where the device has no memory of its own."""
         held = self.weights + self.gradients + self.base
-        if not is_gpu:
+        if not is_apart:
             held += self.exchange + (self.optimizer if place == HOST else 0)
         return held + (self.updating if place == DEVICE else 0)
 
@@ -61,15 +61,15 @@ def choose_memory(
     free: float,
     policies: Sequence[ActivationsName],
     in_flight: int,
-    is_gpu: bool,
+    is_apart: bool,
     may_be_on_device: bool,
     num_devices: int = 1,
 ) -> Chosen:
-    """The policy for activations, and whether the optimizer state goes to the GPU too: with `AUTO`
-    where activations need not change for it. `free`: bytes of a device; `may_be_on_device`: the run
-    makes its updates there."""
-    each = max(0.0, FREE_PART * free - needs.on_device(place, is_gpu=is_gpu))
-    left = each * (num_devices if is_gpu else 1)
+    """The policy for activations, and whether the optimizer state goes to the device too: with
+    `AUTO` where activations need not change for it. `free`: bytes of a device; `is_apart`: its
+    memory is not the host's; `may_be_on_device`: the run makes its updates there."""
+    each = max(0.0, FREE_PART * free - needs.on_device(place, is_apart=is_apart))
+    left = each * (num_devices if is_apart else 1)
 
     def choice_of(num_bytes: float) -> Choice:
         return choose_activations(

@@ -51,7 +51,7 @@ class MachineMemory:
     """Free: of the GPU, or where there is none of the machine."""
     host_bytes: float
     """Free main memory beside a GPU; the same again where there is none."""
-    is_gpu: bool
+    is_apart: bool
     precision: str
 
 
@@ -160,39 +160,39 @@ class StageTable:
         fit. For `Job.memory`."""
         found = self.needed(first, end, num_stages, memory)
         assert isinstance(memory, MachineMemory)
-        host = found.host_bytes if memory.is_gpu else 0.0
+        host = found.host_bytes if memory.is_apart else 0.0
         fits = found.device_bytes <= memory.device_bytes and host <= memory.host_bytes
         return found if fits else None
 
     def needed(self, first: int, end: int, num_stages: int, memory: object) -> Held:
         """The same, whether it fits or not."""
         assert isinstance(memory, MachineMemory)
-        is_gpu, pipeline = memory.is_gpu, self.spec.pipeline
+        is_apart, pipeline = memory.is_apart, self.spec.pipeline
         needs = self.needs(first, end, PRECISIONS[memory.precision])
-        policies: tuple[ActivationsName, ...] = POLICIES if is_gpu else POLICIES[:-1]
+        policies: tuple[ActivationsName, ...] = POLICIES if is_apart else POLICIES[:-1]
         if pipeline.activations != "auto":
             policies = (pipeline.activations,)
         stages = pipeline.model_copy(update={"num_stages": num_stages})
         expected = expected_in_flight(self.spec.model_copy(update={"pipeline": stages}))
         store = DISK if self.spec.sync.optimizer_store == DISK else HOST
-        place = AUTO if is_gpu else store
+        place = AUTO if is_apart else store
         chosen = choose_memory(
             needs,
             place,
             free=memory.device_bytes,
             policies=policies,
             in_flight=expected,
-            is_gpu=is_gpu,
-            may_be_on_device=is_gpu and self.spec.sync.mode == ZERO,
+            is_apart=is_apart,
+            may_be_on_device=is_apart and self.spec.sync.mode == ZERO,
         )
         policy, in_flight = chosen.choice.activations, min(expected, chosen.choice.max_in_flight)
         if expected >= MIN_IN_FLIGHT:
             in_flight = max(MIN_IN_FLIGHT, in_flight)
         kept = (0, 0) if needs.activations is None else needs.activations.held(policy, in_flight)
-        device, host = needs.on_device(place, is_gpu=is_gpu) + kept[0], float(kept[1])
+        device, host = needs.on_device(place, is_apart=is_apart) + kept[0], float(kept[1])
         if chosen.is_on_device:
             device += needs.updating
-        elif is_gpu:
+        elif is_apart:
             parameters = needs.gradients / PRECISIONS[memory.precision].gradients
             host += 2 * FP32_BYTES * parameters + needs.exchange
             host += needs.optimizer if store == HOST else 0.0

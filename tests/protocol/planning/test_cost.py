@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnet.protocol.planning.cost import Costs
-from swarmnet.protocol.planning.exchange import received_bytes, sent_bytes
+from swarmnet.protocol.planning.exchange import exchanged_bytes
 from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
 from swarmnet.protocol.planning.search import cut_of
 
@@ -75,9 +75,9 @@ def test_few_microbatches_in_flight_wait_for_latency() -> None:
 def test_what_is_sent_is_received(mode: str, codec: str) -> None:
     of = 1000, 4, 2, mode, 10, codec
     parts = [None] * 4 if mode == "gossip" else [0.1, 0.2, 0.3, 0.4]
-    sent = sum(sent_bytes(*of, part) for part in parts)
-    assert sent == pytest.approx(sum(received_bytes(*of, part) for part in parts))
-    assert sent == pytest.approx(4 * sent_bytes(*of))
+    sent, received = map(sum, zip(*(exchanged_bytes(*of, part) for part in parts), strict=True))
+    assert sent == pytest.approx(received)
+    assert sent == pytest.approx(4 * exchanged_bytes(*of)[0])
 
 
 def test_an_exchange_waits_for_the_slowest_link_and_delayed_hides_it() -> None:

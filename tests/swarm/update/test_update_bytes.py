@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol.audit import Draw
+from swarmnet.protocol.planning.exchange import exchanged_bytes
 from swarmnet.spec import RunSpec
-from swarmnet.training.memory.plan import sent_bytes
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 NUM_REPLICAS = 4
@@ -99,7 +99,7 @@ def test_bytes_of_a_round_in_the_other_modes(
         measured = (sent() - before) / (last - first) / num_replicas
         num_parameters = swarm.flat("peer-0").numel()
         plain, formula = (
-            sent_bytes(num_parameters, num_replicas, 2, mode, local_steps, c)
+            exchanged_bytes(num_parameters, num_replicas, 2, mode, local_steps, c)[0]
             for c in ("none", codec)
         )
         print(
