@@ -14,7 +14,8 @@ from swarmnet.methods.update import NormRequest
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.update.exchange.norms import KEPT_ROUNDS, Norms
+from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.swarm.update.exchange.norms import ATTEMPT_S, KEPT_ROUNDS, Norms
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import handler_of
@@ -33,6 +34,8 @@ class Net:
         self.live_of_others: list[str] = []
         self.cuts: set[tuple[str, str]] = set()
         """Who cannot call whom."""
+        self.silent: set[str] = set()
+        """Who takes calls, and never answers."""
         self.shards = {0: len(SUMS), 1: len(SUMS)}
         """How many each stage is known to have."""
         self.handlers: dict[tuple[str, str], Any] = {}
@@ -47,6 +50,9 @@ class Net:
             is_there = peer_id in (*self.live, *self.live_of_others)
             if not is_there or (name, peer_id) in self.cuts:
                 raise Unreachable("dead")
+            if peer_id in self.silent:
+                await asyncio.sleep(timeout_s)
+                raise Unreachable("no answer")
             request: Any = SimpleNamespace(remote=name, message=message)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -220,6 +226,23 @@ def test_where_nobody_has_it_yet_the_new_root_sums_up() -> None:
         net.live.remove("a")
         totals = await asyncio.gather(*first, net.norms["d"].add(3, 0, 0.5))
         assert totals == [6.5, 6.5, 6.5]
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_collectors_that_say_nothing_are_not_waited_for() -> None:
+    async def scenario() -> None:
+        net = Net("xyabc")
+        net.silent |= {"x", "y"}
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        totals = await asyncio.gather(
+            *(net.norms[name].add(ROUND, j, SUMS[j]) for j, name in enumerate("abc"))
+        )
+        assert totals == [7.0] * 3
+        assert loop.time() - began < 2 * LOOK_LESS_S < ATTEMPT_S
         assert not net.missed
         await net.close()
 
