@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from peer.planning.question import Choice, Found
 from swarmnet.protocol.planning.cost import Costs
@@ -11,6 +10,7 @@ from swarmnet.protocol.planning.model import Machine
 from swarmnet.protocol.planning.search import OUT, best_plan
 from swarmnet.runtime.text import size
 from swarmnet.training.memory.plan import BF16, FP32, FP32_BYTES, LOW_BYTES, layers_base_bytes
+from swarmnet.training.memory.stage_table import memory_of
 
 DAY_S = 86400.0
 MOMENTS_BYTES = 8
@@ -207,7 +207,7 @@ def _rows(found: Found) -> list[Row]:
             assert rate is not None
             samples = costs.job.global_batch * rate.flow / flow
             up_round, down_round = samples * sent + up, samples * received + down
-            memory: Any = m.memory
+            memory = memory_of(m)
             day = rounds * m.hours / 24
             rows.append(
                 Row(
@@ -219,7 +219,7 @@ def _rows(found: Found) -> list[Row]:
                     held.host_bytes,
                     memory.device_bytes,
                     memory.host_bytes,
-                    memory.is_gpu,
+                    memory.is_apart,
                     memory.precision,
                     held.activations,
                     held.in_flight,
@@ -306,7 +306,7 @@ def left_out(found: Found) -> list[str]:
 
 def _shortest(found: Found, machine: Machine) -> str:
     """What it lacks for the smallest stage."""
-    memory: Any = machine.memory
+    memory = memory_of(machine)
     cut = found.plan.cut
     needed = [found.table.needed(*x, len(cut), memory).device_bytes for x in cut]
     return f"the smallest needs {size(min(needed))}, and {size(memory.device_bytes)} are there"

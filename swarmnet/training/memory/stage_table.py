@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from swarmnet.protocol.codecs import TOKEN_BYTES, boundary_codec, row_bytes
-from swarmnet.protocol.planning.model import Held, Job, Layer, Update
+from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
 from swarmnet.protocol.sync_modes import ZERO
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import ActivationsName
@@ -53,6 +53,12 @@ class MachineMemory:
     """Free main memory beside a GPU; the same again where there is none."""
     is_apart: bool
     precision: str
+
+
+def memory_of(machine: Machine) -> MachineMemory:
+    """What `StageTable` knows a machine by."""
+    assert isinstance(machine.memory, MachineMemory)
+    return machine.memory
 
 
 @dataclass(slots=True)
