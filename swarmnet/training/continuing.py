@@ -28,7 +28,7 @@ from swarmnet.training.checkpoint import (
     checksum,
     find_checkpoints,
 )
-from swarmnet.training.ended_moments import EndedMoments, misfit
+from swarmnet.training.ended_moments import EndedMoments, Layout, misfit
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange, flat_of, initial_buffers, tied_names
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, read_base
@@ -114,12 +114,14 @@ class Ended:
     def unchecked(self, spec: RunSpec, layout: InitialLayout) -> CheckpointWeights:
         """As `weights`, for who checks the values himself."""
         paths = [saved[0][0] / STAGE_FILE for saved in self.stages]
-        no_moments = misfit(self.spec, spec, layout)
+        no_moments = misfit(self.spec, spec)
+        tied = tied_names(model_plan(spec).layers)
         moments = None
         if not no_moments:
-            moments = EndedMoments(self.stages, layout.trained_sizes)
+            cut = Layout.of(self.spec.with_builder(spec.model.builder))
+            here = Layout(layout.trained, layout.trained_sizes)
+            moments = EndedMoments(self.stages, cut, here, self.spec.optimizer, tied)
             no_moments = moments.lacks
-        tied = tied_names(model_plan(spec).layers)
         buffers = self._buffers(spec) if layout.buffers and spec.lora is None else {}
         return CheckpointWeights(
             self.run_id, paths, layout.trained, tied, moments, no_moments, buffers

@@ -1,9 +1,9 @@
 """The optimizer's moments with which a run ended, for one that continues it.
 
 A checkpoint has the moments of the shards that its peer owned, so those of a stage are gathered
-from the checkpoints of all its peers. They go on shard by shard, hence only where both runs have
-the same shards, and owners with AdamW's moments of them
-(docs/decisions/0010-continue-by-weights.md).
+from the checkpoints of all its peers. They are found by the names of parameters, so that the new
+run may cut stages and shards in another way; they go on only where owners have AdamW's moments in
+both runs (docs/decisions/0010-continue-by-weights.md).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import SpecError
-from swarmnet.spec import RunSpec
+from swarmnet.spec import OptimizerSpec, RunSpec
 from swarmnet.training.checkpoint import OPTIMIZER_FILE, Meta, checksum
 from swarmnet.training.mapped_tensors import MappedFiles, Stored, stored_tensors
-from swarmnet.training.models.initial_weights import InitialLayout
+from swarmnet.training.models.base import ParameterRange, overlaps
 from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.training.optimizer.shards import MAX_STEPS
 
@@ -41,20 +41,69 @@ class Held:
     steps: int
 
 
-class EndedMoments:
-    """Those of every shard of a run, as its checkpoints have them."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a run cuts its trained parameters, by stage."""
 
-    def __init__(self, stages: Sequence[Sequence[Saved]], sizes: Sequence[Sequence[int]]) -> None:
-        """`stages`: the checkpoints of each, of one round. `sizes`: elements of each shard. Blocks
-        for as long as the files' checksums take."""
-        self._sizes = sizes
-        self._held = [_held(saved, of) for saved, of in zip(stages, sizes, strict=True)]
+    ranges: Sequence[Sequence[ParameterRange]]
+    sizes: Sequence[Sequence[int]]
+    """Elements of each shard."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Layout:
+        """`spec`: as this machine builds it. Raises `SpecError`."""
+        stages = range(spec.pipeline.num_stages)
+        return cls(
+            [stage_parameter_ranges(spec, k) for k in stages],
+            [stage_shard_sizes(spec, k) for k in stages],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some elements of a shard of the run that ended."""
+
+    held: Held
+    first: int
+    last: int
+    place: slice
+    """Among those of the new shard."""
+
+
+class EndedMoments:
+    """Those of every shard of a run, as the checkpoints of another have them."""
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Saved]],
+        old: Layout,
+        new: Layout,
+        optimizer: OptimizerSpec,
+        tied: Mapping[str, str],
+    ) -> None:
+        """`stages`: the checkpoints of each of the old run's, of one round. `tied`: names of
+        parameters that are another's, and that one's. Blocks for as long as the files' checksums
+        take."""
+        self._old, self._new, self._tied = old, new, tied
+        self._decays = optimizer.beta1, optimizer.beta2
+        self._held = [_held(saved, of) for saved, of in zip(stages, old.sizes, strict=True)]
         self._files = MappedFiles()
+        self._places: dict[str, tuple[int, int]] = {}
+        """Stage and first element of each parameter in the old run, by its own name and its
+        owner's."""
+        for stage, ranges in enumerate(old.ranges):
+            for r in ranges:
+                self._places[r.name] = stage, r.start
+        for name, owner in tied.items():
+            there = self._places.get(owner, self._places.get(name))
+            if there is not None:
+                self._places.setdefault(name, there)
+                self._places.setdefault(owner, there)
 
     @property
     def lacks(self) -> str:
         """What is not there, in words; empty where all is."""
-        for stage, (held, sizes) in enumerate(zip(self._held, self._sizes, strict=True)):
+        for stage, (held, sizes) in enumerate(zip(self._held, self._old.sizes, strict=True)):
             missing = sorted(set(range(len(sizes))) - held.keys())
             if missing:
                 return f"no checkpoint here has those of stage {stage}, shard {missing[0]}"
@@ -62,19 +111,54 @@ class EndedMoments:
 
     def flat(self, stage: int, shard: int) -> Tensor | None:
         """A shard's mean, square and number of steps, fp32 [2 x size + 1]; None where they are not
-        there. Raises `SpecError`."""
-        held = self._held[stage].get(shard)
-        if held is None:
+        there. Raises `SpecError`.
+
+        Shards of the old run may have made unlike numbers of steps. Then what the optimizer takes
+        from the means, which it corrects by that number, stays the same."""
+        sizes = self._new.sizes[stage]
+        size, start = sizes[shard], sum(sizes[:shard])
+        pieces: list[Piece] = []
+        for r, first, last, place in overlaps(self._new.ranges[stage], start, start + size):
+            of_range = self._pieces(r.name, first, last, place.start)
+            if of_range is None:
+                return None
+            pieces += of_range
+        steps = max((piece.held.steps for piece in pieces), default=0)
+        flat = torch.empty(2 * size + 1)
+        flat[-1] = steps
+        for piece in pieces:
+            stored = piece.held.mean, piece.held.square
+            for decay, of, there in zip(self._decays, stored, flat[:-1].view(2, size), strict=True):
+                values = self._files.read(of, piece.first, piece.last)
+                if 0 < piece.held.steps < steps:
+                    values = values * ((1 - decay**steps) / (1 - decay**piece.held.steps))
+                there[piece.place] = values
+        return flat
+
+    def _pieces(self, name: str, first: int, last: int, at: int) -> list[Piece] | None:
+        """Where elements [first, last) of a parameter are, which go to `at`; None where some are
+        nowhere."""
+        there = self._places.get(name)
+        if there is None:
             return None
-        size = self._sizes[stage][shard]
-        parts = [self._files.read(one, 0, size) for one in (held.mean, held.square)]
-        steps = torch.tensor([float(held.steps)])
-        return torch.cat([*parts, steps])
+        stage, offset = there
+        first, last, found = offset + first, offset + last, []
+        start = 0
+        for shard, size in enumerate(self._old.sizes[stage]):
+            here, end = max(first, start), min(last, start + size)
+            if here < end:
+                held = self._held[stage].get(shard)
+                if held is None:
+                    return None
+                place = slice(at + here - first, at + end - first)
+                found.append(Piece(held, here - start, end - start, place))
+            start += size
+        return found
 
 
-def misfit(old: RunSpec, new: RunSpec, layout: InitialLayout) -> str:
+def misfit(old: RunSpec, new: RunSpec) -> str:
     """Why the moments of a run are none for another of the same model, in words; empty where they
-    fit. `new`: as this machine builds it; `layout` is its own."""
+    fit."""
     for spec, where in ((old, "there"), (new, "here")):
         if spec.sync.mode not in OWNED:
             return f"[sync] mode is {spec.sync.mode} {where}, where each replica has its own"
@@ -82,15 +166,6 @@ def misfit(old: RunSpec, new: RunSpec, layout: InitialLayout) -> str:
         before, now = getattr(old.optimizer, key), getattr(new.optimizer, key)
         if before != now:
             return f"[optimizer] {key} is {before} there, {now} here"
-    if old.pipeline.num_stages != new.pipeline.num_stages:
-        before, now = old.pipeline.num_stages, new.pipeline.num_stages
-        return f"[pipeline] num_stages is {before} there, {now} here"
-    built = old.with_builder(new.model.builder)
-    for stage, sizes in enumerate(layout.trained_sizes):
-        if stage_parameter_ranges(built, stage) != layout.trained[stage]:
-            return f"stage {stage} has other layers there"
-        if stage_shard_sizes(built, stage) != sizes:
-            return f"stage {stage} has other shards there ([sync] shard_parameters)"
     return ""
 
 
