@@ -236,6 +236,8 @@ CODED = [(ZERO, INT4), (DELAYED, INT8), (LOCAL, TOPK), (GOSSIP, INT8)]
 @pytest.mark.parametrize(
     ("mode", "codec", "first", "last"),
     [(*coded, 0, 2) for coded in CODED]
+    # A feeder restarts between the last commit of a round and its exchange.
+    + [(ZERO, INT4, 20, 21)]
     + [pytest.param(*coded, 2, CHUNK, marks=pytest.mark.long) for coded in CODED],
 )
 def test_coded_updates_in_small_swarms_with_every_kind_of_fault(

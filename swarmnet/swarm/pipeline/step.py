@@ -139,7 +139,11 @@ class StepService:
         replica.stage.check(*_parts(request.message.arrays), step.documents)
         await self._check_origin(replica, step, request.remote)
         self._learn(replica, step.round, request.remote)
-        await replica.enter(step.round, self.limits.enter_wait_s)
+        try:
+            await replica.enter(step.round, self.limits.enter_wait_s)
+        except Stale:
+            self._check_counted(replica, step)
+            raise
         key = (step.round, step.microbatch_id)
         flight = self.flights.get(key)
         if flight is None:
@@ -209,15 +213,21 @@ class StepService:
     def _check_slot(self, replica: Replica, step: StepRequest) -> None:
         """Raises `Taken` where another flight of the slot is here and may count. A flight of a
         feeder that is gone, or that its feeder has given up for this one, never will."""
-        others = replica.ledger.other_flights((step.round, step.microbatch_id))
-        if any(entry.state == COMMITTED for entry in others):
-            raise Taken("the slot counts already", counted=True)
-        for entry in others:
+        self._check_counted(replica, step)
+        for entry in replica.ledger.other_flights((step.round, step.microbatch_id)):
             if entry.feeder == step.feeder or self._is_lost(entry.feeder):
                 continue
             self._tell(Contested(step.round))
             if self._keeps_out(entry):
                 raise Taken("another flight of the slot is here")
+
+    def _check_counted(self, replica: Replica, step: StepRequest) -> None:
+        """Raises `Taken` where a flight of the slot counts here. A feeder that has restarted
+        launches again what it had committed. Where the round is closed meanwhile, the others wait
+        for it, and this word alone tells it that nothing is missing."""
+        others = replica.ledger.other_flights((step.round, step.microbatch_id))
+        if any(entry.state == COMMITTED for entry in others):
+            raise Taken("the slot counts already", counted=True)
 
     def _keeps_out(self, entry: Entry) -> bool:
         now, flight = asyncio.get_running_loop().time(), self.flights.get(entry.key)
