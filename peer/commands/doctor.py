@@ -21,15 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from peer.commands.doctor_nat import check_nat, is_loopback
-from peer.commands.doctor_reach import (
-    CLOSED,
-    OUT,
-    PORT_OPEN,
-    SILENT,
-    USUAL_PORTS,
-    explain_no_way,
-    explain_second,
-)
+from peer.commands.doctor_reach import OUT, USUAL_PORTS, explain_no_way, explain_second
 from peer.commands.doctor_report import report
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
@@ -48,7 +40,6 @@ from swarmnet.methods.contact import (
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.protocol.dialing.addresses import peer_of
-from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.runtime.carriers import carrier_of, here, runs_p2pd
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.spec import RunSpec, load_spec
@@ -57,6 +48,7 @@ from swarmnet.transport.base import Transport
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener, port_after
 from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE
+from swarmnet.transport.libp2p.knocking import knock_at
 from swarmnet.version import __version__
 from swarmnet.wire import Array, Message
 
@@ -346,20 +338,8 @@ async def look_out(why: str, given: Sequence[str]) -> Finding:
         return explain_no_way(why, "", 0, {})
     host, port = found[1], int(found[2])
     ports = list(dict.fromkeys((port, *USUAL_PORTS)))
-    said = await asyncio.gather(*(_knock(host, p) for p in ports))
-    return explain_no_way(why, host, port, dict(zip(ports, said, strict=True)))
-
-
-async def _knock(host: str, port: int) -> str:
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except ConnectionRefusedError:
-        return CLOSED
-    except (OSError, TimeoutError):
-        return SILENT
-    writer.close()
-    return PORT_OPEN
+    heard = await asyncio.gather(*(knock_at(host, p) for p in ports))
+    return explain_no_way(why, host, port, dict(zip(ports, heard, strict=True)))
 
 
 async def check_way_in(

@@ -19,12 +19,11 @@ from swarmnet.protocol.membership.reachability import (
     kind_of_nat,
     relevant,
 )
+from swarmnet.transport.libp2p.knocking import Heard
 
 CHECK, SECOND, OUT = "who gets here", "second port", "the way out"
 USUAL_PORTS = (443, 80)
 """Of the web: networks that let out a few ports only (a hotel's, an office's) let out these."""
-PORT_OPEN, CLOSED, SILENT = "open", "closed", "silent"
-"""What a port says to who knocks there; `CLOSED`: the machine is there, and nothing listens."""
 CARRIER = ipaddress.IPv4Network("100.64.0.0/10")
 """Of providers that share one address among many customers (RFC 6598), and of many VPNs."""
 VPN = re.compile(r"(tailscale|ts|wg|tun|tap|utun|zt|nebula|ppp|nordlynx|proton)\w*$")
@@ -100,17 +99,16 @@ def explain(place: Standing, sights: Sequence[Sight], *, can_compare: bool = Tru
     return _unreached(place, kind if can_compare or kind == NONE else UNKNOWN, hosts)
 
 
-def explain_no_way(why: str, host: str, port: int, heard: Mapping[int, str]) -> Finding:
+def explain_no_way(why: str, host: str, port: int, heard: Mapping[int, Heard]) -> Finding:
     """No peer has answered. `why`: as the carrier says; `host`, `port`: where one was looked for;
-    `heard`: what that port and those of the web said (`PORT_OPEN`, `CLOSED`, `SILENT`); empty where
-    none was looked for at a host."""
-    others = [p for p in USUAL_PORTS if p != port and heard.get(p, SILENT) != SILENT]
+    `heard`: from that port and those of the web; empty where none was looked for at a host."""
+    others = [p for p in USUAL_PORTS if p != port and p in heard and heard[p].is_there]
     if not heard:
         return Finding(OUT, BAD, why, "check the address with who gave it to you")
-    if heard.get(port) == PORT_OPEN:
+    if heard.get(port) is Heard.OPEN:
         text = f"{why}. Something listens at {host} port {port}"
         mend = "check the address with who gave it to you: it may be another peer's, or no peer's"
-    elif heard.get(port) == CLOSED:
+    elif heard.get(port) is Heard.CLOSED:
         text = f"{why}. {host} is there, and nothing listens at port {port}"
         mend = "ask who gave you the address whether the peer still runs, and at which port"
     elif others:
@@ -119,7 +117,7 @@ def explain_no_way(why: str, host: str, port: int, heard: Mapping[int, str]) -> 
             "out a few ports only, or a firewall there lets nobody in"
         )
         mend = (
-            "try from another network: that tells which it is. Here, join by a peer that listens "
+            "try from another network, which tells them apart; here, join by a peer that listens "
             f"at port {others[0]} (started with --port {others[0]}); there, let TCP in at {port}"
         )
     else:

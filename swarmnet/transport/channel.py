@@ -19,7 +19,7 @@ from swarmnet.protocol.dialing.zones import target_of
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import seat_id, split_seat
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.protocol.timing import ANSWER_S, CONNECT_S
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.transport.base import (
     RELAY_PROTOCOL,
     ByteStream,
@@ -34,6 +34,7 @@ from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.faster_ways import FasterWays
 from swarmnet.transport.handlers import Handlers
+from swarmnet.transport.libp2p.knocking import Heard, knock_at
 from swarmnet.transport.links import DirectLinks
 from swarmnet.transport.local_calls import LocalCalls
 from swarmnet.transport.open_channels import OpenChannels
@@ -301,13 +302,7 @@ class ChannelTransport:
 
     async def knock(self, host: str, port: int) -> bool:
         """Can a TCP connection be made there? It is closed at once."""
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                _, writer = await asyncio.open_connection(host, port)
-        except (OSError, TimeoutError):
-            return False
-        writer.transport.abort()
-        return True
+        return await knock_at(host, port) is Heard.OPEN
 
     def grant_relay(self, peer_id: str, for_s: float) -> None:
         """Lets others call a peer through this one."""

@@ -1,22 +1,38 @@
-"""Whether anybody listens at an address, before libp2p's daemon is asked to dial it.
+"""Whether anybody listens at an address, before more than that is dialled there.
 
-After a failed dial the daemon refuses to dial that address again: for 5 s, and for longer with the
-square of the number of failures, up to five minutes (go-libp2p, `p2p/net/swarm/swarm_dial.go`). So
-whoever looks for a peer that is away would, through the daemon, find it minutes after it is back. A
-TCP connection that is closed at once costs one round trip and counts for nothing there.
+After a failed dial libp2p's daemon refuses to dial that address again: for 5 s, and for longer with
+the square of the number of failures, up to five minutes (go-libp2p, `p2p/net/swarm/swarm_dial.go`).
+So whoever looks for a peer that is away would, through the daemon, find it minutes after it is
+back. A TCP connection that is closed at once costs one round trip and counts for nothing there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import socket
 from collections.abc import Sequence
+from contextlib import closing
+from enum import Enum
 
-KNOCK_S = 3.0
-"""Longest wait for an answer."""
+from swarmnet.protocol.timing import CONNECT_S
+
 MAX_PORT = 65_535
 HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
-NO_ANSWER = "no answer in time"
+
+
+class Heard(Enum):
+    """What who knocks hears; the value says it to a person."""
+
+    OPEN = "something listens there"
+    CLOSED = "connection refused: nothing listens there"
+    SILENT = "no answer in time"
+    NO_WAY = "no way leads there from here"
+    NO_NAME = "the name does not resolve"
+
+    @property
+    def is_there(self) -> bool:
+        """A machine has answered."""
+        return self in (Heard.OPEN, Heard.CLOSED)
 
 
 def tcp_target(address: str) -> tuple[str, int] | None:
@@ -28,20 +44,20 @@ def tcp_target(address: str) -> tuple[str, int] | None:
     return (parts[2], port) if port <= MAX_PORT else None
 
 
-async def knock(addresses: Sequence[str]) -> str:
-    """Empty where one of them answers, or is of a kind that cannot be asked this way; else why the
-    first does not."""
+async def knock(addresses: Sequence[str]) -> Heard:
+    """`OPEN` where one of them answers, or is of a kind that cannot be asked this way; else what is
+    heard from the first."""
     targets = [tcp_target(address) for address in addresses]
     known = [target for target in targets if target is not None]
     if not targets or len(known) < len(targets):
-        return ""
-    tasks = [asyncio.get_running_loop().create_task(_knock(*target)) for target in known]
+        return Heard.OPEN
+    tasks = [asyncio.get_running_loop().create_task(knock_at(*target)) for target in known]
     try:
         waiting = set(tasks)
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if any(not task.result() for task in done):
-                return ""
+            if any(task.result() is Heard.OPEN for task in done):
+                return Heard.OPEN
         return tasks[0].result()
     finally:
         for task in tasks:
@@ -49,17 +65,30 @@ async def knock(addresses: Sequence[str]) -> str:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _knock(host: str, port: int) -> str:
+async def knock_at(host: str, port: int) -> Heard:
+    """At an IP address or a name, for `CONNECT_S` at most."""
+    loop = asyncio.get_running_loop()
+    heard = Heard.SILENT
     try:
-        async with asyncio.timeout(KNOCK_S):
-            _, writer = await asyncio.open_connection(host, port)
+        async with asyncio.timeout(CONNECT_S):
+            try:
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError):
+                return Heard.NO_NAME
+            for family, kind, number, _, address in found:
+                try:
+                    with closing(socket.socket(family, kind, number)) as sock:
+                        sock.setblocking(False)
+                        await loop.sock_connect(sock, address)
+                        return Heard.OPEN
+                except OSError as e:
+                    heard = _heard(e)
     except TimeoutError:
-        return NO_ANSWER
-    except ConnectionRefusedError:
-        return "connection refused: nothing listens there"
-    except OSError as e:
-        return e.strerror.lower() if e.strerror else NO_ANSWER
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return ""
+        return Heard.SILENT
+    return heard
+
+
+def _heard(error: OSError) -> Heard:
+    if isinstance(error, ConnectionRefusedError):
+        return Heard.CLOSED
+    return Heard.SILENT if isinstance(error, TimeoutError) else Heard.NO_WAY

@@ -27,7 +27,7 @@ from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL, ByteStream
 from swarmnet.transport.libp2p.daemon_process import DaemonProcess
 from swarmnet.transport.libp2p.dial_reasons import OTHER_PROTOCOL, DialReasons
 from swarmnet.transport.libp2p.interfaces import own_hosts
-from swarmnet.transport.libp2p.knocking import knock
+from swarmnet.transport.libp2p.knocking import Heard, knock
 from swarmnet.transport.libp2p.known_peers import KnownPeers, check_multiaddr, without_peer
 from swarmnet.transport.libp2p.listening import ListenAddress, announced
 from swarmnet.transport.libp2p.runtime_dir import RuntimeDir
@@ -191,9 +191,9 @@ class P2pdCarrier:
 
         known = self._peers.addresses(peer_id)
         if self._peers.is_away(peer_id) and not await self.observed(peer_id):
-            reason = await knock(known)
-            if reason:
-                raise Unreachable(reason)
+            heard = await knock(known)
+            if heard is not Heard.OPEN:
+                raise Unreachable(heard.value)
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.CONNECT,
             connect=p2pd_pb2.ConnectRequest(

@@ -7,7 +7,12 @@ import socket
 
 import pytest
 
-from swarmnet.transport.libp2p.knocking import knock, tcp_target
+from swarmnet.transport.libp2p.knocking import (
+    Heard,
+    knock,
+    knock_at,
+    tcp_target,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +39,24 @@ def test_one_that_listens_is_enough() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             here, nowhere = (f"/ip4/127.0.0.1/tcp/{s.getsockname()[1]}" for s in (listening, bound))
-            assert await knock([nowhere, here]) == ""
-            assert await knock([nowhere]) == "connection refused: nothing listens there"
-            assert await knock([]) == ""
-            assert await knock([nowhere, "/ip4/127.0.0.1/udp/1/quic"]) == "", "who knows?"
+            assert await knock([nowhere, here]) is Heard.OPEN
+            assert await knock([nowhere]) is Heard.CLOSED
+            assert await knock([]) is Heard.OPEN
+            assert await knock([nowhere, "/ip4/127.0.0.1/udp/1/quic"]) is Heard.OPEN, "who knows?"
+
+    asyncio.run(scenario())
+
+
+def test_each_answer_is_told_apart() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+            for host in ("127.0.0.1", "localhost"):
+                assert await knock_at(host, port) is Heard.OPEN
+        assert await knock_at("127.0.0.1", port) is Heard.CLOSED
+        for name in ("no name", "x" * 300):
+            assert await knock_at(name, port) is Heard.NO_NAME
+        assert await knock_at("255.255.255.255", port) is Heard.NO_WAY
+        assert [h for h in Heard if h.is_there] == [Heard.OPEN, Heard.CLOSED]
 
     asyncio.run(scenario())

@@ -32,7 +32,7 @@ from swarmnet.transport.base import PROTOCOL_NAME, Request
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.libp2p import p2pd
 from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE, listening_hosts
-from swarmnet.transport.libp2p.knocking import knock
+from swarmnet.transport.libp2p.knocking import Heard, knock
 from swarmnet.transport.libp2p.p2pd import P2pdCarrier, byte_stream
 from swarmnet.wire import Array, Message
 from tests.transport.streams import PATIENCE_S, Collector, Echo, identity
@@ -194,7 +194,7 @@ def test_who_is_away_is_looked_for_without_the_daemon(
             address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity(2).peer_id}"
             knocks = []
 
-            async def counted(addresses: list[str]) -> str:
+            async def counted(addresses: list[str]) -> Heard:
                 knocks.append(addresses)
                 return await knock(addresses)
 
