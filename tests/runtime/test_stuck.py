@@ -1,16 +1,22 @@
-"""A device or a disk that hangs ends its peer; one that is only slow does not."""
+"""A device or a disk that hangs ends its peer; one that is only slow does not. So does another
+process with its identity."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from swarmnet.errors import UserError
+from swarmnet.errors import UsageError, UserError
+from swarmnet.methods.records import SignedRecord
 from swarmnet.ports import BACKWARD, FORWARD, OTHER
+from swarmnet.protocol.membership.failure_detector import SILENCE_S
 from swarmnet.runtime.ranks import until_over
 from swarmnet.runtime.stuck import (
     LOOK_S,
@@ -18,10 +24,14 @@ from swarmnet.runtime.stuck import (
     STUCK_FACTOR,
     STUCK_S,
     stuck_after_s,
+    until_copied,
     until_stuck,
 )
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.training.device import KNOWN_AFTER, DeviceThread, Piece, WorkerThread
+from swarmnet.transport.memory import MemoryHub
+from swarmnet.wire import pack
+from tests.swarm.membership.parts import Site, record
 
 
 @dataclass
@@ -137,3 +147,32 @@ def test_threads_say_what_they_are_at(kind: type[DeviceThread] | type[WorkerThre
             await thread.close()
 
     asyncio.run(main())
+
+
+def test_who_runs_elsewhere_too_is_told_where_and_since_when_and_what_to_do(
+    tmp_path: Path,
+) -> None:
+    """`UsageError` ends a peer with 2, which services do not start again."""
+
+    async def main() -> None:
+        hub = MemoryHub()
+        site = Site(hub, "a")
+        gossip: Any = SimpleNamespace(records=site.records, changed=site.news.changed)
+        began_unix_s = 1_700_000_000
+        other = replace(
+            record("a"), incarnation=began_unix_s * 1000, addresses=("/ip4/5.5.5.5/tcp/4001",)
+        )
+        watching = asyncio.create_task(until_copied(gossip, tmp_path))
+        for version in range(int(SILENCE_S) + 1):
+            assert not watching.done()
+            site.records.take(SignedRecord(pack(replace(other, version=version)), b""))
+            await asyncio.sleep(1.0)
+        with pytest.raises(UsageError) as told:
+            await watching
+        line = str(told.value)
+        assert "runs elsewhere too, at /ip4/5.5.5.5/tcp/4001, since " in line
+        assert " November " in line
+        assert f"Was {tmp_path} copied? Start this one with another --state-dir" in line
+        assert "\n" not in line
+
+    run_virtual(main())

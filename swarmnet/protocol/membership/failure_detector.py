@@ -397,18 +397,21 @@ class CopyDetector:
 
     All records of an identity are by who has its key. One of a later start than this process's is
     of a process that began since, or that has died and whose clock was ahead. Only a living one
-    makes new versions for longer than a peer may be silent."""
+    makes new versions for longer than a peer may be silent, and is not silent for so long in
+    between: the last words of a dead one come by several ways, one of them late."""
 
     def __init__(self) -> None:
         self._seen: Stamp = NO_STAMP
         self._since = Since()
+        self._heard = Since()
 
     def heard(self, stamp: Stamp, own_incarnation: int, now: float, silence_s: float) -> bool:
         """A record of this peer's identity has come, with that stamp. True: it is of a process
         that lives and began later than this one. So the elder learns it, and one of them stays."""
         if stamp[0] <= own_incarnation or stamp <= self._seen:
             return False
-        if stamp[0] > self._seen[0]:
+        if stamp[0] > self._seen[0] or self._heard.is_older(now, silence_s):
             self._since.begin(now)
+        self._heard.begin(now)
         self._seen = stamp
         return self._since.is_older(now, silence_s)

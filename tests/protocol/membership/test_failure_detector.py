@@ -271,6 +271,12 @@ def test_only_a_later_process_that_goes_on_making_versions_is_a_living_copy() ->
     assert heard((0, (late, 1)), (4, (late, 2)), (8, (late, 3))) == [False, False, True]
     # One that died is heard of as long as its last records spread.
     assert not any(heard((0, (late, 7)), (7, (late, 9)), (90, (late, 8)), (100, (late, 9))))
+    # What a part of the swarm that was cut off knows of it comes later still.
+    assert not any(heard((0, (late, 3)), (30, (late, 5)), (60, (late, 6)), (64, (late, 7))))
+    assert heard((0, (late, 3)), (30, (late, 5)), (34, (late, 6)), (38, (late, 7)))[-1]
     # The process before this one; and one that is started again and again.
     assert not any(heard((0, (own - 1, 1)), (50, (own - 1, 2))))
-    assert heard((0, (late, 1)), (9, (late + 1, 1)), (18, (late + 1, 2))) == [False, False, True]
+    assert heard((0, (late, 1)), (7, (late + 1, 1)), (11, (late + 1, 2)), (15, (late + 1, 3))) == [
+        *([False] * 3),
+        True,
+    ]

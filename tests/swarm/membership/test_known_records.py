@@ -51,9 +51,13 @@ def test_a_living_copy_of_the_own_identity_is_known_and_a_dead_one_is_not() -> N
         assert not site.records.take(signed(replace(late, version=3)))
         await asyncio.sleep(100.0)
         assert not site.records.take(signed(replace(late, version=3)))
-        assert site.records.copy is None, "nothing new of it: it has died"
         assert not site.records.take(signed(replace(late, version=4)))
-        assert site.records.copy == replace(late, version=4)
+        assert site.records.copy is None, "its last words, which came late: it has died"
+        for version in range(5, 5 + int(SILENCE_S)):
+            assert site.records.copy is None
+            await asyncio.sleep(1.0)
+            assert not site.records.take(signed(replace(late, version=version)))
+        assert site.records.copy == replace(late, version=4 + int(SILENCE_S))
 
     run(scenario())
 
