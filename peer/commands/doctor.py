@@ -338,8 +338,9 @@ async def look_out(why: str, given: Sequence[str]) -> Finding:
         return explain_no_way(why, "", 0, {})
     host, port = found[1], int(found[2])
     ports = list(dict.fromkeys((port, *USUAL_PORTS)))
-    heard = await asyncio.gather(*(knock_at(host, p) for p in ports))
-    return explain_no_way(why, host, port, dict(zip(ports, heard, strict=True)))
+    answers = await asyncio.gather(*(knock_at(host, p) for p in ports))
+    heard = {p: answer.heard for p, answer in zip(ports, answers, strict=True)}
+    return explain_no_way(why, host, port, heard)
 
 
 async def check_way_in(

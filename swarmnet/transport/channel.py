@@ -302,7 +302,7 @@ class ChannelTransport:
 
     async def knock(self, host: str, port: int) -> bool:
         """Can a TCP connection be made there? It is closed at once."""
-        return await knock_at(host, port) is Heard.OPEN
+        return (await knock_at(host, port)).heard is Heard.OPEN
 
     def grant_relay(self, peer_id: str, for_s: float) -> None:
         """Lets others call a peer through this one."""

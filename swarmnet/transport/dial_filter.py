@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from swarmnet.protocol.dialing.dial_book import DialBook
-from swarmnet.protocol.dialing.zones import Here, host_from, is_near
+from swarmnet.protocol.dialing.zones import Here, host_from, is_near, target_of
 from swarmnet.transport.base import ByteStream, Carrier
 
 
@@ -64,6 +64,13 @@ class DialFilter:
         here = self._here(self._carrier.addresses())
         found = self._book.targets(peer_id, named, here, _now(), is_here=is_here)
         return tuple((str(host), port) for host, port in found)
+
+    def places(self, peer_id: str) -> list[tuple[str, int]]:
+        """The IP addresses, with a TCP port, at which the carrier would dial a peer now."""
+        own = self._carrier.addresses()
+        dialled = self._book.dialled(peer_id, own, self._here(own), _now())
+        targets = [target_of(address) for address in dialled if "/tcp/" in address]
+        return list(dict.fromkeys((str(t[0]), t[1]) for t in targets if t is not None))
 
     def is_near(self, host: str) -> bool:
         """Whether an IP address is of a network in which this machine is itself."""

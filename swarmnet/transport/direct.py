@@ -394,19 +394,21 @@ async def dial_direct(
     peer_id: str,
     ticket: Ticket,
     context: ssl.SSLContext,
-    is_worth: Callable[[socket.socket], bool] = lambda connected: True,
+    is_worth: Callable[[socket.socket, float], bool] = lambda connected, took_s: True,
 ) -> ByteStream:
     """A stream to the peer that gave the ticket. Its addresses are tried side by side, for the
     ticket is void before many have swallowed what is sent to them; the token is shown where the
     ticket's certificate was seen first, and nowhere else. `is_worth`: whether to go on with a
-    connection. Raises `Unreachable`."""
+    connection, which took so many seconds to stand. Raises `Unreachable`."""
     reasons: list[str] = []
+    loop = asyncio.get_running_loop()
 
     async def dial(host: str, port: int) -> ByteStream:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
+                began = loop.time()
                 sock = await _connected(host, port)
-                if is_worth(sock):
+                if is_worth(sock, loop.time() - began):
                     return await authenticated(peer_id, sock, ticket, context)
                 sock.close()
                 raise ConnectionError("no faster than the way there is")

@@ -19,7 +19,7 @@ import uvloop
 
 import swarmnet.system as system
 from swarmnet.errors import AddressError, PortTaken, ProtocolViolation, Refused, Unreachable
-from swarmnet.methods.contact import MEET, TICKET, Meeting, Ticket
+from swarmnet.methods.contact import MEET, PING, TICKET, Meeting, Ticket
 from swarmnet.protocol import upgrade
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
@@ -113,6 +113,7 @@ async def two(*, b_direct: bool = True, b_host: str = HOST) -> AsyncIterator[Wor
         offered = offer(features=("both", f"only {number}"))
         transport = ChannelTransport(carrier, agent="test", direct=listener, offered=offered)
         transport.handle("echo", echo)
+        transport.handle("small", echo)
         await transport.start()
         made.append(transport)
     try:
@@ -800,11 +801,30 @@ def host_used(near: ChannelTransport, far: ChannelTransport) -> set[str]:
     return {sock.getsockname()[0], sock.getpeername()[0]}
 
 
+def connects_within(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """To a host, named as of `round_trips`, where the kernel does not say how far it is."""
+    connected = direct._connected  # noqa: SLF001  what takes its time on a real link
+
+    async def late(host: str, port: int) -> socket.socket:
+        await asyncio.sleep(seconds[f"at_{host[-1]}"])
+        return await connected(host, port)
+
+    async def known(host: str, port: int) -> float:
+        return seconds[f"at_{host[-1]}"]
+
+    monkeypatch.setattr(system, "round_trip_s", lambda connection: None)
+    monkeypatch.setattr(direct, "_connected", late)
+    monkeypatch.setattr(links, "round_trip_to", known)
+    monkeypatch.setattr(links, "STANDS_AFTER_S", 0.0)
+
+
+@pytest.mark.parametrize("measured", [round_trips, connects_within])
 def test_a_faster_address_takes_over_and_what_is_under_way_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, measured: Callable[..., None]
 ) -> None:
+    """On Linux, and on systems that do not say how long a round trip takes."""
     monkeypatch.setattr(faster_ways, "LOOK_EVERY_S", 0.02)
-    round_trips(monkeypatch, at_2=0.001, at_3=0.05)
+    measured(monkeypatch, at_2=0.001, at_3=0.05, at_1=0.0)
 
     async def scenario(w: World) -> None:
         go_on, entered = asyncio.Event(), asyncio.Event()
@@ -836,11 +856,12 @@ def test_a_faster_address_takes_over_and_what_is_under_way_goes_on(
     play(scenario, b_host="0.0.0.0")
 
 
+@pytest.mark.parametrize("measured", [round_trips, connects_within])
 def test_an_address_that_is_no_faster_gets_no_channel_and_no_token(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, measured: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(faster_ways, "LOOK_EVERY_S", 0.02)
-    round_trips(monkeypatch, at_2=0.04, at_3=0.05)
+    measured(monkeypatch, at_2=0.04, at_3=0.05, at_1=0.05)
 
     async def scenario(w: World) -> None:
         reached_at(w, "127.0.0.3")
@@ -859,6 +880,89 @@ def test_an_address_that_is_no_faster_gets_no_channel_and_no_token(
         assert len(channels(w.a, w.b)) == len(channels(w.b, w.a)) == 1
 
     play(scenario, b_host="0.0.0.0")
+
+
+def carrier_leads_to(w: World, host: str, *places: str) -> Any:
+    """a's channel to b over the carrier; b's record names these hosts too."""
+    channel: Any = w.a.channels.first(w.b.peer_id)
+    assert channel is not None
+    channel._stream.seen_at = f"/ip4/{host}/tcp/4001"  # noqa: SLF001  this carrier does not say it
+    named = [f"/ip4/{h}/tcp/4001/p2p/{w.b.peer_id}" for h in (host, *places)]
+    w.a.learn(w.b.peer_id, named)
+    return channel
+
+
+async def goes_direct(w: World, method: str = "small") -> bool:
+    """Whether a small call does."""
+    before = w.a.traffic.direct_sent_bytes
+    await w.call(method=method)
+    return w.a.traffic.direct_sent_bytes > before
+
+
+def test_where_the_direct_channel_is_faster_small_calls_take_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All but those that find out whether libp2p reaches a peer. When it breaks, they go back."""
+    connects_within(monkeypatch, at_1=0.0, at_2=0.001, at_3=0.05)
+
+    async def scenario(w: World) -> None:
+        w.b.handle(PING.name, echo)
+        reached_at(w, "127.0.0.2")
+        await w.upgraded()
+        look = links_of(w.a).look_for_faster
+        for host, is_slow in (("127.0.0.2", False), ("127.0.0.3", True)):
+            carrier_leads_to(w, host)
+            await look(w.b.peer_id)
+            assert await goes_direct(w) == is_slow
+            assert not await goes_direct(w, PING.name)
+        channels(w.a, w.b)[0].abort("cut")
+        assert not await goes_direct(w)
+
+    play(scenario, b_host="0.0.0.0")
+
+
+def test_who_is_called_through_a_relay_and_met_directly_is_called_directly() -> None:
+    async def scenario(w: World) -> None:
+        await w.upgraded()
+        assert not await goes_direct(w)
+        carrier_leads_to(w, HOST).is_relayed = True
+        assert await goes_direct(w)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_faster_address_is_used_where_nobody_has_asked_for_large_messages(
+    monkeypatch: pytest.MonkeyPatch, is_back: bool
+) -> None:
+    connects_within(monkeypatch, at_1=0.0, at_2=0.001 if is_back else 0.04, at_3=0.05)
+
+    async def scenario(w: World) -> None:
+        await w.call()
+        reached_at(w, "127.0.0.2")
+        carrier_leads_to(w, "127.0.0.3", "127.0.0.2")
+        await links_of(w.a).look_for_faster(w.b.peer_id)
+        assert bool(channels(w.a, w.b)) == is_back
+        assert await goes_direct(w) == is_back
+
+    play(scenario, b_host="0.0.0.0")
+
+
+def test_to_a_host_where_nobody_may_knock_a_way_in_the_house_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The router's, from where the peer seems to come."""
+    connects_within(monkeypatch, at_1=0.0)
+
+    async def scenario(w: World) -> None:
+        await w.upgraded()
+        for host, is_slow in (("203.0.113.7", True), ("127.0.0.9", False)):
+            carrier_leads_to(w, host)
+            w.a.learn(w.b.peer_id, [f"/ip4/{HOST}/tcp/4001/p2p/{w.b.peer_id}"])
+            await links_of(w.a).look_for_faster(w.b.peer_id)
+            assert await goes_direct(w) == is_slow
+
+    play(scenario)
 
 
 @pytest.mark.skipif(system.PORTABLE, reason="only Linux says it")
@@ -1001,9 +1105,9 @@ def named_by(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
     return asked
 
 
-def by_name(world: World, name: str = "home.example") -> None:
+def by_name(world: World, name: str = "home.example", kind: str = "dns") -> None:
     carrier: Any = world.b.carrier
-    carrier.addresses = lambda: [f"/dns/{name}/tcp/4001/p2p/{world.b.peer_id}"]
+    carrier.addresses = lambda: [f"/{kind}/{name}/tcp/4001/p2p/{world.b.peer_id}"]
 
 
 async def dial(world: World) -> ByteStream | None:
@@ -1011,10 +1115,11 @@ async def dial(world: World) -> ByteStream | None:
     return await links_of(world.a)._dial(world.b.peer_id)  # noqa: SLF001  `want` waits after a failure
 
 
-def test_a_peer_that_announces_a_name_is_connected_directly() -> None:
+@pytest.mark.parametrize("kind", ["dns", "dns4", "dns6"])
+def test_a_peer_that_announces_a_name_is_connected_directly(kind: str) -> None:
     async def main() -> None:
         async with two() as world:
-            by_name(world, "localhost")
+            by_name(world, "localhost", kind)
             await world.upgraded()
 
     asyncio.run(main())

@@ -1,11 +1,14 @@
-"""Streams through a relay: who talks with whom, what the relay sees, and what bounds it."""
+"""Streams through a relay: who talks with whom, what the relay sees, what bounds it, and who is
+looked at for a way without it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import uvloop
 
 from swarmnet.errors import SwarmnetError, Unreachable
 from swarmnet.protocol import relay_room
+from swarmnet.simulation.clock import run
 from swarmnet.transport import faster_ways, open_channels
 from swarmnet.transport import relay as relay_module
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Request
@@ -20,6 +24,7 @@ from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import client_context
+from swarmnet.transport.faster_ways import LOOK_EVERY_S, MAX_TRYING, FasterWays
 from swarmnet.transport.relay import RELAYED, Relays, split_circuit
 from swarmnet.wire import Array, Message
 from tests.transport.loopback import LoopbackHub
@@ -462,3 +467,77 @@ def test_a_silent_circuit_gives_way_where_the_relay_is_full(
         stream.transport.abort()
 
     play(scenario)
+
+
+# ---- who is looked at for a straight or faster way; virtual time --------------------------------
+
+PEERS = [f"peer-{number}" for number in range(5 * MAX_TRYING)]
+
+
+class Ways:
+    """Channels, dialer and direct links in one; a look takes its time."""
+
+    def __init__(self, takes_s: float, *, is_relayed: bool = False) -> None:
+        self.looks: Counter[str] = Counter()
+        self.straightened: Counter[str] = Counter()
+        self.at_once = self.most_at_once = 0
+        self._takes_s = takes_s
+        self._used = SimpleNamespace(is_relayed=is_relayed)
+
+    def connected(self) -> list[str]:
+        return PEERS
+
+    def detours(self) -> list[Any]:
+        return []
+
+    def first(self, peer_id: str) -> Any:
+        return self._used
+
+    def close_left(self) -> None:
+        pass
+
+    async def straighten(self, peer_id: str) -> None:
+        self.straightened[peer_id] += 1
+        raise Unreachable("nobody there")
+
+    async def look_for_faster(self, peer_id: str) -> None:
+        self.looks[peer_id] += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(self._takes_s)
+        finally:
+            self.at_once -= 1
+
+
+def looked(ways: Any, for_s: float) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(FasterWays(ways, ways, ways).run())
+        await asyncio.sleep(for_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert ways.at_once == 0
+
+    run(main())
+
+
+def test_each_peer_has_its_turn_in_every_look() -> None:
+    ways = Ways(takes_s=1.0)
+    looked(ways, 4.5 * LOOK_EVERY_S)
+    assert ways.looks == dict.fromkeys(PEERS, 4)
+    assert ways.most_at_once == MAX_TRYING
+    assert not ways.straightened
+
+
+def test_where_looks_take_long_nobody_waits_for_ever() -> None:
+    ways = Ways(takes_s=LOOK_EVERY_S)
+    looked(ways, 6.5 * LOOK_EVERY_S)
+    assert set(ways.looks) == {*PEERS}
+    assert max(ways.looks.values()) - min(ways.looks.values()) <= 1
+
+
+def test_who_is_called_through_a_relay_is_dialled_straight_and_looked_at() -> None:
+    ways = Ways(takes_s=0.0, is_relayed=True)
+    looked(ways, 1.5 * LOOK_EVERY_S)
+    assert ways.straightened == ways.looks == dict.fromkeys(PEERS, 1)

@@ -117,6 +117,11 @@ class Channel(asyncio.BufferedProtocol):
         return None if self._transport is None else self._transport.get_extra_info("socket")
 
     @property
+    def leads_to(self) -> str:
+        """The multiaddr at the other end of its stream's connection; empty where unknown."""
+        return "" if self._stream is None else self._stream.seen_at
+
+    @property
     def waiting_bytes(self) -> int:
         """`served.Caller`"""
         return self._writer.waiting_bytes

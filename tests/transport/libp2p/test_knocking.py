@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from math import inf
 
 import pytest
 
+import swarmnet.system as system
 from swarmnet.transport.libp2p.knocking import (
+    Answer,
     Heard,
     knock,
     knock_at,
+    round_trip_to,
     tcp_target,
 )
 
@@ -47,16 +51,26 @@ def test_one_that_listens_is_enough() -> None:
     asyncio.run(scenario())
 
 
-def test_each_answer_is_told_apart() -> None:
+@pytest.mark.parametrize("portable", [True, False])
+def test_each_answer_is_told_apart_and_timed(
+    portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all systems: with what the kernel says, and without."""
+    monkeypatch.setattr(system, "PORTABLE", portable)
+
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
             for host in ("127.0.0.1", "localhost"):
-                assert await knock_at(host, port) is Heard.OPEN
-        assert await knock_at("127.0.0.1", port) is Heard.CLOSED
-        for name in ("no name", "x" * 300):
-            assert await knock_at(name, port) is Heard.NO_NAME
-        assert await knock_at("255.255.255.255", port) is Heard.NO_WAY
+                answer = await knock_at(host, port)
+                assert answer.heard is Heard.OPEN
+                assert 0 < answer.round_trip_s < 1
+            assert 0 < await round_trip_to("127.0.0.1", port) < 1
+        assert await knock_at("127.0.0.1", port) == Answer(Heard.CLOSED)
+        assert await round_trip_to("127.0.0.1", port) == inf
+        assert (await knock_at("no name", port)).heard is Heard.NO_NAME
+        assert (await knock_at("x" * 300, port)).heard is Heard.NO_NAME
+        assert (await knock_at("255.255.255.255", port)).heard is Heard.NO_WAY
         assert [h for h in Heard if h.is_there] == [Heard.OPEN, Heard.CLOSED]
 
     asyncio.run(scenario())

@@ -181,6 +181,24 @@ def test_each_reason_for_no_answer_has_its_line(base: Path) -> None:
 
 
 @pytest.mark.processes
+def test_the_daemon_has_one_connection_to_a_peer_and_keeps_its_address(base: Path) -> None:
+    """Which is why calls move to a faster address over direct channels, and libp2p does not: see
+    docs/decisions/0022-calls-move-libp2p-stays.md."""
+
+    async def scenario() -> None:
+        async with bare(1, base) as a, bare(2, base, host="0.0.0.0") as b:
+            port = b.addresses()[0].split("/tcp/")[1]
+            for number in (2, 3):
+                await a.connect(f"/ip4/127.0.0.{number}/tcp/{port}")
+                assert (await a.observed(b.peer_id)).startswith("/ip4/127.0.0.2/")
+            await a.drop(b.peer_id)
+            await a.connect(f"/ip4/127.0.0.3/tcp/{port}")
+            assert await a.observed(b.peer_id)
+
+    play(scenario())
+
+
+@pytest.mark.processes
 def test_who_is_away_is_looked_for_without_the_daemon(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
