@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -35,21 +35,28 @@ def world(net: str = PUBLIC_NET) -> Iterator[tuple[Internet, Machine]]:
         pytest.fail(f"this machine offers no network namespaces: {e}")
 
 
-def start(running: Machine, space: str, name: str, *arguments: str, before: str = "") -> Command:
+def start(
+    running: Machine,
+    space: str,
+    name: str,
+    *arguments: str,
+    before: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> Command:
     """A peer on a machine of the small internet. `before`: code that it runs first."""
-    return running.start_peer(
-        name, "--host", "0.0.0.0", *arguments, before=ENTER.format(space=space) + before
-    )
+    inside = ENTER.format(space=space) + before
+    host = ("--host", "0.0.0.0")
+    return running.start_peer(name, *host, *arguments, environment=environment, before=inside)
 
 
 def doctor(
-    running: Machine, space: str, address: str, *arguments: str
+    running: Machine, space: str, address: str, *arguments: str, code: int = 0
 ) -> dict[str, dict[str, str]]:
-    """What `swarmnet doctor` says on a machine, by check."""
+    """What `swarmnet doctor` says on a machine, by check. `code`: with which it ends."""
     inside = ENTER.format(space=space)
     asked = ("doctor", "--join", address, "--json", *arguments)
     command = running.start("doctor", *asked, before=inside)
-    assert running.wait(command, 120.0) == 0, command.describe()
+    assert running.wait(command, 120.0) == code, command.describe()
     return {finding["check"]: finding for finding in json.loads(command.output())}
 
 

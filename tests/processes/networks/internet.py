@@ -100,14 +100,14 @@ class Internet:
         run("ip", "-n", space, "addr", "add", DOCKER, "dev", "docker0")
         run("ip", "-n", space, "link", "set", "docker0", "up")
 
-    def cable(self, spaces: Sequence[str]) -> list[str]:
+    def cable(self, spaces: Sequence[str], device: str = "lan", net: str = HOME_NET) -> list[str]:
         """Two machines have a network of their own beside; returns their addresses there."""
-        addresses = [f"{HOME_NET}.{number}" for number in (1, 2)]
-        ends = ("name", "lan", "netns", spaces[1])
-        run("ip", "-n", spaces[0], "link", "add", "lan", "type", "veth", "peer", *ends)
+        addresses = [f"{net}.{number}" for number in (1, 2)]
+        ends = ("name", device, "netns", spaces[1])
+        run("ip", "-n", spaces[0], "link", "add", device, "type", "veth", "peer", *ends)
         for space, address in zip(spaces, addresses, strict=True):
-            run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "lan")
-            run("ip", "-n", space, "link", "set", "lan", "up")
+            run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", device)
+            run("ip", "-n", space, "link", "set", device, "up")
         return addresses
 
     def renumber(self, space: str) -> str:
@@ -118,15 +118,15 @@ class Internet:
         run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "wan")
         return address
 
-    def behind_nat(self, name: str, *, is_symmetric: bool = False) -> str:
+    def behind_nat(self, name: str, *, is_symmetric: bool = False, net: str = "") -> str:
         """A machine behind a router of its own, which drops what nobody inside has asked for;
         returns its namespace. `is_symmetric`: each connection goes out from another port, else from
-        that of the machine inside."""
+        that of the machine inside. `net`: the network inside, whose number 2 the machine is."""
         self.num_public += 1
         self.num_behind += 1
         router, inside = self.space(f"{name}-nat"), self.space(name)
         self._plug(router, "wan", self.address_of(self.num_public))
-        net = f"10.{self.num_behind}.0"
+        net = net or f"10.{self.num_behind}.0"
         run(
             "ip",
             "-n",
@@ -237,6 +237,26 @@ class Internet:
         for space in spaces:
             rule = ("INPUT", "-i", device, "-j", "DROP")
             self._inside(space, "iptables", "-D" if ends else "-A", *rule)
+
+    def captive(self, space: str, ports: Sequence[int]) -> None:
+        """The router of a machine behind NAT lets it out to these TCP ports only, and tells nobody:
+        as in a hotel, or an office."""
+        router = f"{space}-nat"
+        for port in ports:
+            out = ("-i", "lan", "-p", "tcp", "--dport", str(port), "-j", "ACCEPT")
+            self._inside(router, "iptables", "-A", "FORWARD", *out)
+        self._inside(router, "iptables", "-A", "FORWARD", "-i", "lan", "-j", "DROP")
+
+    def linked(self, space: str, host: str, port: int) -> bool:
+        """Does a TCP connection of a machine stand from its address `host`, of which one end has
+        that port?"""
+        said = run("ip", "netns", "exec", space, "ss", "-Htn", "state", "established")
+        ends = [line.split()[-2:] for line in said.splitlines()]
+        ports = f":{port}"
+        return any(
+            own.rpartition(":")[0] == host and (own.endswith(ports) or other.endswith(ports))
+            for own, other in ends
+        )
 
     def cut_one_way(self, source: int, target: int) -> None:
         """No packet gets from one public machine to another any more, by number from 1."""
