@@ -3,11 +3,9 @@ work is elsewhere, and imported only when it is needed, so that `--help` is quic
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -15,7 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from peer.console import never_fail, without_controls
+from peer.console import complain, never_fail, say, show_traceback
+from peer.log import log_the_rest, log_to_stderr
 from peer.option_groups import command
 from peer.options import (
     CountedOptions,
@@ -37,8 +36,6 @@ from peer.options import (
     TextOptions,
 )
 from swarmnet.errors import FinalError, NotNow, SwarmnetError, UsageError, UserError
-from swarmnet.printable import printable
-from swarmnet.protocol.trouble import Kind
 from swarmnet.runtime.options import PeerChoices
 from swarmnet.system import WINDOWS, end_with_parent
 from swarmnet.version import __version__
@@ -61,7 +58,7 @@ app = typer.Typer(
 
 def _show_version(is_wanted: bool) -> None:
     if is_wanted:
-        typer.echo(f"swarmnet {__version__}")
+        say(f"swarmnet {__version__}")
         raise typer.Exit
 
 
@@ -98,7 +95,7 @@ def _run_until_stopped(main: Coroutine[Any, Any, None]) -> None:
 @contextmanager
 def _errors_told(debug: bool) -> Iterator[None]:
     """A command's work: what goes wrong is one line on stderr and an exit code."""
-    _log_to_stderr(debug)
+    log_to_stderr(debug)
     try:
         yield
     except typer.Exit:
@@ -107,10 +104,8 @@ def _errors_told(debug: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_FAILED) from None
     except Exception as error:
         if debug:
-            import traceback
-
-            traceback.print_exc()
-        _complain(_describe(error, debug))
+            show_traceback(error)
+        complain(_describe(error, debug))
         raise typer.Exit(EXIT_USAGE if isinstance(error, FinalError) else EXIT_FAILED) from None
 
 
@@ -121,57 +116,6 @@ def _describe(error: Exception, debug: bool) -> str:
     if not isinstance(error, SwarmnetError):
         text = f"{type(error).__name__}: {text}"
     return text if debug else f"{text} (--debug shows where)"
-
-
-def _complain(line: str) -> None:
-    sys.stderr.write(f"swarmnet: {without_controls(line)}\n")
-    sys.stderr.flush()
-
-
-class _OneLine(logging.Formatter):
-    """What others say in a message begins no line of its own; a traceback has its lines."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = printable(record.message)
-        return super().formatMessage(record)
-
-
-class _FewOfAKind(logging.Filter):
-    """Lets few lines from one place of the program through in a short while."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kinds: dict[tuple[str, int], Kind] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        place = (record.pathname, record.lineno)
-        more = self._kinds.setdefault(place, Kind()).line(time.monotonic())
-        if more:
-            record.msg, record.args = f"{record.getMessage()}{more}", ()
-        return more is not None
-
-
-class _Stderr(logging.Handler):
-    """Writes to what `sys.stderr` is at the time, which a live screen replaces."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            sys.stderr.write(without_controls(self.format(record)) + "\n")
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
-
-
-def _log_to_stderr(debug: bool) -> None:
-    handler = _Stderr()
-    shape = "%(asctime)s %(name)s: %(message)s" if debug else "swarmnet: %(message)s"
-    handler.setFormatter(_OneLine(shape))
-    if not debug:
-        handler.addFilter(_FewOfAKind())
-    logger = logging.getLogger("swarmnet")
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
 
 
 @command(app, _errors_told)
@@ -256,7 +200,7 @@ def limits(changes: LimitOptions, which: PauseOptions) -> None:
 
     folder = the_state_dir(which.state_dir, sorted(state_root().glob("peer-*")))
     now = change_limits(folder, changes, which.pause)
-    typer.echo(f"{folder}: {now.describe() or 'no limits'}{'; paused' if now.paused else ''}")
+    say(f"{folder}: {now.describe() or 'no limits'}{'; paused' if now.paused else ''}")
 
 
 @command(app, _errors_told)
@@ -271,7 +215,7 @@ def invite(options: InviteOptions) -> None:
         raise UsageError("give --spec FILE or --join ADDR, not both")
     if options.spec is None and (options.rounds is not None or options.seed is not None):
         raise UsageError("--rounds and --seed go with --spec")
-    typer.echo(_run(issue_invite(options)))
+    say(_run(issue_invite(options)))
 
 
 @command(app, _errors_told)
@@ -279,7 +223,7 @@ def counted(options: CountedOptions) -> None:
     """Say which microbatches each round counted: a plain loop over them makes the same updates."""
     from swarmnet.runtime.counted import show_counted
 
-    show_counted(options.state_dirs, options.run_id or None, as_json=options.as_json)
+    show_counted(options.state_dirs, options.run_id or None, as_json=options.as_json, say=say)
 
 
 @command(app, _errors_told)
@@ -346,12 +290,12 @@ def export(source: ExportSourceOptions, model: ExportModelOptions, link: ExportL
     base = "" if model.weights is None else str(model.weights)
     wanted = Wanted(**asdict(model), base=base)
     if source.state_dir:
-        typer.echo(export_checkpoints(source.state_dir, source.out, wanted))
+        say(export_checkpoints(source.state_dir, source.out, wanted))
         return
     live = export_live(
         source.join, source.out, transport=link.transport, invite=link.invite, wanted=wanted
     )
-    typer.echo(_run(live))
+    say(_run(live))
 
 
 def the_command() -> Any:
@@ -376,7 +320,7 @@ def run_command(arguments: Sequence[str]) -> int:
     """Runs one command line (without the program's name); returns the exit code."""
     never_fail()
     if sys.platform == "win32":
-        _complain(WINDOWS)
+        complain(WINDOWS)
         return EXIT_USAGE
     try:
         code = the_command()(list(arguments), prog_name="swarmnet", standalone_mode=False)
@@ -386,7 +330,7 @@ def run_command(arguments: Sequence[str]) -> int:
             return EXIT_USAGE
         where = context.command_path if context is not None else "swarmnet"
         text = " ".join(error.format_message().split()).rstrip(".")
-        _complain(f"{text}; see `{where} --help`")
+        complain(f"{text}; see `{where} --help`")
         return EXIT_USAGE
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_FAILED
@@ -397,4 +341,5 @@ def main() -> None:
     """The entry point of `swarmnet`."""
     from peer.ending import end_process
 
+    log_the_rest()
     end_process(run_command(sys.argv[1:]))

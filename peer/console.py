@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,34 @@ def never_fail() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str) -> None:
+    """A line, or several, on standard output, filtered; what reads a pipe has it at once."""
+    put(f"{text}\n")
+
+
+def put(text: str) -> None:
+    """As `say`, without an end of the line."""
+    sys.stdout.write(without_controls(text))
+    sys.stdout.flush()
+
+
+def complain(line: str) -> None:
+    """What went wrong, as a line on standard error."""
+    note(f"swarmnet: {line}")
+
+
+def note(line: str) -> None:
+    """A line on standard error, filtered."""
+    sys.stderr.write(f"{without_controls(line)}\n")
+    sys.stderr.flush()
+
+
+def show_traceback(error: BaseException) -> None:
+    """On standard error, filtered: what an error says may be the words of others."""
+    sys.stderr.write(without_controls("".join(traceback.format_exception(error))))
+    sys.stderr.flush()
 
 
 def without_controls(text: str) -> str:

@@ -96,6 +96,7 @@ class PeerProcesses:
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, "PYTHONIOENCODING": "utf-8"},  # as `log_tail` reads it
             )
         child = ChildPeer(name, process, log, ready_file)
         self.children.append(child)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,9 @@ WIDE_MARKS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 """Byte order marks of encodings that are not UTF-8, the longer ones first: one begins another."""
+
+
+COMMENT = re.compile(r"(?:^|\s)#.*")
 
 
 def is_full(error: BaseException) -> bool:
@@ -65,3 +69,10 @@ def text_of(data: bytes, where: object, error: type[UserError] = UserError) -> s
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise error(f"{where} is not UTF-8 text") from None
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines of a list that a person has written: without comments, which begin with a `#` at the
+    beginning of a line or after a space, and without the spaces around what is left."""
+    lines = (COMMENT.sub("", line).strip() for line in text.splitlines())
+    return [line for line in lines if line]

@@ -16,11 +16,13 @@ from swarmnet.files import append_whole, is_full, text_of, write_whole
 from swarmnet.identity import Identity
 from swarmnet.runtime.admission import admit
 from swarmnet.runtime.joining.find import Named
+from swarmnet.simulation.churn import read_trace
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 from swarmnet.training.data.encoding import tokenizer_files
 from swarmnet.training.models.model_folder import small_files
 from tests.training.specs import small_spec
 
+COMMENTED = "# mine\n\n  {} # at home\n#{}\n"
 WAYS = {
     "as it is": lambda text: text.encode(),
     "with a mark": lambda text: text.encode("utf-8-sig"),
@@ -75,6 +77,19 @@ def test_what_people_write_is_read(tmp_path: Path, way: str) -> None:
     assert limits.paused
     spec, invite = closed_run()
     assert admit(spec, "peer", str(written(f"{invite}\n")), None).credential
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lists_and_invites_may_have_comments(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(WAYS[way](COMMENTED.format(ADDRESS, f"{ADDRESS}8")))
+    assert Named([f"@{path}"]).read() == ([ADDRESS], [])
+    spec, invite = closed_run()
+    path.write_bytes(WAYS[way](COMMENTED.format(invite, "other")))
+    assert admit(spec, "peer", str(path), None).credential
+    event = '{"at_s": 5.0, "action": "crash"}'
+    path.write_bytes(WAYS[way](f"# crashes\n{event}\n"))
+    assert [e.at_s for e in read_trace(path)] == [5.0]
 
 
 def closed_run() -> tuple[RunSpec, Invite]:

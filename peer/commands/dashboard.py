@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from peer.console import say
 from peer.observe.dashboard.app import is_loopback, replay_app
 from peer.observe.dashboard.replay import check_file, make_film
 from peer.observe.dashboard.server import listen, serving
@@ -60,7 +61,6 @@ async def show_replay(path: Path, host: str, port: int, allowed: Sequence[str] =
 
 
 def _greet(address: str, host: str) -> None:
-    print(f"dashboard: {address}", flush=True)
+    say(f"dashboard: {address}")
     if not is_loopback(host):
-        line = "anyone who can reach this address can look; it shows peers, speeds and losses"
-        print(line, flush=True)
+        say("anyone who can reach this address can look; it shows peers, speeds and losses")

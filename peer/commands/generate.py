@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from peer.console import without_controls
+from peer.console import put
 from peer.options import LOOPBACK, TextOptions
 from swarmnet.errors import UsageError, UserError
 from swarmnet.parsing.frames import given
@@ -61,11 +61,11 @@ async def generate_text(text: TextOptions, options: Mapping[str, Any]) -> None:
         if text.serve is not None:
             await _serve(writer, sampling, observer.spec.name, text.serve)
         elif text.chat:
-            await converse(writer, sampling, text.prompt, text.system, put=_put)
+            await converse(writer, sampling, text.prompt, text.system, put=put)
         else:
             encode = writer.codec.encode
             prompt = await asyncio.to_thread(encode, text.prompt or "", adds_special=True)
-            await _write(writer, prompt, sampling, _put)
+            await _write(writer, prompt, sampling, put)
 
 
 async def open_writer(observer: Observer, tokenizer: Path | None, *, exact: bool = True) -> Writer:
@@ -118,7 +118,7 @@ async def typed() -> str | None:
     """The next line that is not empty; None at the end."""
     while True:
         if sys.stdin.isatty():
-            _put("> ")
+            put("> ")
         line = (await _next_line()).removeprefix("\ufeff")  # of a file that is piped in
         if not line:
             return None
@@ -154,14 +154,8 @@ async def _serve(writer: Writer, sampling: Sampling, name: str, port: int) -> No
     listener = listen(LOOPBACK, port)
     async with AsyncExitStack() as stack:
         address = await open_api(stack, writer, sampling, name, listener)
-        _put(f"the run's model answers at {address}v1 (any key); Ctrl-C ends it\n")
+        put(f"the run's model answers at {address}v1 (any key); Ctrl-C ends it\n")
         await asyncio.get_running_loop().create_future()
-
-
-def _put(text: str) -> None:
-    """Control characters of a text that a model wrote are no business of the terminal."""
-    sys.stdout.write(without_controls(text))
-    sys.stdout.flush()
 
 
 def _tell(line: str) -> None:

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+import peer.console as console
 from peer.options import SimulateOptions
 from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.needs import install_command
@@ -52,7 +52,7 @@ class InvariantFailed(SwarmnetError):
     """A simulated swarm did what it must not do."""
 
 
-def run_simulation(options: SimulateOptions, say: Say = print) -> None:
+def run_simulation(options: SimulateOptions, say: Say = console.say) -> None:
     """Runs and prints; raises `InvariantFailed` where an invariant broke, `UserError` where
     the plot cannot be drawn or the trace not read."""
     logging.getLogger("swarmnet").setLevel(logging.CRITICAL)
@@ -98,7 +98,7 @@ def _replay(options: SimulateOptions, seed: int, say: Say) -> None:
 
 
 def run_scenario(
-    scenario: Scenario, say: Say = print, *, as_json: bool = False, plot: Path | None = None
+    scenario: Scenario, say: Say = console.say, *, as_json: bool = False, plot: Path | None = None
 ) -> None:
     """Runs one simulation and prints its result. Raises as `run_simulation`."""
     began = time.perf_counter()
@@ -106,7 +106,7 @@ def run_scenario(
         result = simulate(scenario, stop, _Progress(scenario.until_s))
     took_s = time.perf_counter() - began
     if not result.rounds and result.broken is None:
-        print(NO_ROUND, file=sys.stderr)
+        console.note(NO_ROUND)
     if as_json:
         say(dumps(summary(result, took_s)))
     else:
@@ -130,11 +130,9 @@ class _Progress:
         if now - self._said_at >= PROGRESS_S:
             self._said_at = now
             bound = 100 * sample.samples_per_s / sample.bound_per_s if sample.bound_per_s else 0.0
-            print(
+            console.note(
                 f"{sample.at_s:,.0f} of {self._until_s:,.0f} s: round {sample.round}, "
-                f"{sample.peers} peers, {bound:.0f} % of the bound as they serve",
-                file=sys.stderr,
-                flush=True,
+                f"{sample.peers} peers, {bound:.0f} % of the bound as they serve"
             )
 
 

@@ -9,12 +9,12 @@ import time
 from rich.console import Console
 from rich.live import Live
 
-from peer.console import without_controls
 from peer.observe.observing import JoinRun, RunObserver, join_run, wait_for_run
 from peer.observe.report import monitor_of
 from peer.observe.screen import dashboard
 from peer.observe.view_model import ViewModel
 from peer.options import StatusOptions
+from swarmnet.printable import printable
 from swarmnet.spec import describe
 
 LOOK_S = 3.0
@@ -39,7 +39,7 @@ async def show_status(
         about = {"name": spec.name, "run_id": spec.run_id}
         console.file.write(json.dumps({**about, **model.to_json()}) + "\n")
     else:
-        console.print(without_controls(describe(spec)), highlight=False, markup=False)
+        console.print(printable(describe(spec)), highlight=False, markup=False)
         console.print(dashboard(spec, model))
 
 

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from peer.console import make_console
+from peer.log import sum_up
 from peer.observe.dashboard.hub import Hub, state_of
 from peer.observe.events import Event, PeerJoined
 from peer.observe.metrics import MetricsFile
@@ -186,6 +187,7 @@ async def report_peer(
         try:
             while True:
                 reporter.look(running.view, loop.time(), time.time(), keeper.line)
+                sum_up(time.monotonic())
                 if reporter.monitor.done:
                     done_at = min(done_at, loop.time())
                     is_all = reporter.monitor.all_told or loop.time() - done_at > LAST_WORDS_S

@@ -8,19 +8,21 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
-from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from peer.console import without_controls
 from peer.observe.events import Event, RoundFinished, is_for_programs
+from peer.observe.layout import Column, first_that_fits, fitting
+from peer.observe.table import GAP, FittedTable
 from peer.observe.text import coverage, number, sentence, short_id, size
 from peer.observe.view_model import PeerRow, StageRow, ViewModel
 from peer.options import ScreenName
+from swarmnet.printable import printable
 from swarmnet.spec import RunSpec
 
 log = logging.getLogger("swarmnet.peer")
@@ -28,7 +30,10 @@ log = logging.getLogger("swarmnet.peer")
 REFRESH_PER_S = 4
 MAX_STAGES_SHOWN = 32
 MAX_PEERS_SHOWN = 40
-BAR_WIDTH = 40
+BAR_WIDTH, LEAST_BAR_WIDTH = 40, 8
+"""Columns of a bar; where there is less room than the second there is none."""
+BLOCKS_SHARE = 0.4
+"""Of the width, at most, where each replica is a block; else their number is told."""
 STATE_STYLES = {
     "active": "green",
     "joining": "yellow",
@@ -100,8 +105,8 @@ class Screen:
                 os.close(nowhere)
 
     def say(self, line: str) -> None:
-        """A line of text, as it is (no markup), never wrapped: it may be there to be copied."""
-        text = Text(without_controls(line))
+        """One line of text, as it is (no markup), never wrapped: it may be there to be copied."""
+        text = Text(printable(line))
         self._speak(lambda: self.console.print(text, soft_wrap=True))
 
     def draw(self, renderable: RenderableType) -> None:
@@ -136,7 +141,7 @@ class Screen:
 
 def dashboard(spec: RunSpec, model: ViewModel, limits: str = "") -> RenderableType:
     """The live screen. `limits`: of this machine's peer."""
-    parts: list[RenderableType] = [_numbers(model), Text(), _stages(model.stages)]
+    parts: list[RenderableType] = [Numbers(model), Text(), Stages(model.stages)]
     if model.data_risk:
         parts += [Text(), Text(model.data_risk, "yellow")]
     if limits:
@@ -145,95 +150,152 @@ def dashboard(spec: RunSpec, model: ViewModel, limits: str = "") -> RenderableTy
         parts += [Text(), peers_table(model.peers)]
     return Panel(
         Group(*parts),
-        title=Text(without_controls(spec.name)),
+        title=Text(printable(spec.name)),
         title_align="left",
         border_style="cyan",
     )
 
 
-def _numbers(model: ViewModel) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_column()
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of numbers: its name, and ways to say the value, the longest first."""
+
+    name: str
+    texts: tuple[str, ...]
+    done: float | None = None
+    """Part that a bar before the text shows as done; None for no bar."""
+
+
+def _lines(model: ViewModel) -> list[Line]:
     shown = min(model.round + 1, model.rounds)
-    run = ProgressBar(total=max(model.rounds, 1), completed=model.round, width=BAR_WIDTH)
-    table.add_row("round", run, f"{shown} of {model.rounds}" + (", done" if model.done else ""))
-    committed = min(model.committed, model.global_batch)
-    batch = ProgressBar(total=model.global_batch, completed=committed, width=BAR_WIDTH)
-    table.add_row(
-        "global batch", batch, f"{model.committed} of {model.global_batch} samples committed"
-    )
-    held_out = "-"
+    end = ", done" if model.done else ""
+    of_batch = f"{model.committed} of {model.global_batch}"
+    lines = [
+        Line("round", (f"{shown} of {model.rounds}{end}",), model.round / max(model.rounds, 1)),
+        Line(
+            "global batch",
+            (f"{of_batch} samples committed", f"{of_batch} samples", of_batch),
+            min(1.0, model.committed / max(model.global_batch, 1)),
+        ),
+        Line("loss", (number(model.loss, 3),)),
+    ]
     if model.held_out_loss is not None:
-        bits = model.held_out_bits_per_byte
-        held_out = f"{model.held_out_loss:.3f}" + (f" ({bits:.3f} bits per byte)" if bits else "")
-    table.add_row("loss", f"{number(model.loss, 3)}   held out {held_out}", "")
-    table.add_row("speed", f"{number(model.tokens_per_s)} tokens/s", f"{model.num_live} peers")
+        loss, bits = f"{model.held_out_loss:.3f}", model.held_out_bits_per_byte
+        both = f"{loss} ({bits:.3f} bits per byte)" if bits else loss
+        lines.append(Line("held out", (both, loss)))
+    lines.append(Line("speed", (f"{number(model.tokens_per_s)} tokens/s",)))
+    lines.append(Line("peers", (number(model.num_live),)))
     if model.spread:
-        table.add_row("spread", f"{model.spread:.2%} between replicas that met last", "")
-    return table
+        spread = f"{model.spread:.2%}"
+        lines.append(Line("spread", (f"{spread} between replicas that met last", spread)))
+    return lines
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """One for each replica of a stage, with what the terminal's encoding has."""
+class Numbers:
+    """The run's numbers, as wide as there is room."""
 
-    num_replicas: int
-    num_joining: int
-
-    def text(self, is_ascii: bool) -> Text:
-        full, hollow = "#o" if is_ascii else "■□"
-        blocks = Text(full * self.num_replicas, "green")
-        blocks.append(hollow * self.num_joining, "yellow")
-        if self.num_replicas == 0:
-            blocks.append(" nobody serves it", "red")
-        return blocks
+    model: ViewModel
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.text(options.ascii_only)
+        lines = _lines(self.model)
+        room = options.max_width - max(len(line.name) for line in lines) - GAP
+        texts = max(cell_len(line.texts[0]) for line in lines if line.done is not None)
+        bar_width = min(BAR_WIDTH, room - texts - GAP)
+        table = Table.grid(padding=(0, GAP, 0, 0))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True)
+        for line in lines:
+            value: RenderableType = first_that_fits(line.texts, room)
+            if line.done is not None and bar_width >= LEAST_BAR_WIDTH:
+                both = Table.grid(padding=(0, GAP, 0, 0))
+                both.add_row(ProgressBar(1.0, line.done, width=bar_width), value)
+                value = both
+            table.add_row(line.name, value)
+        yield table
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self.text(options.ascii_only))
+
+def blocks(num_replicas: int, num_joining: int, is_ascii: bool) -> Text:
+    """One for each replica of a stage, with what the terminal's encoding has."""
+    full, hollow = "#o" if is_ascii else "■□"
+    text = Text(full * num_replicas, "green")
+    text.append(hollow * num_joining, "yellow")
+    if num_replicas == 0:
+        text.append(" nobody serves it", "red")
+    return text
 
 
-def _stages(stages: Sequence[StageRow]) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    for row in stages[:MAX_STAGES_SHOWN]:
-        blocks = Blocks(row.num_replicas, row.num_joining)
-        rate = f"{number(row.samples_per_s, 1)} samples/s" if row.samples_per_s else ""
-        risk = Text(row.risk if row.num_replicas else "", "yellow")
-        table.add_row(Text(f"stage {row.stage}", "dim"), blocks, rate, risk)
-    if len(stages) > MAX_STAGES_SHOWN:
-        table.add_row("", f"and {len(stages) - MAX_STAGES_SHOWN} more", "")
-    return table
+def _in_numbers(row: StageRow) -> str:
+    joining = f" + {row.num_joining}" if row.num_joining else ""
+    return f"{row.num_replicas}{joining} replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Who serves each stage. What may go wrong with one stands in its line where there is room,
+    else beneath."""
+
+    stages: Sequence[StageRow]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = self.stages[:MAX_STAGES_SHOWN]
+        drawn = [blocks(r.num_replicas, r.num_joining, options.ascii_only) for r in rows]
+        rates = [f"{number(r.samples_per_s, 1)} samples/s" if r.samples_per_s else "" for r in rows]
+        risks = [row.risk if row.num_replicas else "" for row in rows]
+        if any(text.cell_len > BLOCKS_SHARE * options.max_width for text in drawn):
+            drawn = [
+                Text(_in_numbers(r), "green") if r.num_replicas else text
+                for r, text in zip(rows, drawn)
+            ]
+        names = [f"stage {row.stage}" for row in rows]
+        columns = [
+            Column("", names),
+            Column("", [text.plain for text in drawn]),
+            Column("", rates, goes=1),
+            Column("", risks, goes=2),
+        ]
+        shown = fitting(columns, options.max_width, GAP)
+        table = Table.grid(padding=(0, GAP, 0, 0))
+        for texts in zip(
+            [Text(name, "dim") for name in names],
+            drawn,
+            rates,
+            [Text(risk, "yellow") for risk in risks],
+        ):
+            table.add_row(*(texts[i] for i in shown))
+        yield table
+        if len(self.stages) > MAX_STAGES_SHOWN:
+            yield Text(f"and {len(self.stages) - MAX_STAGES_SHOWN} more")
+        if 3 not in shown:
+            yield from (Text(risk, "yellow") for risk in risks if risk)
 
 
 def _state(row: PeerRow) -> str:
     return f"paused: {row.paused}" if row.paused and row.live else row.state
 
 
-def peers_table(peers: Sequence[PeerRow]) -> Table:
+def peers_table(peers: Sequence[PeerRow]) -> RenderableType:
     """One row a peer."""
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    table.add_column("peer")
-    table.add_column("stage", justify="right")
-    table.add_column("state")
-    for title in ("round", "samples/s", "queue", "sent", "received", "direct", "re-routes"):
-        table.add_column(title, justify="right")
-    for row in peers[:MAX_PEERS_SHOWN]:
-        table.add_row(
-            Text(short_id(row.peer_id)),
-            str(row.stage) if row.stage >= 0 else "-",
-            Text(without_controls(_state(row)), STATE_STYLES.get(row.state, "dim")),
-            str(row.round),
-            number(row.samples_per_s, 1) if row.samples_per_s else "-",
-            str(row.queue_length),
-            size(row.sent_bytes),
-            size(row.received_bytes),
-            f"{row.direct_links}/{row.links}",
-            str(row.rerouted),
-        )
-    if len(peers) > MAX_PEERS_SHOWN:
-        table.add_row(f"and {len(peers) - MAX_PEERS_SHOWN} more")
-    return table
+    rows = peers[:MAX_PEERS_SHOWN]
+    columns = [
+        Column("peer", [short_id(r.peer_id) for r in rows]),
+        Column("stage", [str(r.stage) if r.stage >= 0 else "-" for r in rows]),
+        Column("state", [_state(r) for r in rows], 1, [r.state for r in rows], shortens=3),
+        Column("round", [str(r.round) for r in rows]),
+        Column(
+            "samples/s",
+            [number(r.samples_per_s, 1) if r.samples_per_s else "-" for r in rows],
+            goes=2,
+        ),
+        Column("queue", [str(r.queue_length) for r in rows], goes=7),
+        Column("sent", [size(r.sent_bytes) for r in rows], goes=4),
+        Column("received", [size(r.received_bytes) for r in rows], goes=5),
+        Column("direct", [f"{r.direct_links}/{r.links}" for r in rows], goes=6),
+        Column("re-routes", [str(r.rerouted) for r in rows], goes=8),
+    ]
+    numbers = [c.title for c in columns if c.title not in ("peer", "state")]
+    styles = {"state": [STATE_STYLES.get(r.state, "dim") for r in rows]}
+    table = FittedTable(columns, numbers, styles)
+    if len(peers) <= MAX_PEERS_SHOWN:
+        return table
+    return Group(table, Text(f" and {len(peers) - MAX_PEERS_SHOWN} more"))

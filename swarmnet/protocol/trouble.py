@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.rate import TokenBucket
+from swarmnet.protocol.timing import UPKEEP_S
 
 SAY_AGAIN_S = LONGEST_PAUSE_S
 """Between two lines about one trouble. It protects the lines that say something else
@@ -39,7 +40,10 @@ class Trouble:
         return was_told
 
 
-LINES_AT_ONCE, LINES_PER_S = 20, 0.1
+SUM_UP_S = UPKEEP_S
+"""After so long, lines that were left out are told of, though none of their kind comes any more
+(tests/protocol/test_trouble.py)."""
+LINES_AT_ONCE, LINES_PER_S = 20, 1 / SUM_UP_S
 """Of one kind, at most: enough to see what is going on."""
 
 
@@ -53,14 +57,29 @@ class Kind:
     they would hide all others, and fill a disk."""
 
     num_untold: int = 0
+    _untold_since: float = 0.0
     _bucket: TokenBucket = field(default_factory=_full)
 
     def line(self, now: float) -> str | None:
         """What the next one ends with; None where it is left out. `now`: seconds, of a clock that
         begins at 0 or later."""
         if not self._bucket.take(now):
+            if not self.num_untold:
+                self._untold_since = now
             self.num_untold += 1
             return None
-        more = f" ({self.num_untold} more lines like it)" if self.num_untold else ""
+        return self._sum(now)
+
+    def sum(self, now: float) -> str:
+        """What a line about those that were left out ends with; empty where none is due."""
+        is_due = self.num_untold and now >= self._untold_since + SUM_UP_S
+        return self._sum(now) if is_due else ""
+
+    def _sum(self, now: float) -> str:
+        if not self.num_untold:
+            return ""
+        minutes = max(1, round((now - self._untold_since) / SUM_UP_S))
+        span = "minute" if minutes == 1 else f"{minutes} minutes"
+        text = f" ({self.num_untold} more in the last {span})"
         self.num_untold = 0
-        return more
+        return text

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swarmnet.admission import INVITE_PREFIX, OPEN, Admission, Invite, InviteOnly, Open
 from swarmnet.errors import InviteError, UserError
-from swarmnet.files import text_of
+from swarmnet.files import lines_of, text_of
 from swarmnet.spec import RunSpec
 
 INVITE_FILE = "invite"
@@ -59,7 +59,7 @@ def _given(text: str) -> Invite:
     path = Path(text)
     try:
         with path.open("rb") as file:
-            return Invite.parse(text_of(file.read(MAX_FILE_BYTES), path))
+            return Invite.parse("".join(lines_of(text_of(file.read(MAX_FILE_BYTES), path))))
     except OSError as e:
         raise InviteError(
             f"--invite {text[:64]} is neither an invite ({INVITE_PREFIX}...) nor a file: "

@@ -95,9 +95,9 @@ def show_counted(
     run_id: str | None,
     *,
     as_json: bool,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None],
 ) -> None:
-    """Prints `read_counted` of the state folders of feeders, a line a round. Raises `UserError`
+    """Says `read_counted` of the state folders of feeders, a line a round. Raises `UserError`
     where a folder has no such file."""
     for folder in state_dirs:
         if not (folder / COUNTED_FILE).is_file():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet.errors import DataError
+from swarmnet.files import text_of
 
 JOIN, LEAVE, CRASH, STALL, REJOIN = "join", "leave", "crash", "stall", "rejoin"
 PARTITION, ONE_WAY = "partition", "one_way"
@@ -81,7 +82,8 @@ def poisson(
 
 
 def read_trace(path: Path) -> list[ChurnEvent]:
-    """One JSON object a line with the fields of `ChurnEvent`. Raises `DataError`."""
+    """One JSON object a line with the fields of `ChurnEvent`; a line that begins with `#` is a
+    comment. Raises `DataError`."""
     events = []
     for number, line in enumerate(_lines(path), start=1):
         try:
@@ -95,7 +97,10 @@ def read_trace(path: Path) -> list[ChurnEvent]:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open() as f:
-            yield from (line for line in f if line.strip())
+        with path.open("rb") as file:
+            for raw in file:
+                line = text_of(raw, path, DataError).strip()
+                if line and not line.startswith("#"):
+                    yield line
     except OSError as e:
         raise DataError(f"cannot read the trace {path}: {e.strerror}") from None

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from swarmnet.protocol.trouble import LINES_AT_ONCE, LINES_PER_S, SAY_AGAIN_S, Kind, Trouble
+from swarmnet.protocol.trouble import (
+    LINES_AT_ONCE,
+    LINES_PER_S,
+    SAY_AGAIN_S,
+    SUM_UP_S,
+    Kind,
+    Trouble,
+)
 
 
 def test_a_trouble_is_told_rarely() -> None:
@@ -25,6 +32,18 @@ def test_of_one_kind_there_are_few_lines() -> None:
     lines = [line for line in told if line is not None]
     assert lines[:LINES_AT_ONCE] == [""] * LINES_AT_ONCE
     assert len(lines) <= LINES_AT_ONCE + 60 * minutes * LINES_PER_S
-    assert "more lines like it" in lines[-1]
+    assert "more in the last minute)" in lines[-1]
     told_of = sum(int(line.split("(")[1].split()[0]) for line in lines if line)
     assert told_of + len(lines) + kind.num_untold == len(told)
+
+
+def test_what_was_left_out_is_summed_up_when_nothing_of_its_kind_comes_any_more() -> None:
+    kind, began = Kind(), 100.0
+    left_out = [kind.line(began) for _ in range(LINES_AT_ONCE + 212)].count(None)
+    assert left_out == 212
+    assert kind.sum(began + SUM_UP_S - 1) == "", "one more may come, and tell of them"
+    assert kind.sum(began + SUM_UP_S) == " (212 more in the last minute)"
+    assert kind.sum(began + 2 * SUM_UP_S) == "", "once"
+    again = [kind.line(began + 2 * SUM_UP_S + i / 100) for i in range(300)]
+    assert again.count(None) > 250
+    assert kind.sum(began + 7 * SUM_UP_S).endswith("more in the last 5 minutes)")

@@ -24,7 +24,7 @@ from swarmnet.errors import (
     WrongProtocol,
     WrongVersion,
 )
-from swarmnet.files import text_of
+from swarmnet.files import lines_of, text_of
 from swarmnet.protocol.dialing.addresses import by_peer, in_turns, peer_of
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.racing import LOOK_S, NoneAnswers, nothing_new, race
@@ -108,8 +108,7 @@ class Named:
                 return []
             self.run_ids[ready.peer_id] = ready.run_id
             return list(ready.addresses)
-        lines = text_of(data, path).splitlines()
-        return [line.strip() for line in lines if line.strip()]
+        return lines_of(text_of(data, path))
 
 
 def _files_of(path: Path) -> list[Path]:

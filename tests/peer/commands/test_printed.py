@@ -3,6 +3,9 @@ the terminal."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -10,7 +13,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +26,17 @@ from rich.text import Text
 
 from peer.cli import run_command, the_command
 from peer.console import make_console, never_fail, without_controls
+from peer.log import sum_up
+from peer.observe.report import report_peer
 from peer.observe.screen import Screen, dashboard
 from peer.observe.view_model import StageRow, ViewModel
-from swarmnet.protocol.trouble import LINES_AT_ONCE
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.trouble import LINES_AT_ONCE, SUM_UP_S
+from swarmnet.simulation.clock import run as run_virtual
 from tests.training.specs import small_spec
 
 COMMAND: Any = the_command()
+ROOT = Path(__file__).parents[3]
 BRACKETS = re.compile(r"\[[^\]]*\]")
 
 
@@ -117,10 +127,12 @@ def test_others_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) 
     assert without_controls(evil) == r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202enothing"
     assert without_controls("two\nlines\tof text é") == "two\nlines\tof text é"
     Screen(Console()).say(evil)
+    Screen(Console()).say("one\nswarmnet: all is well")
     spec = small_spec().model_copy(update={"name": evil})
     Screen(make_console()).draw(dashboard(spec, model()))
     assert run_command(["export", "--out", evil, "--state-dir", f"/no/{evil}"]) == 1
     said = capsys.readouterr()
+    assert r"one\nswarmnet: all is well" in said.out, "a line is one line"
     for text in (said.out, said.err):
         assert "owned" in text
         assert not any(c in text for c in "\x1b\x07\x9b\u202e")
@@ -157,8 +169,145 @@ def test_what_others_cause_again_and_again_fills_no_log(capsys: pytest.CaptureFi
     run_command(["export", "--out", "x", "--state-dir", "/no/such"])  # the log is a command's now
     log = logging.getLogger("swarmnet.peer")
     for i in range(1000):
-        log.warning("stranger %d broke the protocol", i)
+        log.warning("stranger %d broke the \x1bprotocol\n", i)
     log.warning("a line of its own")
     lines = capsys.readouterr().err.splitlines()
-    assert LINES_AT_ONCE <= sum("broke the protocol" in line for line in lines) < 100
+    told = sum("broke the" in line for line in lines)
+    assert LINES_AT_ONCE <= told < 100
     assert "a line of its own" in lines[-1]
+    sum_up(time.monotonic())
+    assert not capsys.readouterr().err, "more of them may come"
+    sum_up(time.monotonic() + SUM_UP_S)
+    summed = capsys.readouterr().err
+    assert f"broke the \\x1bprotocol\\n ({1000 - told} more in the last minute)" in summed
+    sum_up(time.monotonic() + 2 * SUM_UP_S)
+    assert not capsys.readouterr().err
+
+
+FORBIDDEN = {
+    "print",
+    "typer.echo",
+    "typer.secho",
+    "sys.stdout.write",
+    "sys.stderr.write",
+    "traceback.print_exc",
+    "traceback.print_exception",
+    "traceback.print_stack",
+    "Console",
+}
+"""Ways to a terminal that filter nothing; `peer.console` and `peer.log` have others for them."""
+ALLOWED = {"peer/console.py", "peer/log.py"}
+
+
+def ways_out(text: str) -> set[str]:
+    """Names of `FORBIDDEN` that a module uses, called or given away."""
+    tree = ast.parse(text)
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return FORBIDDEN & (used | called | (named & {"print"}))
+
+
+def test_all_that_is_printed_goes_through_the_filter() -> None:
+    """Text of others reaches a terminal by no other way, whoever adds a command."""
+    found = {
+        str(path.relative_to(ROOT)): ways
+        for package in ("peer", "swarmnet")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if (ways := ways_out(path.read_text()))
+    }
+    assert {path: ways for path, ways in found.items() if path not in ALLOWED} == {}
+    assert set(found) <= ALLOWED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print('x')",
+        "def f(say=print): say('x')",
+        "import sys\nsys.stdout.write('x')",
+        "import traceback\ntraceback.print_exc()",
+        "typer.echo('x')",
+        "Console(file=out).print('x')",
+    ],
+)
+def test_other_ways_are_found(text: str) -> None:
+    assert ways_out(text)
+
+
+WAYS_OUT = """
+import asyncio, logging, sys, threading, warnings
+sys.argv = ["swarmnet", "export", "--out", EVIL, "--state-dir", "/no/such", "--debug"]
+from peer import cli
+EVIL_ERROR = ValueError(EVIL)
+
+class Bad:
+    def __del__(self):
+        raise EVIL_ERROR
+
+def run(*_, **__):
+    logging.getLogger("swarmnet.peer").error("log %s", EVIL)
+    logging.getLogger("asyncio").error("library %s", EVIL)
+    warnings.warn(EVIL)
+    Bad()
+    def fail():
+        raise EVIL_ERROR
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    raise EVIL_ERROR
+
+import peer.commands.export
+peer.commands.export.export_checkpoints = run
+cli.main()
+"""
+
+
+def test_no_way_to_the_terminal_is_raw() -> None:
+    """A log, one of a library, a warning, an error in a thread, one that nobody can catch, and a
+    traceback: for real, once, at a terminal that has Latin letters only."""
+    evil = "\x1b]0;owned\x07\u202e训练"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"EVIL = {evil!a}\n{WAYS_OUT}"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1", "LC_ALL": "C"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    said = (ended.stdout + ended.stderr).decode("latin-1")
+    assert ended.returncode == 1, said
+    for way in ("log ", "library ", "Warning: ", "exception in Thread", "__del__", "Traceback"):
+        assert way in said, said
+    assert said.count("owned") >= 6
+    assert not any(c in said for c in "\x1b\x07\u202e")
+    assert "\\u8bad\\u7ec3" in said
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_run_of_any_name_says_how_to_join_it(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    never_fail()
+    address = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWabcdefgh"
+    running = SimpleNamespace(
+        options=SimpleNamespace(exit_when_done=True),
+        spec=small_spec().model_copy(update={"name": "训练"}),
+        addresses=[address],
+        transport=SimpleNamespace(ports=lambda: [4001]),
+        view=View("12D3KooWabcdefgh"),
+    )
+    keeper = SimpleNamespace(line="")
+
+    async def reported() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await report_peer(running, "plain", None, None, keeper)  # type: ignore[arg-type]
+
+    run_virtual(reported())
+    out.flush()
+    lines = out.buffer.getvalue().decode(encoding).splitlines()
+    assert f"swarmnet peer --join {address}" in lines
+    name = "训练" if encoding == "utf-8" else "\\u8bad\\u7ec3"
+    assert lines[0].startswith(name)
