@@ -20,6 +20,7 @@ from peer.options import (
     CountedOptions,
     DashboardOptions,
     DataOptions,
+    DiskOptions,
     DoctorOptions,
     ExportLinkOptions,
     ExportModelOptions,
@@ -216,6 +217,18 @@ def invite(options: InviteOptions) -> None:
     if options.spec is None and (options.rounds is not None or options.seed is not None):
         raise UsageError("--rounds and --seed go with --spec")
     say(_run(issue_invite(options)))
+
+
+@command(app, _errors_told)
+def state(options: DiskOptions) -> None:
+    """Show what runs have left on this machine's disk, and remove it.
+
+    What a peer at work needs is never removed, nor a peer's key.
+    """
+    from peer.console import make_console
+    from peer.disk.state import show_state
+
+    show_state(options, make_console())
 
 
 @command(app, _errors_told)

@@ -555,6 +555,34 @@ class InviteOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """What `swarmnet state` lists, and what it removes."""
+
+    state_dir: Annotated[
+        tuple[Path, ...],
+        typer.Option(
+            metavar="DIR",
+            help="A peer's state folder, or a folder of several; repeat it. Default: those in "
+            "~/.local/state/swarmnet.",
+        ),
+    ] = ()
+    remove: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="NAME",
+            help="Remove this: something from the list, a folder of it, or all of a run (its name, "
+            "or the beginning of its id). Repeat it for several.",
+        ),
+    ] = ()
+    keep: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Remove the oldest until so much is left: 20GB."),
+    ] = None
+    as_json: JsonOption = False
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
 class CountedOptions:
     """Whose counts `swarmnet counted` shows."""
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.files import older
 from swarmnet.runtime.joining.ready import Ready, read_ready_file
 
 PEER_COMMAND = (sys.executable, "-m", "peer", "peer")
@@ -32,6 +33,8 @@ STOP_STEPS: tuple[tuple[signal.Signals, float], ...] = (
     (signal.SIGKILL, 5.0),
 )
 """How children are asked to end, and the seconds that they get for it."""
+MAX_LOG_BYTES = 64 << 20
+"""Of a peer's log; what is older is kept once more."""
 LOG_TAIL_BYTES = 1 << 14
 LOG_TAIL_LINES = 12
 FOLDER_PATTERN = re.compile(r"swarmnet-local-(\d+)-.+")
@@ -86,7 +89,8 @@ class PeerProcesses:
         log, ready_file = self.folder / f"{name}.log", self.folder / f"{name}.json"
         ties = ("--ready-file", str(ready_file), "--parent-pid", str(os.getpid()))
         state = ("--state-dir", str(self.folder / name))
-        with log.open("wb") as output:
+        log.unlink(missing_ok=True)
+        with log.open("ab") as output:  # where it is cut, what comes later goes on from there
             process = await asyncio.create_subprocess_exec(
                 *self.command,
                 *ties,
@@ -129,6 +133,15 @@ class PeerProcesses:
     @property
     def num_alive(self) -> int:
         return sum(child.alive for child in self.children)
+
+    def trim_logs(self) -> None:
+        """Sets aside what is older of logs that became long, in place of what was before. What a
+        peer writes in the moment between is lost."""
+        for child in self.children:
+            with contextlib.suppress(OSError):  # a full disk, say: the next look tries again
+                if child.log.stat().st_size > MAX_LOG_BYTES:
+                    shutil.copyfile(child.log, older(child.log))
+                    os.truncate(child.log, 0)
 
     async def stop(self) -> None:
         """Ends every child: politely first, in bounded time. Cancelled, it ends them at once."""
@@ -196,14 +209,19 @@ def remove_stale_folders(base: Path) -> list[Path]:
     """Removes this user's folders whose `swarmnet local` is gone; returns them."""
     removed = []
     for path in sorted(base.glob("swarmnet-local-*")):
-        match = FOLDER_PATTERN.fullmatch(path.name)
-        if match is None or _is_alive(int(match[1])):
+        if FOLDER_PATTERN.fullmatch(path.name) is None or is_of_living(path):
             continue
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
     return removed
+
+
+def is_of_living(folder: Path) -> bool:
+    """Whether the `swarmnet local` that made a folder of `run_folder` goes on."""
+    match = FOLDER_PATTERN.fullmatch(folder.name)
+    return match is not None and _is_alive(int(match[1]))
 
 
 def _is_alive(pid: int) -> bool:

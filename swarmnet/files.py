@@ -59,6 +59,60 @@ def append_whole(descriptor: int, data: bytes) -> None:
         raise
 
 
+def older(path: Path) -> Path:
+    """Where a file of lines is that became too long."""
+    return path.with_name(f"{path.name}.1")
+
+
+class LinesFile:
+    """A file that lines are added to for as long as a process lives, and that is bounded: one that
+    would become longer than `max_bytes` is set aside (`older`) in place of the one before. What is
+    gone, the file or its folder, is made anew."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self._handle: int | None = None
+
+    def open(self, *, anew: bool = False) -> None:
+        """Opens it, or begins it `anew`. Raises `OSError`."""
+        self.close()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0)
+        self._handle = os.open(self.path, flags, 0o666)
+
+    def append(self, data: bytes) -> None:
+        """Whole lines, all of them or nothing. Raises `OSError`."""
+        size = self._size()
+        if size and size + len(data) > self.max_bytes:
+            self.path.replace(older(self.path))
+            self.open()
+        assert self._handle is not None
+        append_whole(self._handle, data)
+
+    def close(self) -> None:
+        """Idempotent."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+    def _size(self) -> int:
+        """Of the file that is open; 0 for what has no size, such as a pipe, and what is never set
+        aside: a link leads where a person wants the lines. Opens it where that is needed."""
+        if self._handle is None:
+            self.open()
+        assert self._handle is not None
+        here = os.fstat(self._handle)
+        if self.path.is_symlink():
+            return 0
+        try:
+            if os.path.samestat(here, self.path.stat()):
+                return here.st_size
+        except OSError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.open()
+        return os.fstat(self._handle).st_size
+
+
 def text_of(data: bytes, where: object, error: type[UserError] = UserError) -> str:
     """What a person has written, without the byte order mark that some editors begin it with.
     Raises `error`, one line, for other encodings than UTF-8. `where`: the file, for people."""

@@ -156,6 +156,15 @@ def try_lock(handle: int) -> bool:
     return True
 
 
+def share_lock(handle: int) -> None:
+    """Locks an open file together with others, until it is closed: nobody has it alone meanwhile.
+    Where somebody has, or the file system has no locks, it is not locked."""
+    import fcntl
+
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
 def wait_for_lock(handle: int) -> None:
     """Locks an open file, when whoever has it is through."""
     import fcntl

@@ -12,7 +12,7 @@ from peer.machine.limits import LIMITS_FILE, read_limits
 from peer.machine.measured_layers import write_layers
 from swarmnet.admission import Invite
 from swarmnet.errors import SpecError, UserError
-from swarmnet.files import append_whole, is_full, text_of, write_whole
+from swarmnet.files import LinesFile, append_whole, is_full, older, text_of, write_whole
 from swarmnet.identity import Identity
 from swarmnet.runtime.admission import admit
 from swarmnet.runtime.joining.find import Named
@@ -181,3 +181,41 @@ def test_a_full_disk_is_told_from_other_errors() -> None:
     assert is_full(ValueError("I/O error: No space left on device (os error 28)"))
     assert not is_full(OSError(errno.EIO, "x"))
     assert not is_full(ValueError("os error 2"))
+
+
+def test_lines_go_into_a_pipe_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    lines = LinesFile(path, 8)
+    for _ in range(3):
+        lines.append(b"a line\n")
+    lines.close()
+    assert os.read(reader, 100) == b"a line\n" * 3
+    os.close(reader)
+    assert list(tmp_path.iterdir()) == [path], "nothing is set aside"
+
+
+def test_what_a_link_leads_to_is_not_set_aside(tmp_path: Path) -> None:
+    path, target = tmp_path / "link", tmp_path / "target"
+    path.symlink_to(target)
+    lines = LinesFile(path, 8)
+    for _ in range(3):
+        lines.append(b"a line\n")
+    lines.close()
+    assert target.read_bytes() == b"a line\n" * 3
+    assert path.is_symlink()
+    assert not older(path).exists()
+
+
+def test_lines_go_where_their_file_is_now(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "file"
+    path.parent.mkdir()
+    lines = LinesFile(path, 20)
+    lines.append(b"one\n")
+    path.rename(path.with_name("moved"))
+    lines.append(b"two\n")
+    assert path.read_bytes() == b"two\n"
+    lines.append(b"a longer line here\n")
+    assert (older(path).read_bytes(), path.read_bytes()) == (b"two\n", b"a longer line here\n")
+    lines.close()

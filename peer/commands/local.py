@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.commands.chaos import Chaos, parse_chaos
+from peer.log import sum_up
 from peer.observe.dashboard.server import listen
 from peer.observe.metrics import open_metrics
 from peer.observe.observing import JoinRun, RunObserver, join_run
@@ -258,6 +259,8 @@ async def _watch(observer: RunObserver, reporter: Reporter, processes: PeerProce
             raise SwarmnetError(f"every peer has ended; their logs are in {processes.folder}")
         now = loop.time()
         reporter.look(observer.view, now, time.time())
+        sum_up(time.monotonic())
+        processes.trim_logs()
         if reporter.monitor.all_told:
             return
         if reporter.monitor.done:

@@ -94,9 +94,13 @@ def extras(output: OutputOptions, metrics: Any, page: Any) -> list[Extra]:
         return keeper.run()
 
     async def report(running: RunningPeer) -> Coroutine[Any, Any, None]:
+        from peer.disk.state import removable_line
         from peer.observe.report import report_peer
 
-        return report_peer(running, output.screen, metrics, page, keepers[0])
+        def removable() -> str:
+            return removable_line(running.options.state_dir, running.spec.run_id)
+
+        return report_peer(running, output.screen, metrics, page, keepers[0], removable)
 
     async def serve_prometheus(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.observe.prometheus import serve_metrics, shut_down_when_cancelled

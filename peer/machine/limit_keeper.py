@@ -112,8 +112,8 @@ class Keeper:
 
     def _reread(self) -> None:
         stamp = self._look()
-        if stamp == self._stamp:
-            return
+        if stamp == self._stamp or (stamp is None and not self.path.parent.exists()):
+            return  # an owner whose folder is gone, or whose disk is, has changed nothing
         self._stamp = stamp
         try:
             limits = read_limits(self.path)

@@ -125,4 +125,5 @@ def _write(path: Path, content: dict[str, object], trouble: Trouble) -> None:
         if more is not None:
             log.warning("cannot write the health file %s: %s%s", path, e.strerror, more)
         return
-    trouble.is_over()
+    if trouble.is_over():
+        log.warning("the health file %s is written again", path)

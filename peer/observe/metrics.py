@@ -11,7 +11,10 @@ from typing import Any
 
 from peer.observe.events import Event
 from swarmnet.errors import UserError
-from swarmnet.files import append_whole
+from swarmnet.files import LinesFile
+
+MAX_METRICS_BYTES = 512 << 20
+"""Of the file; with the one that was set aside before it there are twice as many at most."""
 
 
 class MetricsFile:
@@ -24,10 +27,13 @@ class MetricsFile:
         UserError: the file cannot be opened or, later, written.
     """
 
-    def __init__(self, path: Path, *, append: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, append: bool = False, max_bytes: int = MAX_METRICS_BYTES
+    ) -> None:
         self.path = path
+        self._file = LinesFile(path, max_bytes)
         try:
-            self._file = path.open("ab" if append else "wb", buffering=0)
+            self._file.open(anew=not append)
         except OSError as error:
             raise UserError(f"cannot write --metrics {path}: {_reason(error)}") from None
 
@@ -44,7 +50,7 @@ class MetricsFile:
             return
         try:
             text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-            append_whole(self._file.fileno(), text.encode())
+            self._file.append(text.encode())
         except OSError as error:
             raise UserError(f"cannot write --metrics {self.path}: {_reason(error)}") from None
 
@@ -52,6 +58,10 @@ class MetricsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """What is written later opens the file again. Idempotent."""
         self._file.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from swarmnet.errors import UserError
 from swarmnet.protocol.dialing.addresses import others_to_name, peer_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.trouble import Trouble
 from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec, describe
 
@@ -86,6 +87,7 @@ class Reporter:
         self.metrics = metrics
         self.hub = hub
         self._state_at = float("-inf")
+        self._trouble = Trouble()
 
     def look(self, view: View, now: float, unix_s: float, limits: str = "") -> list[Event]:
         """Tells screen and file what is new in `view`. `now`: the clock of the view, seconds;
@@ -93,12 +95,7 @@ class Reporter:
         events = self.monitor.look(view, now, unix_s)
         model = self.monitor.view_model()
         if self.metrics is not None:
-            try:
-                self.metrics.write(events)
-                self._write_state(self.metrics, model, now, unix_s)
-            except UserError as e:  # the disk is full, say: the run goes on, and so does the screen
-                log.warning("%s; nothing more is written there", e)
-                self.metrics = None
+            self._write(self.metrics, events, model, now, unix_s)
         if self.hub is not None:
             self.hub.tell(model, events, now, unix_s)
         if self._is_shared and not speaks_for_all(view, now):
@@ -109,11 +106,38 @@ class Reporter:
         self.screen.show(self.spec, model, news, limits)
         return events
 
+    def _write(
+        self,
+        metrics: MetricsFile,
+        events: Sequence[Event],
+        model: ViewModel,
+        now: float,
+        unix_s: float,
+    ) -> None:
+        """Where the disk is full, say, the run goes on, and so does the screen; what happens
+        meanwhile is not in the file."""
+        if not events and not self._is_state_due(model, now):
+            return
+        try:
+            metrics.write(events)
+            self._write_state(metrics, model, now, unix_s)
+        except UserError as e:
+            more = self._trouble.failed(now)
+            if more is not None:
+                log.warning("%s; what happens now is not there%s", e, more)
+            return
+        if self._trouble.is_over():
+            log.warning("--metrics %s is written again", metrics.path)
+
+    def _is_state_due(self, model: ViewModel, now: float) -> bool:
+        """The more peers, the more seldom."""
+        return now - self._state_at >= max(STATE_EVERY_S, STATE_EVERY_S_PER_PEER * len(model.peers))
+
     def _write_state(
         self, metrics: MetricsFile, model: ViewModel, now: float, unix_s: float
     ) -> None:
-        """What a replay shows between the events; the more peers, the more seldom."""
-        if now - self._state_at < max(STATE_EVERY_S, STATE_EVERY_S_PER_PEER * len(model.peers)):
+        """What a replay shows between the events."""
+        if not self._is_state_due(model, now):
             return
         self._state_at = now
         metrics.write_state(state_of(self.spec, model), unix_s)
@@ -157,9 +181,11 @@ async def report_peer(
     metrics: MetricsFile | None,
     page: tuple[str, socket.socket, Sequence[str]] | None,
     keeper: Keeper,
+    removable: Callable[[], str] = str,
 ) -> None:
     """Says how to join, and then what the peer sees, until it is cancelled. `page`: host, socket
-    and further hosts of the dashboard, where one is wanted. `keeper`: of its owner's limits."""
+    and further hosts of the dashboard, where one is wanted. `keeper`: of its owner's limits.
+    `removable`: what to say of what the run has left on the disk when it is done; it may block."""
     stays = not running.options.exit_when_done
     and_now = "this peer goes on serving the model (Ctrl-C ends it)" if stays else "this peer ends"
     loop = asyncio.get_running_loop()
@@ -195,6 +221,8 @@ async def report_peer(
                         is_told = True
                         rounds = running.spec.optimizer.rounds
                         say(f"the run has done its {rounds} rounds; {and_now}")
+                        if line := await asyncio.to_thread(removable):
+                            say(line)
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:  # the last measurement may have come since
             reporter.look(running.view, loop.time(), time.time(), keeper.line)

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.rate import TokenBucket
-from swarmnet.protocol.timing import UPKEEP_S
+from swarmnet.protocol.timing import DAY_S, UPKEEP_S
 
-SAY_AGAIN_S = LONGEST_PAUSE_S
-"""Between two lines about one trouble. It protects the lines that say something else
-(tests/protocol/test_trouble.py)."""
+SAY_AGAIN_S = DAY_S
+"""Between two lines about one trouble, which has one when it begins and one when it ends. It
+protects the lines that say something else (tests/protocol/test_trouble.py)."""
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ A run that went on from a checkpoint makes some rounds again, and of those the l
 voids, from its first round on, all that older ones have. Two peers that begin a history at the
 same instant name it differently until they hear of each other; `"was"` on a line says that its
 history is the one that this peer named so before.
+
+The file is bounded: the oldest rounds of a very long run are not on record any more.
 """
 
 from __future__ import annotations
@@ -22,20 +24,24 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.errors import UserError
-from swarmnet.files import append_whole
+from swarmnet.files import LinesFile, older
 from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.pipeline.feeder import Journal
 
 log = logging.getLogger("swarmnet.peer")
 
 COUNTED_FILE = "microbatches.jsonl"
+MAX_COUNTED_BYTES = 256 << 20
+"""Of the file; with the one that was set aside before it there are twice as many at most. A line
+has about a hundred."""
 
 
 class CountedMicrobatches(Journal):
     """Appends to one peer's file."""
 
-    def __init__(self, path: Path, run_id: str) -> None:
+    def __init__(self, path: Path, run_id: str, max_bytes: int = MAX_COUNTED_BYTES) -> None:
         self._path = path
+        self._file = LinesFile(path, max_bytes)
         self._run_id = run_id
         self._trouble = Trouble()
 
@@ -51,14 +57,14 @@ class CountedMicrobatches(Journal):
         """Never raises: a full disk does not stop training."""
         line = json.dumps({"run_id": self._run_id, **values}) + "\n"
         try:
-            with self._path.open("ab", buffering=0) as file:
-                append_whole(file.fileno(), line.encode())
+            self._file.append(line.encode())
         except OSError as e:
             more = self._trouble.failed(time.monotonic())
             if more is not None:
                 log.warning("%s: %s; not on record: %s%s", self._path, e.strerror, values, more)
             return
-        self._trouble.is_over()
+        if self._trouble.is_over():
+            log.warning("%s: what counts is on record again", self._path)
 
 
 def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, list[int]]:
@@ -69,7 +75,7 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
     `run_id`: of the run that is meant, where the files hold several. Raises `UserError` where a
     file cannot be read, or several runs are in them and none is named.
     """
-    lines = [line for path in paths for line in _lines(path)]
+    lines = [line for path in paths for part in _parts(path) for line in _lines(part)]
     runs = sorted({line["run_id"] for line in lines})
     if run_id is None and len(runs) > 1:
         raise UserError(f"slots of {len(runs)} runs are on record; name one of {runs}")
@@ -122,6 +128,12 @@ def describe_slots(slots: Sequence[int]) -> str:
     if lacking:
         text += f", not counted: {', '.join(map(str, lacking))}"
     return text
+
+
+def _parts(path: Path) -> list[Path]:
+    """The older one first."""
+    before = older(path)
+    return [before, path] if before.exists() else [path]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

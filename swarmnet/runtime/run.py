@@ -28,6 +28,7 @@ from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
 from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
 from swarmnet.runtime.stuck import until_copied, until_one, until_stuck
+from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.discovery import Directory
 from swarmnet.swarm.membership.relaying import Relaying
 from swarmnet.swarm.peer import Machine, Peer
@@ -93,7 +94,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         tasks.start(Relaying(transport, running.peer.gossip, running.peer.rng, offers=offers).run())
         tasks.start(entry.known.keep(spec.run_id, running.peer.view))
         tasks.start(entry.ways.keep())
-        tasks.start(follow_addresses(transport, options.state_dir, spec.run_id, spec.name))
+        tasks.start(follow_addresses(transport, options.state_dir, spec))
         spare_old_objects()
         if options.ready_file is not None:
             ready = ReadyFile(options.ready_file, transport, spec.run_id, spec.name, time.time())
@@ -235,7 +236,7 @@ def spare_old_objects() -> None:
     gc.freeze()
 
 
-async def follow_addresses(transport: Transport, state_dir: Path, run_id: str, name: str) -> None:
+async def follow_addresses(transport: Transport, state_dir: Path, spec: RunSpec) -> None:
     """Says when this machine's addresses change, and where others of it look (the transport tells
     the swarm). Until cancelled."""
     told = transport.addresses()
@@ -247,7 +248,7 @@ async def follow_addresses(transport: Transport, state_dir: Path, run_id: str, n
         if now[:1] != told[:1]:
             _say(f"this peer has another address now: {now[0]}")
         told = now
-        tell_run(state_dir, run_id, name, now)
+        tell_run(state_dir, spec.run_id, spec.name, now, spec.model.continues)
 
 
 async def _stop_when_expired(peer: Seats, not_after_unix_s: int) -> None:

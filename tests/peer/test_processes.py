@@ -13,6 +13,7 @@ import pytest
 
 from peer.processes import PeerProcesses, remove_stale_folders, run_folder
 from swarmnet.errors import SwarmnetError
+from swarmnet.files import older
 
 from .fakes import fake_command, until
 
@@ -91,3 +92,25 @@ def test_the_folder_is_removed_after_success(tmp_path: Path) -> None:
     with run_folder(tmp_path) as folder:
         (folder / "x.log").write_text("x")
     assert not folder.exists()
+
+
+def test_a_log_is_bounded_while_its_peer_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peer.processes.MAX_LOG_BYTES", 1000)
+    program = "import time\nwhile True: print('a line ' * 9, flush=True); time.sleep(0.01)"
+
+    async def scenario() -> None:
+        command = (sys.executable, "-c", program)
+        processes = PeerProcesses(tmp_path, command, stop_steps=QUICK_STEPS)
+        child = await processes.start("peer-1", [])
+        for _ in range(3):
+            await until(lambda: child.log.stat().st_size > 1000)
+            processes.trim_logs()
+            assert child.log.stat().st_size < 1000
+        await until(lambda: child.log.stat().st_size > 100)
+        await processes.stop()
+        written = older(child.log).read_bytes(), child.log.read_bytes()
+        assert all(text.startswith(b"a line ") and b"\0" not in text for text in written)
+
+    asyncio.run(scenario())

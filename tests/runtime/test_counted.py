@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from typer.testing import CliRunner
 
 from peer.cli import app
 from swarmnet.errors import UserError
+from swarmnet.files import older
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 
 
@@ -80,3 +84,53 @@ def test_a_disk_that_fails_does_not_stop_training(tmp_path: Path) -> None:
     feed(tmp_path / "no" / "such" / "folder", 1, {0: [1]})
     with pytest.raises(UserError, match="No such file"):
         read_counted([tmp_path / "no"])
+
+
+def test_the_file_is_bounded_and_both_parts_are_read(tmp_path: Path) -> None:
+    path = tmp_path / COUNTED_FILE
+    counted = CountedMicrobatches(path, "run", max_bytes=1000)
+    for r in range(100):
+        counted.slot_counted(1, r, 3)
+    sizes = [p.stat().st_size for p in (path, older(path))]
+    assert all(0 < size <= 1000 for size in sizes)
+    found = read_counted([path])
+    assert list(found) == list(range(min(found), 100)), "the newest, without a gap"
+    assert len(found) > 10
+
+
+def test_a_folder_that_is_removed_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "peer-1" / COUNTED_FILE
+    path.parent.mkdir()
+    counted = CountedMicrobatches(path, "run")
+    counted.slot_counted(1, 0, 1)
+    shutil.rmtree(path.parent)
+    counted.slot_counted(1, 1, 1)
+    assert read_counted([path]) == {1: [1]}
+    assert not caplog.records
+
+
+def test_a_disk_that_fills_and_empties_is_a_line_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted, real, is_full = CountedMicrobatches(tmp_path / "a", "run"), os.write, True
+
+    def write(handle: int, data: bytes) -> int:
+        if is_full and os.fstat(handle).st_ino == (tmp_path / "a").stat().st_ino:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(handle, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with caplog.at_level("WARNING", "swarmnet.peer"):
+        for r in range(50):
+            counted.slot_counted(1, r, 0)
+        is_full = False
+        counted.slot_counted(1, 50, 0)
+        counted.slot_counted(1, 51, 0)
+    monkeypatch.undo()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "No space left" in lines[0]
+    assert lines[1].endswith("what counts is on record again")
+    assert read_counted([tmp_path / "a"]) == {50: [0], 51: [0]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,6 +206,16 @@ def test_a_disk_that_fails_is_one_line(tmp_path: Path) -> None:
         store(tmp_path).save(snapshot(10))
     assert "\n" not in str(caught.value)
     assert "checkpoints" in str(caught.value)
+
+
+def test_a_state_folder_that_is_removed_is_made_anew(tmp_path: Path) -> None:
+    kept = store(tmp_path / "peer-1")
+    for r in (10, 20):
+        kept.save(snapshot(r))
+        kept.note_held_out({r: 2.0})
+        shutil.rmtree(tmp_path / "peer-1")
+    kept.save(snapshot(30))
+    assert rounds(tmp_path / "peer-1") == [30]
 
 
 def test_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, event_json, shown, thin
 from peer.observe.events import Event, event_from_json, is_for_programs
 from swarmnet.errors import UserError
+from swarmnet.files import older
 from swarmnet.spec import MAX_STAGES
 
 MAX_FILE_BYTES = 1 << 30
@@ -74,7 +76,9 @@ class _Run:
 
     def messages(self) -> Iterator[Frame]:
         """A message a line."""
-        for values in _lines(self._path):
+        before = older(self._path)
+        lines = chain(_lines(before) if before.exists() else (), _lines(self._path))
+        for values in lines:
             t = float(values["time_unix_s"])
             if values["event"] == "state":
                 yield from self._state(t, values)

@@ -39,15 +39,18 @@ class Beside:
     name: str
     """Of its run."""
     addresses: tuple[str, ...]
+    continues: str = ""
+    """As `[model] continues` of its run."""
 
 
 def tell_run(
-    state_dir: Path, run_id: str, name: str, addresses: Sequence[str]
+    state_dir: Path, run_id: str, name: str, addresses: Sequence[str], continues: str = ""
 ) -> Callable[[], None]:
     """Says in a peer's state folder what it is part of, for who starts a run beside it
-    (`peers_beside`); returns what takes it back."""
+    (`peers_beside`) or makes room on the disk; returns what takes it back. `continues`: as
+    `[model] continues` of the run, whose checkpoints it needs too."""
     path = state_dir / RUNNING_FILE
-    said = {"run_id": run_id, "name": name, "addresses": list(addresses)}
+    said = {"run_id": run_id, "name": name, "addresses": list(addresses), "continues": continues}
     try:
         path.write_text(json.dumps(said))
     except OSError as e:
@@ -75,12 +78,22 @@ def run_in(state_dir: Path) -> str:
     return "" if said is None else said.run_id
 
 
+def needs_of(state_dir: Path) -> tuple[str, ...]:
+    """The beginnings of the ids of the runs whose checkpoints the peer at work in a state folder
+    may need: its own, and the one that this continues; none while it does not say."""
+    said = _said_in(state_dir / RUNNING_FILE)
+    if said is None:
+        return ()
+    return tuple(run for run in (said.run_id, said.continues.partition("@")[0]) if run)
+
+
 def _said_in(path: Path) -> Beside | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with path.open("rb") as file:
             said = json.loads(file.read(MAX_RUNNING_BYTES))
         addresses = tuple(map(str, said["addresses"]))
-        return Beside(str(said["run_id"]), str(said["name"]), addresses)
+        continues = str(said.get("continues", ""))
+        return Beside(str(said["run_id"]), str(said["name"]), addresses, continues)
     return None
 
 

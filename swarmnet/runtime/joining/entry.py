@@ -101,7 +101,8 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
             raise UserError(refusal(options.ready_file, other[0]))
     known.begin(spec.run_id)
     own = net.transport.addresses()
-    stack.callback(tell_run(options.state_dir, spec.run_id, spec.name, own))
+    continues = spec.model.continues
+    stack.callback(tell_run(options.state_dir, spec.run_id, spec.name, own, continues))
     files = RunFiles(options.state_dir, spec.files)
     if started is not None:
         await asyncio.to_thread(files.save, started.contents)

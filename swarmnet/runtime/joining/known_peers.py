@@ -96,7 +96,8 @@ class KnownPeers:
                     "cannot remember the peers of the run in %s: %s%s", self.path, e.strerror, more
                 )
             return
-        self._trouble.is_over()
+        if self._trouble.is_over():
+            log.warning("the peers of the run are remembered again")
 
     def latest_first(self) -> dict[str, tuple[str, ...]]:
         return dict(reversed(self.peers.items()))

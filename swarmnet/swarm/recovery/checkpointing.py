@@ -111,7 +111,8 @@ class Checkpointing:
             if more is not None:
                 log.warning("a held-out loss was not noted: %s%s", e, more)
             return
-        self._trouble_with_losses.is_over()
+        if self._trouble_with_losses.is_over():
+            log.warning("held-out losses are noted again")
         self._noted |= news
         self._unwritten = {r: x for r, x in self._unwritten.items() if news.get(r) != x}
 

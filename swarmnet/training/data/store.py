@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from swarmnet.system import share_lock
+
 TOKENS, LEARNED, ENDS, HASHES, ABOUT = (
     "tokens.bin",
     "learned.bin",
@@ -67,6 +69,8 @@ class Store:
     def __init__(self, folder: Path, about: About) -> None:
         """Raises `OSError` or `ValueError` where its files are not there whole."""
         self.about = about
+        self._in_use = (folder / ABOUT).open("rb")
+        share_lock(self._in_use.fileno())  # so that nobody removes it
         n = about.num_tokens
         self.tokens = _mapped(folder / TOKENS, np.dtype(about.dtype), n)
         self.learned = _mapped(folder / LEARNED, np.dtype(np.uint8), n * about.is_dialogues)

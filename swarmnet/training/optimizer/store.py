@@ -53,6 +53,7 @@ class DiskStore:
         """Raises `UserError` where the disk is full."""
         path = self._folder / f"shard-{os.getpid()}-{next(_numbers)}"
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with path.open("xb") as file:
                 claim_space(file.fileno(), num_elements * FP32_BYTES)
             return torch.from_file(str(path), shared=True, size=num_elements)

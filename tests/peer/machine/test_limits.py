@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -288,3 +289,20 @@ def test_what_others_use_is_the_machines_load_without_ours() -> None:
     assert load_of_others(1.0, 2.0, 2.0, 4) == 0.0
     assert load_of_others(1.0, 0.0, 0.0, 4) == 0.0
     assert 0.0 <= OthersLoad().measure() <= 1.0
+
+
+def test_limits_outlast_their_folder_but_not_their_file(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path / "state")
+        bench.folder.mkdir()
+        bench.keeper.start()
+        bench.write(FULL)
+        await bench.pass_time(2)
+        shutil.rmtree(bench.folder)
+        await bench.pass_time(4)
+        assert bench.upload == [1.25e6], "nobody took the limits away"
+        bench.folder.mkdir()
+        await bench.pass_time(2)
+        assert bench.upload == [1.25e6, None], "the folder is there without them"
+
+    asyncio.run(main())

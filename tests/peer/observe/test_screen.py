@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from peer.commands.status import show_status, watch_status
+from peer.observe.dashboard.replay import make_film
 from peer.observe.events import HeldOut, PeerJoined, RoundFinished
 from peer.observe.metrics import MetricsFile
 from peer.observe.monitor import RunMonitor
@@ -22,6 +23,7 @@ from peer.observe.text import sentence, size
 from peer.observe.view_model import ViewModel
 from peer.options import StatusOptions, default_spec_path
 from swarmnet.errors import UserError
+from swarmnet.files import older
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run as run_virtual
@@ -194,16 +196,33 @@ def test_status_can_keep_looking() -> None:
     assert "stage 1" in out.getvalue()
 
 
-def test_a_full_disk_ends_the_metrics_and_not_the_screen(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+def test_a_full_disk_is_a_line_and_so_is_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    view = View("a")
-    with MetricsFile(Path("/dev/full")) as metrics, Reporter(SPEC, "plain", metrics) as reporter:
+    view, path = View("a"), tmp_path / "m.jsonl"
+    path.symlink_to("/dev/full")
+    with MetricsFile(path, append=True) as metrics, Reporter(SPEC, "plain", metrics) as reporter:
         for now in range(2):
             view.merge(record(f"peer-{now}", now), float(now))
             reporter.look(view, float(now), float(now))
-        assert reporter.metrics is None
-    said = [r.getMessage() for r in caplog.records if "/dev/full" in r.getMessage()]
-    assert len(said) == 1
+        metrics.close()
+        path.unlink()
+        view.merge(record("peer-2", 1), 2.0)
+        reporter.look(view, 2.0, 2.0)
+        reporter.look(view, 40.0, 40.0)
+    said = [r.getMessage() for r in caplog.records if "m.jsonl" in r.getMessage()]
+    assert len(said) == 2
     assert "No space left" in said[0]
+    assert said[1] == f"--metrics {path} is written again"
+    assert "peer-2" in path.read_text()
     assert "replicas by stage: 1 1" in capsys.readouterr().out
+
+
+def test_a_metrics_file_is_bounded_and_its_replay_is_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsFile(path, max_bytes=2000) as metrics:
+        for r in range(14):
+            metrics.write([replace(ROUND, round=r, time_unix_s=float(r))])
+    assert older(path).stat().st_size <= 2000
+    rounds = [row[0] for frame in make_film(path)["frames"] for row in frame.get("rounds", [])]
+    assert rounds == list(range(1, 15))

@@ -508,6 +508,32 @@ def test_a_full_disk_does_not_stop_training(
     assert len(lines) == 2  # one of each peer, however often it is tried
 
 
+def test_a_disk_that_fills_and_empties_is_a_line_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, is_full = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS), [True]
+
+    class Filling(CheckpointStore):
+        def save(self, snapshot: Snapshot) -> None:
+            if is_full:
+                raise CheckpointError(f"{self.folder}: Read-only file system")
+            super().save(snapshot)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            start(swarm, tmp_path, f"peer-{i}", Filling(tmp_path / f"peer-{i}", spec))
+        await swarm.until_round(2 * EVERY)
+        is_full.clear()
+        await swarm.until_round(ROUNDS)
+        await swarm.until(lambda: swarm.total("checkpoints") >= 2, limit_s=100.0)
+
+    with caplog.at_level(logging.WARNING, logger="swarmnet"):
+        in_virtual_time(scenario, spec)
+    lines = [r.getMessage() for r in caplog.records]
+    for said in ("Read-only file system", "checkpoints are written again"):
+        assert len([line for line in lines if said in line]) == 2, "one of each peer"
+
+
 def test_an_end_that_is_on_no_disk_is_told(tmp_path: Path) -> None:
     """By the peer whose stage it is; not where others of its stage go on."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)

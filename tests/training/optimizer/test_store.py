@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,9 @@ def test_a_disk_that_fills_up_ends_the_peer_with_one_clear_line(
         assert list((tmp_path / "optimizer").iterdir()) == []
 
     in_virtual_time(scenario, spec)
+
+
+def test_a_folder_that_is_removed_is_made_anew(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "optimizer")
+    shutil.rmtree(tmp_path / "optimizer")
+    assert torch.equal(store.zeros(3), torch.zeros(3))

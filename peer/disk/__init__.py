@@ -1,0 +1,1 @@
+"""What peers have left on this machine's disk, and what of it may go."""
