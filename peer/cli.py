@@ -196,12 +196,16 @@ def limits(changes: LimitOptions, which: PauseOptions) -> None:
 
     "none" takes a limit away. The peer follows within a second or two.
     """
+    from peer.machine.bill import used_line
+    from peer.machine.bill_file import BILL_FILE, date_now, read_bill
     from peer.machine.limits import change_limits, the_state_dir
     from swarmnet.runtime.state_dir import state_root
 
     folder = the_state_dir(which.state_dir, sorted(state_root().glob("peer-*")))
     now = change_limits(folder, changes, which.pause)
-    say(f"{folder}: {now.describe() or 'no limits'}{'; paused' if now.paused else ''}")
+    used = used_line(now, read_bill(folder / BILL_FILE), date_now())
+    parts = (now.describe() or "no limits", used, "paused" * now.paused)
+    say(f"{folder}: {'; '.join(filter(None, parts))}")
 
 
 @command(app, _errors_told)
@@ -329,14 +333,28 @@ def _as_text(text: str | None) -> str | None:
     return escape(text)
 
 
+def _complete(command: Any, arguments: Sequence[str]) -> list[str]:
+    """With the options of a peer's file. Raises `UsageError`."""
+    name, *rest = arguments or [""]
+    if name != "peer" or "--help" in rest:
+        return list(arguments)
+    from peer.config import with_config
+
+    return [name, *with_config(command.commands[name], rest)]
+
+
 def run_command(arguments: Sequence[str]) -> int:
     """Runs one command line (without the program's name); returns the exit code."""
     never_fail()
     if sys.platform == "win32":
         complain(WINDOWS)
         return EXIT_USAGE
+    command = the_command()
     try:
-        code = the_command()(list(arguments), prog_name="swarmnet", standalone_mode=False)
+        code = command(_complete(command, arguments), prog_name="swarmnet", standalone_mode=False)
+    except FinalError as error:
+        complain(str(error))
+        return EXIT_USAGE
     except ClickException as error:
         context = getattr(error, "ctx", None)
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -98,6 +98,23 @@ class LimitOptions:
         str | None,
         typer.Option(metavar="RATE", help="Send no more than this: 10Mbit, 2MB (a second)."),
     ] = None
+    max_upload_per_month: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Send no more than this in a calendar month: 300GB. The peer pauses until the "
+            "next one.",
+        ),
+    ] = None
+    max_upload_per_day: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The same, in a day.")
+    ] = None
+    max_download_per_month: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The same, of what is received.")
+    ] = None
+    max_download_per_day: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The same, of what is received in a day.")
+    ] = None
     max_memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Take no more memory than this: 4GB, 512MiB."),
@@ -121,6 +138,14 @@ class LimitOptions:
         typer.Option(
             "--pause-when-busy/--no-pause-when-busy",
             help="Pause while the machine is used by others than this peer.",
+        ),
+    ] = None
+    pause_on_battery: Annotated[
+        bool | None,
+        typer.Option(
+            "--pause-on-battery/--no-pause-on-battery",
+            help="Pause while the machine runs on its battery. Default: it does.",
+            show_default=False,
         ),
     ] = None
 
@@ -148,6 +173,15 @@ class OutputOptions:
 
     panel: ClassVar[str] = OUTPUT
 
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=MACHINE,
+            help='Take options from this TOML file, by their names (max-upload = "10Mbit"); those '
+            "of the command line win. Default: peer.toml in the state folder, where it has one.",
+        ),
+    ] = None
     dashboard: DashboardOption = None
     dashboard_host: DashboardHostOption = LOOPBACK
     allowed_host: AllowedHostOption = ()

@@ -142,5 +142,9 @@ def keeper_of(running: RunningPeer) -> Keeper:
     memory = MemoryCap(stage_needs(built), base_bytes)
     path: Path = options.state_dir / LIMITS_FILE
     device: Any = running.machine.device
-    limited = running.peer.resource_limits
-    return Keeper(path, limited, running.transport, device, memory, stages)
+    limited, traffic = running.peer.resource_limits, running.peer.transport.traffic
+
+    def moved() -> tuple[int, int]:
+        return sum(traffic.sent_bytes.values()), sum(traffic.received_bytes.values())
+
+    return Keeper(path, limited, running.transport, device, memory, stages, traffic=moved)

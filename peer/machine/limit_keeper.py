@@ -13,11 +13,18 @@ from typing import Protocol
 
 import psutil
 
+from peer.machine.bill import used_line, why_used_up
+from peer.machine.bill_file import BILL_FILE, BillFile, date_now, read_bill
 from peer.machine.limits import read_limits
 from peer.machine.memory_cap import MemoryCap, tree_bytes
 from peer.machine.others_load import OthersLoad
 from swarmnet.errors import UserError
-from swarmnet.protocol.resource_limits import BusyWatch, OwnerLimits, why_paused
+from swarmnet.protocol.resource_limits import (
+    MIN_UPLOAD_BYTES_PER_S,
+    BusyWatch,
+    OwnerLimits,
+    why_paused,
+)
 from swarmnet.swarm.resource_limits import ResourceLimits
 
 log = logging.getLogger("swarmnet.peer")
@@ -45,6 +52,12 @@ def minute_of_day() -> int:
     return 60 * now.tm_hour + now.tm_min
 
 
+def is_on_battery() -> bool:
+    """This machine has a battery and takes its power from it, as far as is known."""
+    battery = getattr(psutil, "sensors_battery", lambda: None)()
+    return battery is not None and battery.power_plugged is False
+
+
 @dataclass
 class Keeper:
     """Applies the limits of one peer."""
@@ -60,17 +73,26 @@ class Keeper:
     minute: Callable[[], int] = minute_of_day
     measure_others: Callable[[], float] | None = None
     measure_memory: Callable[[], float] | None = None
+    on_battery: Callable[[], bool] = is_on_battery
     limits: OwnerLimits = field(default_factory=OwnerLimits)
+    traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Bytes that this process has sent and received since it began."""
+    date: Callable[[], str] = date_now
 
     def __post_init__(self) -> None:
         self._stamp: tuple[int, int] | None = None
         self._watch = BusyWatch()
+        self._battery = BusyWatch()  # a plug that is moved is no reason to leave
         self._measured_at = float("-inf")
+        self._upload: float | None = None
+        """What the transport was told."""
+        self._bill = BillFile(self.path.with_name(BILL_FILE))
 
     def start(self) -> None:
         """Before the peer's life begins. Raises `UserError` where the file is bad, or no stage fits
         into the memory."""
         self._stamp = self._look()
+        self._bill.bill = read_bill(self._bill.path)
         self._take(read_limits(self.path))
         if self.memory.cap_bytes is not None:
             reasons = [self.memory.unfit(k) for k in range(len(self.memory.needs))]
@@ -85,9 +107,14 @@ class Keeper:
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            await self.look_again(asyncio.get_running_loop().time())
-            await asyncio.sleep(LOOK_EVERY_S)
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self.look_again(loop.time())
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            self._bill.count(self.date(), *self.traffic())
+            self._bill.write(self._bill.text(), loop.time())
 
     async def look_again(self, now: float) -> None:
         """One look at everything. `now`: the loop's clock, seconds."""
@@ -99,7 +126,8 @@ class Keeper:
     def line(self) -> str:
         """For people: what is limited, and whether it is paused."""
         paused = f"paused because {self.limited.why_paused}" if self.limited.why_paused else ""
-        return "; ".join(part for part in (self.limits.describe(), paused) if part)
+        used = used_line(self.limits, self._bill.bill, self.date())
+        return "; ".join(part for part in (self.limits.describe(), used, paused) if part)
 
     # ---- the file ---------------------------------------------------------------------------
 
@@ -125,9 +153,7 @@ class Keeper:
             log.warning("limits: %s", limits.describe() or "none")
 
     def _take(self, limits: OwnerLimits) -> None:
-        before, self.limits = self.limits, limits
-        if limits.max_upload_bytes_per_s != before.max_upload_bytes_per_s:
-            self.transport.limit_upload(limits.max_upload_bytes_per_s)
+        self.limits = limits
         self.device.limit_share(limits.max_device_share)
         self.memory.cap_bytes = limits.max_memory_bytes
         self.limited.tell()  # there may be room for a stage now
@@ -140,6 +166,11 @@ class Keeper:
         if now - self._measured_at < MEASURE_EVERY_S:
             return
         self._measured_at = now
+        is_unplugged = await asyncio.to_thread(self.on_battery)
+        self._battery.observe(1.0 if is_unplugged else 0.0, now)
+        self._bill.count(self.date(), *self.traffic())
+        if text := self._bill.to_save(now):
+            await asyncio.to_thread(self._bill.write, text, now)
         if self.limits.pause_when_busy:
             if self.measure_others is None:
                 self.measure_others = (await asyncio.to_thread(OthersLoad)).measure
@@ -154,9 +185,11 @@ class Keeper:
     # ---- deciding ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        reason = why_paused(self.limits, self.minute(), self._watch.is_busy)
-        if not reason:
-            reason = self._why_unfit()
+        is_busy, is_unplugged = self._watch.is_busy, self._battery.is_busy
+        reason = why_paused(self.limits, self.minute(), is_busy, is_unplugged)
+        used_up = why_used_up(self.limits, self._bill.bill, self.date())
+        self._limit_upload(bool(used_up))
+        reason = reason or used_up or self._why_unfit()
         if reason == self.limited.why_paused:
             return
         if reason:
@@ -165,6 +198,16 @@ class Keeper:
             log.warning("going on: nothing stands against it any more")
         self.limited.why_paused = reason
         self.limited.tell()
+
+    def _limit_upload(self, is_used_up: bool) -> None:
+        """Where a day or a month is used up, a peer that has handed over only gossips: what it
+        relays, or gives of what it keeps, waits too."""
+        wanted = self.limits.max_upload_bytes_per_s
+        if is_used_up and not self.stages():
+            wanted = MIN_UPLOAD_BYTES_PER_S
+        if wanted != self._upload:
+            self._upload = wanted
+            self.transport.limit_upload(wanted)
 
     def _beside(self, stage: int) -> list[int]:
         return [k for k in self.stages() if k != stage]

@@ -14,6 +14,7 @@ from peer.options import LimitOptions
 from swarmnet.errors import UserError
 from swarmnet.files import text_of, write_whole
 from swarmnet.protocol.resource_limits import (
+    BILLED,
     OwnerLimits,
     parse_rate,
     parse_share,
@@ -61,7 +62,9 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "max_device_share": ("max_device_share", _text(parse_share)),
     "hours": ("hours", _hours),
     "pause_when_busy": ("pause_when_busy", _yes_or_no),
+    "pause_on_battery": ("pause_on_battery", _yes_or_no),
     "paused": ("paused", _yes_or_no),
+    **{name: (f"{name}_bytes", _text(parse_size)) for name in BILLED},
 }
 """By key of the file: the field of `OwnerLimits`, and how it is read."""
 
@@ -128,6 +131,10 @@ def limits_text(limits: OwnerLimits) -> str:
     lines = []
     if limits.max_upload_bytes_per_s is not None:
         lines.append(f'max_upload = "{rate_text(limits.max_upload_bytes_per_s)}"')
+    for name in BILLED:
+        amount = getattr(limits, f"{name}_bytes")
+        if amount is not None:
+            lines.append(f'{name} = "{size_text(amount)}"')
     if limits.max_memory_bytes is not None:
         lines.append(f'max_memory = "{size_text(limits.max_memory_bytes)}"')
     if limits.max_device_share is not None:
@@ -135,7 +142,7 @@ def limits_text(limits: OwnerLimits) -> str:
     if limits.hours:
         spans = ", ".join(f'"{span_text(span)}"' for span in limits.hours)
         lines.append(f"hours = [{spans}]")
-    for key in ("pause_when_busy", "paused"):
+    for key in ("pause_when_busy", "pause_on_battery", "paused"):
         lines.append(f"{key} = {str(getattr(limits, key)).lower()}")
     return HEAD + "\n".join(lines) + "\n"
 

@@ -31,6 +31,14 @@ BINARY = {"k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(bits?|b)(/s)?", re.IGNORECASE)
 SPAN = re.compile(r"(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})")
 
+BILLED = {
+    "max_upload_per_day": "upload a day",
+    "max_upload_per_month": "upload a month",
+    "max_download_per_day": "download a day",
+    "max_download_per_month": "download a month",
+}
+"""Amounts of `OwnerLimits`, in words."""
+
 Span = tuple[int, int]
 """Minutes of the day at which a span begins and ends; it wraps around midnight where the end is
 earlier."""
@@ -49,6 +57,12 @@ class OwnerLimits:
     pause_when_busy: bool = False
     paused: bool = False
     """The owner has paused the peer."""
+    pause_on_battery: bool = True
+    max_upload_per_day_bytes: float | None = None
+    max_upload_per_month_bytes: float | None = None
+    """Of the calendar; likewise of what is received."""
+    max_download_per_day_bytes: float | None = None
+    max_download_per_month_bytes: float | None = None
 
     def __post_init__(self) -> None:
         upload, memory, share = (
@@ -62,6 +76,10 @@ class OwnerLimits:
             raise ValueError("max_memory: more than nothing")
         if share is not None and not MIN_SHARE <= share <= 1:
             raise ValueError("max_device_share: from 1% to 100%")
+        for name in BILLED:
+            amount = getattr(self, f"{name}_bytes")
+            if amount is not None and not 1 <= amount < float("inf"):
+                raise ValueError(f"{name}: more than nothing")
         if len(self.hours) > MAX_HOURS:
             raise ValueError(f"hours: at most {MAX_HOURS} spans")
         for begin, end in self.hours:
@@ -73,6 +91,10 @@ class OwnerLimits:
         parts = []
         if self.max_upload_bytes_per_s is not None:
             parts.append(f"upload {rate_text(self.max_upload_bytes_per_s)}")
+        for name, what in BILLED.items():
+            amount = getattr(self, f"{name}_bytes")
+            if amount is not None:
+                parts.append(f"{what} {size_text(amount)}")
         if self.max_memory_bytes is not None:
             parts.append(f"memory {size_text(self.max_memory_bytes)}")
         if self.max_device_share is not None:
@@ -81,6 +103,8 @@ class OwnerLimits:
             parts.append("hours " + ", ".join(map(span_text, self.hours)))
         if self.pause_when_busy:
             parts.append("pauses when the machine is in use")
+        if not self.pause_on_battery:
+            parts.append("works on battery too")
         return "; ".join(parts)
 
 
@@ -95,7 +119,7 @@ def parse_rate(text: str) -> float:
 
 def parse_size(text: str) -> float:
     """Bytes of "4GB" or "512 MiB". Raises `ValueError`."""
-    problem = "an amount of memory is written 4GB or 512MiB"
+    problem = "an amount is written 4GB or 512MiB"
     amount, is_bits = _amount(text, problem)
     if is_bits:
         raise ValueError(f"{text!r}: {problem}")
@@ -168,7 +192,7 @@ def is_open(hours: tuple[Span, ...], minute: int) -> bool:
     )
 
 
-def why_paused(limits: OwnerLimits, minute: int, is_busy: bool) -> str:
+def why_paused(limits: OwnerLimits, minute: int, is_busy: bool, is_on_battery: bool = False) -> str:
     """Why the peer may not work at this minute of the day; empty where it may."""
     if limits.paused:
         return "its owner paused it"
@@ -176,6 +200,8 @@ def why_paused(limits: OwnerLimits, minute: int, is_busy: bool) -> str:
         return "it is outside its hours " + ", ".join(map(span_text, limits.hours))
     if limits.pause_when_busy and is_busy:
         return "the machine is in use"
+    if limits.pause_on_battery and is_on_battery:
+        return "the machine runs on battery"
     return ""
 
 

@@ -82,6 +82,13 @@ def is_claimed(state_dir: Path) -> bool:
         os.close(lock)
 
 
+def first_free_dir(root: Path | None = None) -> Path:
+    """The folder that `claimed_state_dir` takes where nobody names one, and nobody is quicker."""
+    root = root or state_root()
+    paths = [root / f"peer-{number}" for number in range(1, MAX_PEERS_PER_USER + 1)]
+    return next((path for path in paths if not is_claimed(path)), paths[-1])
+
+
 def _first_free(root: Path) -> tuple[Path, int]:
     for number in range(1, MAX_PEERS_PER_USER + 1):
         path = root / f"peer-{number}"

@@ -63,7 +63,7 @@ def test_rates_are_read(text: str, bytes_per_s: float | None) -> None:
 )
 def test_sizes_are_read(text: str, num_bytes: float | None) -> None:
     if num_bytes is None:
-        with pytest.raises(ValueError, match="memory is written"):
+        with pytest.raises(ValueError, match="an amount is written"):
             parse_size(text)
     else:
         assert parse_size(text) == num_bytes

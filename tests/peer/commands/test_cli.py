@@ -18,6 +18,7 @@ from swarmnet.version import __version__
 
 COMMANDS = {
     "peer": {
+        "--config",
         "--spec",
         "--join",
         "--begin-anew",
@@ -69,6 +70,11 @@ COMMANDS = {
         "--metrics-port",
         "--metrics-host",
         "--max-upload",
+        "--max-upload-per-month",
+        "--max-upload-per-day",
+        "--max-download-per-month",
+        "--max-download-per-day",
+        "--pause-on-battery",
         "--max-memory",
         "--max-device-share",
         "--hours",
@@ -77,6 +83,11 @@ COMMANDS = {
     "limits": {
         "--state-dir",
         "--max-upload",
+        "--max-upload-per-month",
+        "--max-upload-per-day",
+        "--max-download-per-month",
+        "--max-download-per-day",
+        "--pause-on-battery",
         "--max-memory",
         "--max-device-share",
         "--hours",
@@ -112,6 +123,7 @@ COMMANDS = {
         "--debug",
     },
     "data": {"spec", "--data", "--tokenizer", "--samples", "--json", "--debug"},
+    "state": {"--state-dir", "--remove", "--keep", "--json", "--debug"},
     "counted": {"state_dirs", "--run-id", "--json", "--debug"},
     "plan": {
         "--machines",

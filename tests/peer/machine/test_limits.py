@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from peer.cli import run_command
-from peer.machine.limit_keeper import MEASURE_EVERY_S, Keeper
+from peer.machine.bill import Bill, Used
+from peer.machine.bill_file import BILL_FILE, BillFile, date_now, read_bill
+from peer.machine.limit_keeper import MEASURE_EVERY_S, Keeper, is_on_battery
 from peer.machine.limits import (
     LIMITS_FILE,
     change_limits,
@@ -24,7 +28,12 @@ from peer.machine.memory_cap import MemoryCap, StageNeed, stage_needs
 from peer.machine.others_load import OthersLoad, load_of_others
 from peer.options import LimitOptions, default_spec_path
 from swarmnet.errors import UserError
-from swarmnet.protocol.resource_limits import BUSY_AFTER_S, QUIET_AFTER_S, OwnerLimits
+from swarmnet.protocol.resource_limits import (
+    BUSY_AFTER_S,
+    MIN_UPLOAD_BYTES_PER_S,
+    QUIET_AFTER_S,
+    OwnerLimits,
+)
 from swarmnet.spec import load_spec
 from swarmnet.swarm.resource_limits import ResourceLimits
 
@@ -306,3 +315,130 @@ def test_limits_outlast_their_folder_but_not_their_file(tmp_path: Path) -> None:
         assert bench.upload == [1.25e6, None], "the folder is there without them"
 
     asyncio.run(main())
+
+
+def test_a_month_that_is_used_up_pauses_until_the_next_one_over_restarts(tmp_path: Path) -> None:
+    sent = [0, 0]
+
+    async def main(date: str) -> Bench:
+        bench = Bench(tmp_path)
+        bench.keeper.traffic = lambda: (sent[0], sent[1])
+        bench.keeper.date = lambda: date
+        bench.keeper.start()
+        bench.write('max_upload_per_month = "300GB"\nmax_download_per_day = "20GB"\n')
+        await bench.pass_time(2)
+        return bench
+
+    async def life() -> None:
+        bench = await main("2026-11-28")
+        assert bench.limited.why_paused == ""
+        sent[0] = 200 * 10**9
+        await bench.pass_time(60)
+        assert bench.keeper.line == (
+            "upload a month 300GB; download a day 20GB; 200GB of 300GB sent this month; "
+            "0B of 20GB received today"
+        )
+        task = asyncio.ensure_future(bench.keeper.run())
+        await asyncio.sleep(0)
+        sent[0] = 240 * 10**9
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        sent[0] = 60 * 10**9  # another process
+        bench = await main("2026-11-29")
+        assert bench.limited.why_paused == ("it has sent this month what its owner allows, 300GB")
+        assert bench.upload == [], "it hands over first"
+        bench.stages = []
+        await bench.pass_time(2)
+        assert bench.upload == [MIN_UPLOAD_BYTES_PER_S], "nothing is relayed at full speed"
+        bench.keeper.date = lambda: "2026-12-01"
+        await bench.pass_time(2)
+        assert bench.limited.why_paused == ""
+        assert bench.upload == [MIN_UPLOAD_BYTES_PER_S, None]
+        sent[1] = 20 * 10**9
+        await bench.pass_time(2)
+        assert "received today" in bench.limited.why_paused
+        bench.write("")
+        await bench.pass_time(2)
+        assert bench.limited.why_paused == ""
+
+    asyncio.run(life())
+
+
+def test_a_count_that_cannot_be_read_or_kept_is_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gone" / BILL_FILE
+    file = BillFile(path)
+    for now in (0.0, 100.0, 200.0):
+        file.count("2026-11-29", int(now) + 1, 0)
+        file.write(file.to_save(now), now)
+    path.parent.mkdir()
+    file.count("2026-11-29", 500, 0)
+    file.write(file.to_save(300.0), 300.0)
+    assert file.to_save(400.0) == "", "nothing new"
+    assert read_bill(path).today("2026-11-29") == Used(500, 0)
+    path.write_text("{")
+    assert read_bill(path) == Bill()
+    said = [r.getMessage() for r in caplog.records]
+    assert [line.split(":")[0] for line in said[:2]] == [
+        "the count of bytes is not kept",
+        f"the count of bytes is kept again in {path}",
+    ]
+    assert "begins anew" in said[2]
+    assert len(said) == 3
+
+
+def test_the_command_shows_what_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bill = Bill()
+    bill.add(date_now(), 120 * 10**9, 0)
+    (tmp_path / BILL_FILE).write_text(json.dumps(bill.to_json()))
+    words = ["limits", "--state-dir", str(tmp_path), "--max-upload-per-month", "300GB"]
+    assert run_command(words) == 0
+    shown = f"{tmp_path}: upload a month 300GB; 120GB of 300GB sent this month\n"
+    assert capsys.readouterr().out == shown
+    assert read_limits(tmp_path / LIMITS_FILE).max_upload_per_month_bytes == 300e9
+    assert run_command([*words[:4], "lots"]) == 1
+    assert "--max-upload-per-month: 'lots': an amount is written" in capsys.readouterr().err
+    assert run_command([*words[:4], "none"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: no limits\n"
+
+
+def test_a_laptop_rests_on_its_battery_unless_its_owner_says_otherwise(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench, unplugged = Bench(tmp_path), [True]
+        bench.keeper.on_battery = lambda: unplugged[0]
+        bench.keeper.start()
+        await bench.pass_time(BUSY_AFTER_S - MEASURE_EVERY_S)
+        assert bench.limited.why_paused == "", "somebody moves the plug"
+        await bench.pass_time(2 * MEASURE_EVERY_S)
+        assert bench.limited.why_paused == "the machine runs on battery"
+        bench.write("pause_on_battery = false")
+        await bench.pass_time(2)
+        assert bench.limited.why_paused == ""
+        assert bench.keeper.line == "works on battery too"
+        bench.write("")
+        await bench.pass_time(2)
+        assert bench.limited.why_paused == "the machine runs on battery"
+        unplugged[0] = False
+        await bench.pass_time(QUIET_AFTER_S + 2 * MEASURE_EVERY_S)
+        assert bench.limited.why_paused == ""
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("battery", "expected"),
+    [
+        (None, False),
+        (SimpleNamespace(power_plugged=True), False),
+        (SimpleNamespace(power_plugged=None), False),
+        (SimpleNamespace(power_plugged=False), True),
+    ],
+)
+def test_what_the_system_says_of_a_battery(
+    battery: object, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.sensors_battery", lambda: battery, raising=False)
+    assert is_on_battery() is expected
+    monkeypatch.delattr("psutil.sensors_battery")
+    assert is_on_battery() is False
