@@ -80,6 +80,18 @@ MetricsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
 ]
+NOTIFY_VARIABLE = "SWARMNET_NOTIFY"
+"""Of the environment: what `--notify` says, unseen by the machine's other users."""
+NotifyOption = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        envvar=NOTIFY_VARIABLE,
+        show_envvar=False,
+        help="Send a message there (ntfy, or a webhook: Slack's, Discord's or your own) when a "
+        "stage is about to be lost, when the run stands still, and when it is done.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 
@@ -186,6 +198,7 @@ class OutputOptions:
     dashboard_host: DashboardHostOption = LOOPBACK
     allowed_host: AllowedHostOption = ()
     metrics: MetricsOption = None
+    notify: NotifyOption = ""
     plain: PlainOption = False
     quiet: Annotated[bool, typer.Option(help="Print the address to join, and nothing else.")] = (
         False
@@ -290,6 +303,7 @@ class LocalOptions(LocalRunOptions, LinkOptions, ComputeOptions):
     dashboard_host: DashboardHostOption = LOOPBACK
     allowed_host: AllowedHostOption = ()
     metrics: MetricsOption = None
+    notify: NotifyOption = ""
     plain: PlainOption = False
     debug: DebugOption = False
 

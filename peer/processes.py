@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from peer.options import NOTIFY_VARIABLE
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.files import older
 from swarmnet.runtime.joining.ready import Ready, read_ready_file
@@ -100,7 +101,7 @@ class PeerProcesses:
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONIOENCODING": "utf-8"},  # as `log_tail` reads it
+                env=_environment(),
             )
         child = ChildPeer(name, process, log, ready_file)
         self.children.append(child)
@@ -169,6 +170,12 @@ class PeerProcesses:
             _, pending = await asyncio.wait(waits, timeout=timeout_s)
             for wait in pending:
                 wait.cancel()
+
+
+def _environment() -> dict[str, str]:
+    """Of a peer: it writes as `log_tail` reads, and sends no messages that its parent sends."""
+    own = {key: value for key, value in os.environ.items() if key != NOTIFY_VARIABLE}
+    return own | {"PYTHONIOENCODING": "utf-8"}
 
 
 def _last_words(child: ChildPeer) -> str:

@@ -20,8 +20,9 @@ from peer.commands.chaos import Chaos, parse_chaos
 from peer.log import sum_up
 from peer.observe.dashboard.server import listen
 from peer.observe.metrics import open_metrics
+from peer.observe.notify import check_url
 from peer.observe.observing import JoinRun, RunObserver, join_run
-from peer.observe.report import Reporter, open_page
+from peer.observe.report import Reporter, open_notifier, open_page
 from peer.observe.screen import peers_table
 from peer.observe.text import number, size
 from peer.observe.view_model import Summary
@@ -89,7 +90,8 @@ async def run_local(
                 stack, spec, options.dashboard_host, listener, options.allowed_host
             )
         metrics = stack.enter_context(open_metrics(options.metrics, append=False))
-        reporter = stack.enter_context(Reporter(spec, options.screen, metrics, hub))
+        notifier = await open_notifier(stack, options.notify, spec)
+        reporter = stack.enter_context(Reporter(spec, options.screen, metrics, hub, notifier))
         folder = stack.enter_context(run_folder())
         if hub is not None:
             reporter.screen.say(f"dashboard: {shown_at}")
@@ -127,6 +129,8 @@ def _export(
 
 
 def _check(options: LocalOptions, spec: RunSpec) -> None:
+    if options.notify:
+        check_url(options.notify)
     if options.out is not None:
         from peer.commands.model_folder import check_out
 

@@ -30,9 +30,12 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
     from peer.loop import Stopped
     from peer.loop import run as run_in_loop
     from peer.observe.metrics import open_metrics
+    from peer.observe.notify import check_url
     from swarmnet.runtime.run import run_peer
 
     check(choices)
+    if output.notify:
+        check_url(output.notify)
     with claimed_state_dir(choices.state_dir) as folder:
         options = PeerOptions(
             **asdict(choices) | {"state_dir": folder},
@@ -100,7 +103,9 @@ def extras(output: OutputOptions, metrics: Any, page: Any) -> list[Extra]:
         def removable() -> str:
             return removable_line(running.options.state_dir, running.spec.run_id)
 
-        return report_peer(running, output.screen, metrics, page, keepers[0], removable)
+        return report_peer(
+            running, output.screen, metrics, page, keepers[0], removable, output.notify
+        )
 
     async def serve_prometheus(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.observe.prometheus import serve_metrics, shut_down_when_cancelled

@@ -16,11 +16,14 @@ from peer.observe.dashboard.hub import Hub, state_of
 from peer.observe.events import Event, PeerJoined
 from peer.observe.metrics import MetricsFile
 from peer.observe.monitor import RunMonitor
+from peer.observe.notices import Notices
+from peer.observe.notify import Notifier, sending
 from peer.observe.screen import PeerConsole, Screen
 from peer.observe.text import short_id
 from peer.observe.view_model import ViewModel
 from peer.options import ScreenName
 from swarmnet.errors import UserError
+from swarmnet.printable import printable
 from swarmnet.protocol.dialing.addresses import others_to_name, peer_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
@@ -79,6 +82,7 @@ class Reporter:
         mode: ScreenName = "auto",
         metrics: MetricsFile | None = None,
         hub: Hub | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         self.spec = spec
         self.monitor = monitor_of(spec)
@@ -86,6 +90,7 @@ class Reporter:
         self._is_shared = mode == "shared"
         self.metrics = metrics
         self.hub = hub
+        self.notifier = notifier
         self._state_at = float("-inf")
         self._trouble = Trouble()
 
@@ -98,6 +103,8 @@ class Reporter:
             self._write(self.metrics, events, model, now, unix_s)
         if self.hub is not None:
             self.hub.tell(model, events, now, unix_s)
+        if self.notifier is not None:
+            self.notifier.look(model, now)
         if self._is_shared and not speaks_for_all(view, now):
             return events
         # Its person knows that this peer is there.
@@ -168,6 +175,13 @@ async def open_page(
     return hub, address
 
 
+async def open_notifier(stack: AsyncExitStack, url: str, spec: RunSpec) -> Notifier | None:
+    """What sends messages about a run that the caller will look at; None where nobody wants any."""
+    if not url:
+        return None
+    return await stack.enter_async_context(sending(Notifier(url, Notices(printable(spec.name)))))
+
+
 def ports_line(ports: Sequence[int]) -> str:
     """What a router is to forward, and a firewall to let in."""
     if len(ports) < 2:
@@ -182,10 +196,12 @@ async def report_peer(
     page: tuple[str, socket.socket, Sequence[str]] | None,
     keeper: Keeper,
     removable: Callable[[], str] = str,
+    notify: str = "",
 ) -> None:
     """Says how to join, and then what the peer sees, until it is cancelled. `page`: host, socket
     and further hosts of the dashboard, where one is wanted. `keeper`: of its owner's limits.
-    `removable`: what to say of what the run has left on the disk when it is done; it may block."""
+    `removable`: what to say of what the run has left on the disk when it is done; it may block.
+    `notify`: an address for messages, or empty."""
     stays = not running.options.exit_when_done
     and_now = "this peer goes on serving the model (Ctrl-C ends it)" if stays else "this peer ends"
     loop = asyncio.get_running_loop()
@@ -193,7 +209,8 @@ async def report_peer(
         hub = None
         if page is not None:
             hub, shown_at = await open_page(stack, running.spec, *page)
-        reporter = stack.enter_context(Reporter(running.spec, mode, metrics, hub))
+        notifier = await open_notifier(stack, notify, running.spec)
+        reporter = stack.enter_context(Reporter(running.spec, mode, metrics, hub, notifier))
         say = reporter.screen.say
         if not reporter.screen.is_quiet:
             say(describe(running.spec))
