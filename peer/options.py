@@ -266,6 +266,14 @@ class LocalRunOptions:
     ] = None
     rounds: RoundsOption = None
     seed: SeedOption = None
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep the peers' checkpoints and logs here, and go on from them the next time. "
+            "Default: a temporary folder.",
+        ),
+    ] = None
     chaos: Annotated[
         str,
         typer.Option(

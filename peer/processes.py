@@ -23,6 +23,7 @@ from peer.options import NOTIFY_VARIABLE
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.files import older
 from swarmnet.runtime.joining.ready import Ready, read_ready_file
+from swarmnet.system import try_lock
 
 PEER_COMMAND = (sys.executable, "-m", "peer", "peer")
 READY_WAIT_S = 120.0
@@ -36,6 +37,7 @@ STOP_STEPS: tuple[tuple[signal.Signals, float], ...] = (
 """How children are asked to end, and the seconds that they get for it."""
 MAX_LOG_BYTES = 64 << 20
 """Of a peer's log; what is older is kept once more."""
+LOCK_FILE = "local.lock"
 LOG_TAIL_BYTES = 1 << 14
 LOG_TAIL_LINES = 12
 FOLDER_PATTERN = re.compile(r"swarmnet-local-(\d+)-.+")
@@ -91,6 +93,7 @@ class PeerProcesses:
         ties = ("--ready-file", str(ready_file), "--parent-pid", str(os.getpid()))
         state = ("--state-dir", str(self.folder / name))
         log.unlink(missing_ok=True)
+        ready_file.unlink(missing_ok=True)  # of the time before
         with log.open("ab") as output:  # where it is cut, what comes later goes on from there
             process = await asyncio.create_subprocess_exec(
                 *self.command,
@@ -205,6 +208,29 @@ def run_folder(base: Path | None = None) -> Iterator[Path]:
                 shutil.rmtree(child, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def kept_folder(folder: Path, run_id: str) -> Iterator[Path]:
+    """A person's own folder for a `swarmnet local`, with what the one before has left there. Raises
+    `UserError` where another one uses it, or it has another run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as e:
+        raise UserError(f"cannot use --state-dir {folder}: {e.strerror}") from None
+    try:
+        if not try_lock(lock):
+            raise UserError(f"{folder} is in use by another swarmnet local; name another folder")
+        saved = {path.name for path in folder.glob("*/checkpoints/*")}
+        if saved and not any(run_id.startswith(name) for name in saved):
+            raise UserError(
+                f"{folder} has checkpoints of another run ({', '.join(sorted(saved))[:80]}): take "
+                "its --spec, --rounds and --seed, or name another --state-dir"
+            )
+        yield folder
+    finally:
+        os.close(lock)
 
 
 def keep_folder(folder: Path) -> Path:

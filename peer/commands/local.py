@@ -34,6 +34,7 @@ from peer.processes import (
     ChildPeer,
     PeerProcesses,
     keep_folder,
+    kept_folder,
     run_folder,
 )
 from swarmnet.errors import SwarmnetError, UsageError, UserError
@@ -89,23 +90,29 @@ async def run_local(
             hub, shown_at = await open_page(
                 stack, spec, options.dashboard_host, listener, options.allowed_host
             )
-        metrics = stack.enter_context(open_metrics(options.metrics, append=False))
+        kept = options.state_dir
+        metrics = stack.enter_context(open_metrics(options.metrics, append=kept is not None))
         notifier = await open_notifier(stack, options.notify, spec)
         reporter = stack.enter_context(Reporter(spec, options.screen, metrics, hub, notifier))
-        folder = stack.enter_context(run_folder())
+        folder = stack.enter_context(
+            run_folder() if kept is None else kept_folder(kept.absolute(), spec.run_id)
+        )
         if hub is not None:
             reporter.screen.say(f"dashboard: {shown_at}")
-        steps = STOP_STEPS if options.out is None else SAVING_STEPS
+        is_saving = options.out is not None or kept is not None
+        steps = SAVING_STEPS if is_saving else STOP_STEPS
         processes = PeerProcesses(folder, command, steps)
         try:
             await _run(options, spec, reporter, processes, join, rates)
         finally:
-            if options.out is not None and processes.num_alive:
+            if is_saving and processes.num_alive:
                 reporter.screen.say(
                     f"waiting until the peers have saved the model, {SAVE_WAIT_S:.0f} s at most; "
                     "Ctrl-C ends them at once"
                 )
             await processes.stop()
+            if kept is not None:
+                reporter.screen.say(f"the run is in {kept}; the same command goes on with it")
             if options.out is not None:
                 base = started.model
                 await asyncio.to_thread(_export, options, base, options.out, processes, reporter)
@@ -123,7 +130,7 @@ def _export(
         line = export_checkpoints(folders, out, Wanted(dtype=options.dtype, base=base))
     except UserError as error:
         line = f"the model was not written: {error}"
-        if any(processes.folder.glob("*/checkpoints")):
+        if options.state_dir is None and any(processes.folder.glob("*/checkpoints")):
             line += f"; what the peers saved is in {keep_folder(processes.folder)}"
     reporter.screen.say(line)
 
@@ -209,7 +216,8 @@ async def _start_newcomer(
 
 
 def _shared_arguments(options: LocalOptions) -> list[str]:
-    arguments = ["--host", LOOPBACK, "--plain"]
+    # who starts a run at this machine wants it now
+    arguments = ["--host", LOOPBACK, "--plain", "--no-pause-on-battery"]
     arguments += arguments_for(options, LinkOptions) + arguments_for(options, ComputeOptions)
     if options.threads:
         arguments += ["--threads", str(options.threads)]

@@ -20,7 +20,11 @@ def after(name):
     return arguments[arguments.index(name) + 1]
 ready = pathlib.Path(after("--ready-file"))
 ready.with_suffix(".args").write_text(json.dumps(arguments))
-pathlib.Path(after("--state-dir")).mkdir()
+state = pathlib.Path(after("--state-dir"))
+state.mkdir(exist_ok=mode == "again")
+if mode == "again":
+    with (state / "starts").open("a") as starts:
+        starts.write("x")
 first = "--spec" in arguments
 if mode == "refuse" and first:
     print("a log line")

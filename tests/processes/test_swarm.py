@@ -124,6 +124,28 @@ def test_ctrl_c_ends_local_with_all_its_peers(running: Machine) -> None:
     _assert_nothing_left(running)
 
 
+def test_a_local_run_that_is_kept_goes_on(running: Machine) -> None:
+    path = tiny_run(running.folder, rounds=100_000)
+    words = ["local", "--peers", "2", "--spec", str(path), "--plain"]
+    words += ["--state-dir", str(running.folder / "kept")]
+    words += ["--metrics", str(running.folder / "local.jsonl")]
+    local = running.start("local", *words)
+    running.until(lambda: len(local.events("round")) >= 15)
+    running.interrupt(local)
+    assert running.wait(local) == 1
+    assert "the same command goes on with it" in local.output()
+    before = local.events("round")
+    local = running.start("local", *words)
+    running.until(lambda: len(local.events("round")) >= len(before) + 5)
+    after = local.events("round")[len(before) :]
+    newest = before[-1]["round"]
+    assert newest - 3 <= after[0]["round"] <= newest + 15, (newest, after[0])
+    assert after[0]["loss"] < (before[0]["loss"] + before[-1]["loss"]) / 2
+    running.interrupt(local)
+    assert running.wait(local) == 1
+    _assert_nothing_left(running)
+
+
 def test_local_with_chaos_says_what_it_cost(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=100)
     local = running.start(

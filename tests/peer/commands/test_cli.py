@@ -98,6 +98,7 @@ COMMANDS = {
     },
     "local": {
         "--out",
+        "--state-dir",
         "--dtype",
         "--peers",
         "--spec",

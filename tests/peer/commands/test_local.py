@@ -16,7 +16,7 @@ import pytest
 from peer.commands import local
 from peer.commands.local import run_local
 from peer.options import LocalOptions, default_spec_path
-from peer.processes import remove_stale_folders
+from peer.processes import kept_folder, remove_stale_folders
 from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.observer import sample_token
@@ -195,3 +195,36 @@ def test_a_sample_is_of_bytes_though_the_model_knows_more() -> None:
     logits = np.zeros((1, 2, 300), dtype=np.float32)
     logits[0, -1, 299], logits[0, -1, 65] = 1e4, 1e3
     assert sample_token(from_numpy(logits), random.Random(0), 256) == 65
+
+
+def test_a_folder_of_ones_own_is_kept_and_found_again(
+    tmp_path: Path, temp_root: Path, spec: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    metrics = tmp_path / "m.jsonl"
+    for time in range(1, 3):
+        observer = FakeObserver(spec, last_round=ROUNDS)
+        run(tmp_path, "again", observer, state_dir=folder, metrics=metrics)
+        assert f"the run is in {folder}; the same command goes on" in capsys.readouterr().out
+        assert (folder / "peer-1" / "starts").read_text() == "x" * time
+        assert {p.name for p in folder.glob("peer-*.log")} == {f"peer-{k}.log" for k in (1, 2, 3)}
+        rounds = [line for line in metrics.read_text().splitlines() if '"round"' in line]
+        assert len([line for line in rounds if '"event": "round"' in line]) == time * ROUNDS
+    assert list(temp_root.iterdir()) == []
+
+
+def test_whose_folder_it_is(tmp_path: Path, spec: RunSpec) -> None:
+    folder = tmp_path / "mine"
+    with (
+        kept_folder(folder, spec.run_id),
+        pytest.raises(UserError, match="in use by another swarmnet local"),
+    ):
+        run(tmp_path, "good", FakeObserver(spec, last_round=ROUNDS), state_dir=folder)
+    (folder / "peer-1" / "checkpoints" / spec.run_id[:16]).mkdir(parents=True)
+    with kept_folder(folder, spec.run_id):
+        pass
+    with pytest.raises(UserError, match="has checkpoints of another run"):
+        run(tmp_path, "good", FakeObserver(spec, last_round=ROUNDS), state_dir=folder, seed=7)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot use --state-dir"):
+        run(tmp_path, "good", FakeObserver(spec, last_round=1), state_dir=tmp_path / "file" / "x")
