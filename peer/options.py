@@ -92,6 +92,13 @@ NotifyOption = Annotated[
         "stage is about to be lost, when the run stands still, and when it is done.",
     ),
 ]
+LogToOption = Annotated[
+    str,
+    typer.Option(
+        metavar="tensorboard:DIR",
+        help="Draw the run there, by round, for TensorBoard; a run goes on in the same chart.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 
@@ -198,6 +205,7 @@ class OutputOptions:
     dashboard_host: DashboardHostOption = LOOPBACK
     allowed_host: AllowedHostOption = ()
     metrics: MetricsOption = None
+    log_to: LogToOption = ""
     notify: NotifyOption = ""
     plain: PlainOption = False
     quiet: Annotated[bool, typer.Option(help="Print the address to join, and nothing else.")] = (
@@ -311,6 +319,7 @@ class LocalOptions(LocalRunOptions, LinkOptions, ComputeOptions):
     dashboard_host: DashboardHostOption = LOOPBACK
     allowed_host: AllowedHostOption = ()
     metrics: MetricsOption = None
+    log_to: LogToOption = ""
     notify: NotifyOption = ""
     plain: PlainOption = False
     debug: DebugOption = False

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from peer.commands.chaos import Chaos, parse_chaos
 from peer.log import sum_up
+from peer.observe.charts import Charts, charts_folder
 from peer.observe.dashboard.server import listen
 from peer.observe.metrics import open_metrics
 from peer.observe.notify import check_url
@@ -92,8 +93,12 @@ async def run_local(
             )
         kept = options.state_dir
         metrics = stack.enter_context(open_metrics(options.metrics, append=kept is not None))
+        drawn = charts_folder(options.log_to)
+        charts = None if drawn is None else Charts(drawn, spec)
         notifier = await open_notifier(stack, options.notify, spec)
-        reporter = stack.enter_context(Reporter(spec, options.screen, metrics, hub, notifier))
+        reporter = stack.enter_context(
+            Reporter(spec, options.screen, metrics, hub, notifier, charts)
+        )
         folder = stack.enter_context(
             run_folder() if kept is None else kept_folder(kept.absolute(), spec.run_id)
         )

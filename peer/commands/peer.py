@@ -29,6 +29,7 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
     `run_peer` raises."""
     from peer.loop import Stopped
     from peer.loop import run as run_in_loop
+    from peer.observe.charts import charts_folder
     from peer.observe.metrics import open_metrics
     from peer.observe.notify import check_url
     from swarmnet.runtime.run import run_peer
@@ -36,6 +37,7 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
     check(choices)
     if output.notify:
         check_url(output.notify)
+    charts_folder(output.log_to)
     with claimed_state_dir(choices.state_dir) as folder:
         options = PeerOptions(
             **asdict(choices) | {"state_dir": folder},
@@ -98,13 +100,16 @@ def extras(output: OutputOptions, metrics: Any, page: Any) -> list[Extra]:
 
     async def report(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.disk.state import removable_line
+        from peer.observe.charts import Charts, charts_folder
         from peer.observe.report import report_peer
 
         def removable() -> str:
             return removable_line(running.options.state_dir, running.spec.run_id)
 
+        folder, notify = charts_folder(output.log_to), output.notify
+        charts = None if folder is None else Charts(folder, running.spec)
         return report_peer(
-            running, output.screen, metrics, page, keepers[0], removable, output.notify
+            running, output.screen, metrics, page, keepers[0], removable, notify, charts
         )
 
     async def serve_prometheus(running: RunningPeer) -> Coroutine[Any, Any, None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from peer.console import make_console
 from peer.log import sum_up
+from peer.observe.charts import Charts
 from peer.observe.dashboard.hub import Hub, state_of
 from peer.observe.events import Event, PeerJoined
 from peer.observe.metrics import MetricsFile
@@ -83,6 +84,7 @@ class Reporter:
         metrics: MetricsFile | None = None,
         hub: Hub | None = None,
         notifier: Notifier | None = None,
+        charts: Charts | None = None,
     ) -> None:
         self.spec = spec
         self.monitor = monitor_of(spec)
@@ -91,6 +93,7 @@ class Reporter:
         self.metrics = metrics
         self.hub = hub
         self.notifier = notifier
+        self.charts = charts
         self._state_at = float("-inf")
         self._trouble = Trouble()
 
@@ -105,6 +108,8 @@ class Reporter:
             self.hub.tell(model, events, now, unix_s)
         if self.notifier is not None:
             self.notifier.look(model, now)
+        if self.charts is not None:
+            self.charts.write(events, model)
         if self._is_shared and not speaks_for_all(view, now):
             return events
         # Its person knows that this peer is there.
@@ -155,6 +160,8 @@ class Reporter:
 
     def __exit__(self, *_: object) -> None:
         self.screen.close()
+        if self.charts is not None:
+            self.charts.close()
 
 
 async def open_page(
@@ -197,11 +204,12 @@ async def report_peer(
     keeper: Keeper,
     removable: Callable[[], str] = str,
     notify: str = "",
+    charts: Charts | None = None,
 ) -> None:
     """Says how to join, and then what the peer sees, until it is cancelled. `page`: host, socket
     and further hosts of the dashboard, where one is wanted. `keeper`: of its owner's limits.
     `removable`: what to say of what the run has left on the disk when it is done; it may block.
-    `notify`: an address for messages, or empty."""
+    `notify`: an address for messages, or empty. `charts`: where the run is drawn."""
     stays = not running.options.exit_when_done
     and_now = "this peer goes on serving the model (Ctrl-C ends it)" if stays else "this peer ends"
     loop = asyncio.get_running_loop()
@@ -210,7 +218,7 @@ async def report_peer(
         if page is not None:
             hub, shown_at = await open_page(stack, running.spec, *page)
         notifier = await open_notifier(stack, notify, running.spec)
-        reporter = stack.enter_context(Reporter(running.spec, mode, metrics, hub, notifier))
+        reporter = stack.enter_context(Reporter(running.spec, mode, metrics, hub, notifier, charts))
         say = reporter.screen.say
         if not reporter.screen.is_quiet:
             say(describe(running.spec))
