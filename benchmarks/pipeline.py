@@ -109,7 +109,7 @@ def torch_pipeline(rank: int, port: int, rounds: int, out: Path) -> None:
     from swarmnet.training.data import open_data
     from swarmnet.training.models.base import build_layer
     from swarmnet.training.models.registry import model_plan, split_stages
-    from swarmnet.training.optimizer.shards import learning_rate
+    from swarmnet.training.optimizer.rates import learning_rate
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)

@@ -47,6 +47,7 @@ from swarmnet.protocol.codecs import (
 )
 from swarmnet.protocol.pipeline.mixing import check_weights
 from swarmnet.protocol.slots import MAX_SLOTS
+from swarmnet.protocol.sync_modes import NO_END
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
 from swarmnet.version import __version__
 
@@ -585,7 +586,7 @@ class DataSpec(_Table):
 
 
 class OptimizerSpec(_Table):
-    """`[optimizer]`: AdamW (Loshchilov and Hutter, 2019) with linear warm-up and cosine decay."""
+    """`[optimizer]`: AdamW (Loshchilov and Hutter, 2019), and a schedule of its learning rate."""
 
     kind: Literal["adamw"] = "adamw"
     """Decay is decoupled, and applied to matrices only."""
@@ -593,8 +594,16 @@ class OptimizerSpec(_Table):
     learning_rate: float = Field(gt=0, le=10)
     """The highest, reached at the end of the warm-up."""
 
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: `cosine`, half a cosine down to the end of the run; `wsd`, the highest
+    rate until `decay_rounds` before the end, and down in these; `constant`, the highest rate for as
+    long as the run lasts."""
+
+    decay_rounds: int = Field(default=0, ge=0, le=1 << 40)
+    """For `wsd`: the last rounds of the run, in which the rate goes down."""
+
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end of the run, as a part of `learning_rate`."""
+    """Learning rate at the end of the run, as a part of `learning_rate`; not for `constant`."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the gradient's running mean."""
@@ -612,7 +621,8 @@ class OptimizerSpec(_Table):
     """Rounds in which the learning rate grows linearly from near 0."""
 
     rounds: int = Field(ge=0, le=1 << 40)
-    """Length of the run, in updates. Left out where `[data] epochs` says it."""
+    """Length of the run, in updates. Left out where `[data] epochs` says it. 0, with `constant`:
+    the run has no end. Both `warmup_rounds`, here and in `[sync]`, must be given then."""
 
     grad_clip_norm: float = Field(default=1.0, ge=0)
     """The gradient, of all stages together, is scaled down to this norm; 0 = off."""
@@ -623,7 +633,25 @@ class OptimizerSpec(_Table):
             raise ValueError(
                 f"warmup_rounds ({self.warmup_rounds}) must be less than rounds ({self.rounds})"
             )
+        if self.schedule != "wsd" and self.decay_rounds:
+            raise ValueError('decay_rounds goes with schedule = "wsd"; remove it')
+        if self.schedule == "wsd" and not self.decay_rounds:
+            raise ValueError(
+                'decay_rounds is missing; schedule = "wsd" lowers the rate in so many rounds, a '
+                "tenth or a fifth of the run, say"
+            )
+        if self.rounds and self.warmup_rounds + self.decay_rounds > self.rounds:
+            raise ValueError(
+                f"warmup_rounds ({self.warmup_rounds}) and decay_rounds ({self.decay_rounds}) "
+                f"together must not be more than rounds ({self.rounds})"
+            )
         return self
+
+    @property
+    def end(self) -> int:
+        """The round with which the run is over, once its epochs are counted: its number of rounds;
+        `NO_END` where it has none."""
+        return self.rounds or NO_END
 
 
 class PipelineSpec(_Table):
@@ -820,6 +848,11 @@ class RunSpec(_Table):
         return int(self.model.config.get("max_position_embeddings", DEFAULT_SEQUENCE))
 
     @property
+    def is_endless(self) -> bool:
+        """The run has no last round."""
+        return not self.optimizer.rounds and not self.data.epochs
+
+    @property
     def is_bytes(self) -> bool:
         """A token is a byte."""
         return self.data.tokenizer == BYTES_TOKENIZER and "tokenizer.json" not in self.files
@@ -909,7 +942,7 @@ class RunSpec(_Table):
         if bool(model.weights) != ("weights.sha256" in self.files):
             raise ValueError("[model] weights goes with the file weights.sha256")
         if not self.optimizer.rounds and not data.epochs:
-            raise ValueError("[optimizer] rounds must be at least 1")
+            self._check_endless()
         if self.optimizer.rounds and data.epochs:
             raise ValueError(
                 "[optimizer] rounds and [data] epochs both say how long the run is; remove one"
@@ -940,6 +973,18 @@ class RunSpec(_Table):
                 'for tokenizer = "bytes"'
             )
         return self
+
+    def _check_endless(self) -> None:
+        if self.optimizer.schedule != "constant":
+            raise ValueError(
+                "[optimizer] rounds must be at least 1; 0, for a run without an end, goes with "
+                'schedule = "constant"'
+            )
+        if self.sync.mode != "zero" and self.sync.warmup_rounds < 0:
+            raise ValueError(
+                "[sync] warmup_rounds must be given where the run has no end "
+                "([optimizer] rounds = 0), for it is a part of the run else"
+            )
 
     def canonical(self) -> bytes:
         """The one byte string of this spec, see `swarmnet.run_identity`."""
@@ -983,12 +1028,15 @@ class RunSpec(_Table):
         return spec
 
     def with_rounds(self, rounds: int) -> RunSpec:
-        """This run with another length; a warm-up that no longer fits shrinks in proportion."""
+        """This run with another length; a warm-up and a decay that no longer fit shrink in
+        proportion. Raises `SpecError`."""
         old = self.optimizer
-        warmup = old.warmup_rounds
-        if warmup >= rounds:
-            warmup = warmup * max(rounds, 0) // max(old.rounds, warmup + 1)
-        optimizer = {"rounds": rounds, "warmup_rounds": warmup}
+        warmup, decay = old.warmup_rounds, old.decay_rounds
+        if warmup >= rounds or warmup + decay > rounds:
+            whole = max(old.rounds, warmup + decay, warmup + 1)
+            warmup = warmup * max(rounds, 0) // whole
+            decay = min(decay, max(decay * max(rounds, 0) // whole, 1))
+        optimizer = {"rounds": rounds, "warmup_rounds": warmup, "decay_rounds": decay}
         return self._changed("--rounds", optimizer=optimizer, data={"epochs": 0.0})
 
     def with_sequence_length(self, sequence_length: int) -> RunSpec:
@@ -1072,7 +1120,13 @@ def parse_spec(text: str, source: str = "run.toml") -> RunSpec:
     sync = values.setdefault("sync", {})
     if isinstance(sync, dict):
         sync.setdefault("codec", AUTO)
-    return _validate(values, source)
+    spec = _validate(values, source)
+    if spec.is_endless and "warmup_rounds" not in values["optimizer"]:
+        raise SpecError(
+            f"{source}: [optimizer] warmup_rounds must be given where the run has no end "
+            "(rounds = 0); 0 for none"
+        )
+    return spec
 
 
 def describe(spec: RunSpec) -> str:
@@ -1096,6 +1150,8 @@ def describe(spec: RunSpec) -> str:
         what += f", LoRA of rank {spec.lora.rank} on {targets}"
     epochs = f"{spec.data.epochs:g} epoch" + "s" * (spec.data.epochs != 1)
     length = f"{spec.optimizer.rounds} rounds" if spec.optimizer.rounds else epochs
+    if spec.is_endless:
+        length = "without an end"
     stages = f"{pipeline.num_stages} stage" + "s" * (pipeline.num_stages != 1)
     return (
         f"{spec.name}: {what}, {stages}, global batch {pipeline.global_batch} "

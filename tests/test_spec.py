@@ -139,6 +139,46 @@ def failure(text: str) -> str:
             "[optimizer] warmup_rounds (50) must be less than rounds (50)",
         ),
         (
+            "rounds = 50",
+            'rounds = 50\nschedule = "linear"',
+            "[optimizer] schedule = 'linear': input should be 'cosine', 'wsd' or 'constant'",
+        ),
+        (
+            "rounds = 50",
+            'rounds = 50\nschedule = "wsd"',
+            '[optimizer] decay_rounds is missing; schedule = "wsd" lowers the rate in so many '
+            "rounds, a tenth or a fifth of the run, say",
+        ),
+        (
+            "rounds = 50",
+            "rounds = 50\ndecay_rounds = 5",
+            '[optimizer] decay_rounds goes with schedule = "wsd"; remove it',
+        ),
+        (
+            "rounds = 50",
+            'rounds = 50\nschedule = "wsd"\ndecay_rounds = 46',
+            "[optimizer] warmup_rounds (5) and decay_rounds (46) together must not be more than "
+            "rounds (50)",
+        ),
+        (
+            "rounds = 50",
+            "rounds = 0",
+            "[optimizer] rounds must be at least 1; 0, for a run without an end, goes with "
+            'schedule = "constant"',
+        ),
+        (
+            "warmup_rounds = 5\nrounds = 50",
+            'rounds = 0\nschedule = "constant"',
+            "[optimizer] warmup_rounds must be given where the run has no end (rounds = 0); 0 for "
+            "none",
+        ),
+        (
+            "rounds = 50",
+            'rounds = 0\nschedule = "constant"\n[sync]\nmode = "delayed"',
+            "[sync] warmup_rounds must be given where the run has no end ([optimizer] rounds = 0), "
+            "for it is a part of the run else",
+        ),
+        (
             "vocab_size = 256",
             "vocab_size = 255",
             '[model] vocab_size (255) must be at least 256 for tokenizer = "bytes"',
@@ -236,6 +276,39 @@ def test_other_rounds_keep_the_rest_and_fit_the_warm_up() -> None:
     with pytest.raises(SpecError, match="rounds"):
         spec.with_rounds(0)
     assert spec.with_seed(3).seed == 3
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 19, 20, 21, 50, 1000])
+def test_other_rounds_fit_the_decay(rounds: int) -> None:
+    wsd = 'rounds = 50\nschedule = "wsd"\ndecay_rounds = 15'
+    optimizer = parse_spec(change("rounds = 50", wsd)).with_rounds(rounds).optimizer
+    assert optimizer.rounds == rounds
+    if rounds >= 20:
+        assert (optimizer.warmup_rounds, optimizer.decay_rounds) == (5, 15)
+    else:
+        assert optimizer.decay_rounds == max(15 * rounds // 50, 1)
+        assert optimizer.warmup_rounds == 5 * rounds // 50
+
+
+def test_a_run_may_have_no_end() -> None:
+    spec = parse_spec(change("rounds = 50", 'rounds = 0\nschedule = "constant"'))
+    assert spec.is_endless
+    assert describe(spec).endswith(", without an end")
+    resolved = spec.resolved(layers=[3, 3], shard_parameters=4096)
+    assert not resolved.open_keys
+    assert RunSpec.from_canonical(resolved.canonical()) == resolved
+    assert resolved.optimizer.end > 10**12
+    for mode in ("local", "delayed"):
+        sync = f'[sync]\nmode = "{mode}"\nwarmup_rounds = 7\n'
+        in_mode = parse_spec(change("rounds = 50", 'rounds = 0\nschedule = "constant"') + sync)
+        assert in_mode.sync_warmup_rounds == 7
+    short = spec.with_rounds(4)
+    assert not short.is_endless
+    assert (short.optimizer.rounds, short.optimizer.warmup_rounds) == (4, 3)
+    of_epochs = parse_spec(
+        change(PATHS, f"{PATHS}\nepochs = 1.5", change("rounds = 50", 'schedule = "constant"'))
+    )
+    assert not of_epochs.is_endless
 
 
 def test_the_parameters_are_those_of_the_architecture() -> None:

@@ -33,7 +33,7 @@ def show_data(options: DataOptions, console: Console) -> None:
     spec, data = open_to_start(with_length(spec, place), place)
     if not isinstance(data, TextData):
         raise DataError("[model] builder: the model has data of its own; only text is shown")
-    rounds = spec.optimizer.rounds or num_rounds(spec, data)
+    rounds = num_rounds(spec, data) if spec.data.epochs else spec.optimizer.rounds
     if options.as_json:
         values = _values(data, rounds, options.samples)
         values["sequence_length"] = spec.sequence_length
@@ -129,6 +129,9 @@ def _values(data: TextData, rounds: int, num_samples: int) -> dict[str, Any]:
 def _length(spec: RunSpec, data: TextData, rounds: int) -> str:
     samples = rounds * spec.pipeline.global_batch
     epoch = data.samples_of(1.0, spec.data.epoch_source)
+    if spec.is_endless:
+        batch = spec.pipeline.global_batch
+        return f"no end: an epoch is {epoch / batch:.3g} rounds of {batch} samples"
     return (
         f"{rounds:,} rounds of {spec.pipeline.global_batch} samples: {samples / epoch:.3g} epochs"
     )

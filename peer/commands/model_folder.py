@@ -301,8 +301,9 @@ def _about(trained: Trained) -> list[str]:
     if paths:
         more = " and more" if len(spec.data.paths) > SHOWN_PATHS else ""
         lines.append(f"Data: {', '.join(paths)}{more}, in sequences of {spec.sequence_length}")
+    of_all = "" if spec.is_endless else f" of {spec.optimizer.rounds}"
     lines.append(
-        f"Run: {trained.round} of {spec.optimizer.rounds} rounds of {spec.pipeline.global_batch} "
+        f"Run: {trained.round}{of_all} rounds of {spec.pipeline.global_batch} "
         f"samples, AdamW with a learning rate of {spec.optimizer.learning_rate:g}"
     )
     if held_out:

@@ -52,6 +52,7 @@ from swarmnet.protocol.membership.records import (
 from swarmnet.protocol.membership.records import HeldOut as Measured
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.held_out import told
+from swarmnet.protocol.sync_modes import NO_END
 from swarmnet.protocol.update.auto_mode import merge
 
 RECENT_ROUNDS = 5
@@ -107,8 +108,8 @@ class RunMonitor:
     time.
 
     Args:
-        num_stages, global_batch (samples), samples_per_slot, rounds (length of the run): of the
-            run's spec.
+        num_stages, global_batch (samples), samples_per_slot, rounds (length of the run; 0
+            where it has no end): of the run's spec.
         replication: owners that each optimizer shard should have.
         measures: feeders are known to measure held-out data, so that `all_told` waits for the
             first measurement. For the last it waits wherever there was one.
@@ -128,6 +129,7 @@ class RunMonitor:
         self.global_batch = global_batch
         self.samples_per_slot = samples_per_slot
         self.rounds = rounds
+        self._end = rounds or NO_END
         self.replication = replication
         self.measures = measures
         self._seen: dict[str, _Seen] = {}
@@ -247,7 +249,7 @@ class RunMonitor:
         return [_lost(s.record, s.served, unix_s) for s in lost]
 
     def _observe_held_out(self, records: Sequence[Record], unix_s: float) -> list[Event]:
-        newest, last = newest_held_out(records, self._serving(), self.rounds), self._held_out_last
+        newest, last = newest_held_out(records, self._serving(), self._end), self._held_out_last
         if newest is None or (last is not None and newest.round <= last.round):
             return []
         event = HeldOut(unix_s, newest.round, newest.loss, newest.bits_per_byte)
@@ -268,7 +270,7 @@ class RunMonitor:
         """Merges the feeders' counters by maximum, and forgets rounds that are told."""
         reached = self._reached()
         newest = max((r for _, r in reached), default=0)
-        self._newest = max(self._newest, min(newest, self.rounds))
+        self._newest = max(self._newest, min(newest, self._end))
         first = max(0, self._newest - KEPT_ROUNDS) if self._next is None else self._next
         for record in records:
             key = (record.peer_id, record.incarnation)
@@ -378,7 +380,7 @@ class RunMonitor:
     @property
     def done(self) -> bool:
         """Every stage has a replica that has made the run's last update."""
-        ready = {stage for stage, r in self._reached() if r >= self.rounds}
+        ready = {stage for stage, r in self._reached() if r >= self._end}
         return all(stage in ready for stage in range(self.num_stages))
 
     @property
@@ -388,8 +390,8 @@ class RunMonitor:
         if last is None:
             measured = not self.measures
         else:
-            measured = last.round >= self.rounds
-        return self.done and self._next is not None and self._next >= self.rounds and measured
+            measured = last.round >= self._end
+        return self.done and self._next is not None and self._next >= self._end and measured
 
     def view_model(self) -> ViewModel:
         """The run as of the last look."""

@@ -183,7 +183,7 @@ class PeerCollector(Collector):
             yield GaugeMetricFamily(
                 "swarmnet_round_tokens", "Tokens of the last round.", value=tokens
             )
-        measured = newest_held_out(live, live, self._spec.optimizer.rounds)
+        measured = newest_held_out(live, live, self._spec.optimizer.end)
         if measured is not None:
             yield GaugeMetricFamily(
                 "swarmnet_held_out_loss_nats",

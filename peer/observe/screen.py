@@ -166,12 +166,19 @@ class Line:
     """Part that a bar before the text shows as done; None for no bar."""
 
 
-def _lines(model: ViewModel) -> list[Line]:
+def _round(model: ViewModel) -> Line:
+    if not model.rounds:
+        now = f"{model.round + 1}"
+        return Line("round", (f"{now}, without an end", now))
     shown = min(model.round + 1, model.rounds)
     end = ", done" if model.done else ""
+    return Line("round", (f"{shown} of {model.rounds}{end}",), model.round / model.rounds)
+
+
+def _lines(model: ViewModel) -> list[Line]:
     of_batch = f"{model.committed} of {model.global_batch}"
     lines = [
-        Line("round", (f"{shown} of {model.rounds}{end}",), model.round / max(model.rounds, 1)),
+        _round(model),
         Line(
             "global batch",
             (f"{of_batch} samples committed", f"{of_batch} samples", of_batch),

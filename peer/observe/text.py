@@ -60,13 +60,14 @@ def stage_name(stage: int) -> str:
 
 
 def sentence(event: Event, rounds: int) -> str:
-    """An event in one line. `rounds`: length of the run."""
+    """An event in one line. `rounds`: length of the run; 0 where it has no end, or none is
+    known."""
     match event:
         case RoundFinished():
             speed = f"  {number(event.tokens_per_s)} tokens/s" if event.tokens_per_s else ""
             spread = f"  spread {event.spread:.2%}" if event.spread else ""
             return (
-                f"round {event.round + 1}/{rounds}  loss {event.loss:.3f}"
+                f"round {event.round + 1}{f'/{rounds}' if rounds else ''}  loss {event.loss:.3f}"
                 f"{speed}  {event.peers} peers{spread}"
             )
         case HeldOut():

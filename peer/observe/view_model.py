@@ -79,6 +79,7 @@ class ViewModel:
     round: int
     """The round being made, from 0; `rounds` when the run has done them all."""
     rounds: int
+    """Length of the run; 0 where it has no end."""
     launched: int
     """Samples of this round."""
     committed: int

@@ -26,6 +26,8 @@ from dataclasses import dataclass, replace
 
 ZERO, DELAYED, LOCAL, GOSSIP, AUTO = "zero", "delayed", "local", "gossip", "auto"
 MAX_ROUND = 1 << 62
+NO_END = MAX_ROUND
+"""Length of a run that has no end: no round is as late, so that none of it is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class SyncPlan:
 
     mode: str = ZERO
     rounds: int = 1
-    """Length of the run, which ends with an exchange of all shards."""
+    """Length of the run, which ends with an exchange of all shards; `NO_END` where it does not."""
     local_steps: int = 1
     """Rounds between two exchanges of a shard, where replicas make steps of their own."""
     fragments: int = 1

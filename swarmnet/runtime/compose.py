@@ -31,7 +31,7 @@ def run_settings(spec: RunSpec) -> RunSettings:
         num_stages=spec.pipeline.num_stages,
         global_batch=spec.pipeline.global_batch,
         samples_per_microbatch=spec.pipeline.microbatch,
-        rounds=spec.optimizer.rounds,
+        rounds=spec.optimizer.end,
         seed=spec.seed,
         grad_clip_norm=spec.optimizer.grad_clip_norm,
         replication=spec.sync.replication,

@@ -105,7 +105,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         for work in beside:
             tasks.start(work)
         if options.exit_when_done:
-            tasks.start(stop_when_done(running.peer, spec.optimizer.rounds, running.seats.stop))
+            tasks.start(stop_when_done(running.peer, spec.optimizer.end, running.seats.stop))
         await running.live()
 
 

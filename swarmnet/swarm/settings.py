@@ -23,7 +23,7 @@ class RunSettings:
     """Samples behind one update."""
     samples_per_microbatch: int
     rounds: int
-    """Length of the run."""
+    """Length of the run; `NO_END` where it has none."""
     seed: int = 0
     """Of the order of the samples."""
     num_shards: tuple[int, ...] = ()

@@ -202,9 +202,17 @@ def learning_rate(optimizer: Spec, r: int) -> float:
     highest, warmup = optimizer["learning_rate"], optimizer.get("warmup_rounds", 0)
     if r < warmup:
         return float(highest * (r + 1) / warmup)
-    progress = min((r - warmup) / max(optimizer["rounds"] - 1 - warmup, 1), 1.0)
     low = optimizer.get("min_learning_rate_ratio", 0.1)
-    return float(highest * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))))
+    match optimizer.get("schedule", "cosine"):
+        case "constant":
+            return float(highest)
+        case "wsd":
+            decay = optimizer["decay_rounds"]
+            done = max(r + 1 - (optimizer["rounds"] - decay), 0)
+            return float(highest * (low + (1 - low) * (1 - math.sqrt(min(done / decay, 1.0)))))
+        case _:
+            progress = min((r - warmup) / max(optimizer["rounds"] - 1 - warmup, 1), 1.0)
+            return float(highest * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))))
 
 
 def decayed(spec: Spec, stage: int) -> np.ndarray:

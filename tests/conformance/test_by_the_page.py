@@ -31,7 +31,8 @@ from swarmnet.training.data.packing import DialogueSamples, Documents, TextSampl
 from swarmnet.training.data.store import Store, StoreWriter
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
-from swarmnet.training.optimizer.shards import ShardedAdamW, learning_rate
+from swarmnet.training.optimizer.rates import learning_rate
+from swarmnet.training.optimizer.shards import ShardedAdamW
 from swarmnet.training.stage import build_stage
 from swarmnet.transport import frames as ours
 from swarmnet.wire import Array, pack
@@ -206,10 +207,19 @@ def test_steps_are_those_of_the_page(seed: int) -> None:
 
 def test_learning_rates_are_those_of_the_page() -> None:
     for seed in range(20):
-        run = drawn_spec(random.Random(seed))
-        spec = json.loads(run.canonical())["optimizer"]
-        for r in range(run.optimizer.rounds + 2):
-            assert model.learning_rate(spec, r) == learning_rate(run.optimizer, r)
+        drawn = drawn_spec(random.Random(seed))
+        rounds, warmup = drawn.optimizer.rounds, drawn.optimizer.warmup_rounds
+        for schedule in (
+            {},
+            {"schedule": "wsd", "decay_rounds": random.Random(seed).randint(1, rounds - warmup)},
+            {"schedule": "constant", "rounds": rounds * (seed % 2)},
+        ):
+            values = drawn.model_dump()
+            values["optimizer"] |= schedule
+            run = RunSpec.model_validate(values)
+            spec = json.loads(run.canonical())["optimizer"]
+            for r in range(rounds + 2):
+                assert model.learning_rate(spec, r) == learning_rate(run.optimizer, r)
 
 
 # ---- rounds ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.models.model_config import load_config
-from swarmnet.training.optimizer.shards import learning_rate
+from swarmnet.training.optimizer.rates import learning_rate
 
 
 class PlainTrainer:

@@ -25,7 +25,7 @@ from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import LayerContext, TakesContext, build_layer
 from swarmnet.training.models.registry import model_plan, split_stages
-from swarmnet.training.optimizer.shards import learning_rate
+from swarmnet.training.optimizer.rates import learning_rate
 
 
 class _Coded(torch.autograd.Function):
@@ -123,6 +123,10 @@ class ReferenceTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._spec.optimizer, round_index)
         self._optimizer.step()
+
+    def continue_as(self, spec: RunSpec) -> None:
+        """Goes on as the first round of another run of the same model, moments and all."""
+        self._spec, self._settings = spec, run_settings(spec)
 
     def adam_step(
         self, round_index: int, mean_part: float, gradient_part: float

@@ -24,7 +24,7 @@ from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import build_layer
 from swarmnet.training.models.registry import model_plan, split_stages
-from swarmnet.training.optimizer.shards import learning_rate
+from swarmnet.training.optimizer.rates import learning_rate
 from tests.oracles.reference import ReferenceTrainer
 
 

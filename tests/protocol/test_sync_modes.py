@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.protocol.membership.records import ACTIVE, Record
-from swarmnet.protocol.sync_modes import AUTO, DELAYED, LOCAL, ZERO, Switch, SyncPlan
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, LOCAL, NO_END, ZERO, Switch, SyncPlan
 from swarmnet.protocol.update.auto_mode import (
     AHEAD_ROUNDS,
     EXCHANGE_PART,
@@ -51,6 +51,15 @@ def test_local_shards_are_exchanged_once_in_every_cycle_and_at_the_end(
             assert plan.last_exchange(j, version) == (before[-1] if before else -1)
         # Every round's work is in one exchange.
         assert [r for e in due for r in plan.window(j, e)] == list(range(rounds))
+
+
+def test_no_round_of_a_run_without_an_end_is_its_last() -> None:
+    local = SyncPlan(LOCAL, NO_END, local_steps=12, fragments=4)
+    longer = SyncPlan(LOCAL, 10**6, local_steps=12, fragments=4)
+    for r in (0, 11, 999, 9_999):
+        assert local.due(r, SHARDS) == longer.due(r, SHARDS)
+        assert SyncPlan(DELAYED, NO_END).is_delayed(r)
+    assert not local.due(10**12 + 2, SHARDS), "its turn is in other rounds"
 
 
 def test_fragments_spread_the_shards_over_the_cycle() -> None:

@@ -309,7 +309,7 @@ class Swarm:
     async def until_round(self, round_index: int, limit_s: float = LIMIT_S) -> None:
         """Every living peer serves in this round or a later one."""
         await self.until(lambda: all(r >= round_index for r in self.rounds()), limit_s)
-        if round_index >= self.spec.optimizer.rounds:
+        if round_index >= self.spec.optimizer.end:
             await asyncio.sleep(
                 1.0
             )  # virtual: for every feeder to tell what its last round counted

@@ -57,7 +57,7 @@ def with_data(spec: RunSpec, place: Place) -> RunSpec:
         SpecError: there are too many rounds, or too few for the warm-up.
     """
     spec, data = open_to_start(spec, place)
-    rounds = spec.optimizer.rounds or num_rounds(spec, data)
+    rounds = num_rounds(spec, data) if spec.data.epochs else spec.optimizer.rounds
     if not isinstance(data, TextData):
         return spec.with_data(rounds=rounds, fingerprint="")
     return spec.with_data(

@@ -212,7 +212,7 @@ def build_optimizer(
         sync.outer_learning_rate,
         sync.gossip_momentum if sync.mode == GOSSIP else sync.outer_momentum,
         spec.sync_warmup_rounds,
-        spec.optimizer.rounds - 1,
+        spec.optimizer.end - 1,
         store,
         sync.codec,
     )

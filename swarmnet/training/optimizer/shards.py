@@ -30,6 +30,7 @@ from swarmnet.spec import OptimizerSpec
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.optimizer import adamw
+from swarmnet.training.optimizer.rates import learning_rate
 from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState, Stepper
 from swarmnet.training.optimizer.store import Store
 
@@ -106,18 +107,6 @@ class ShardedAdamW(ShardedOptimizer):
 
     def _is_possible(self, vectors: Sequence[Tensor]) -> bool:
         return vectors[1].min().item() >= 0
-
-
-def learning_rate(spec: OptimizerSpec, round_index: int) -> float:
-    """Linear warm-up over `warmup_rounds` (the first round already moves), then half a cosine
-    (Loshchilov and Hutter, 2017) down to `min_learning_rate_ratio` at the last round, and that
-    from there on. Pure: every peer finds the same rate."""
-    if round_index < spec.warmup_rounds:
-        return spec.learning_rate * (round_index + 1) / spec.warmup_rounds
-    span = max(spec.rounds - 1 - spec.warmup_rounds, 1)
-    progress = min((round_index - spec.warmup_rounds) / span, 1.0)
-    low = spec.min_learning_rate_ratio
-    return spec.learning_rate * (low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 def lead(beta1: float) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,16 @@ def test_for_programs(tmp_path: Path) -> None:
     assert [source["name"] for source in values["sources"]] == ["talks", "notes"]
     assert values["sources"][0]["left_out"] == {"without an answer of the assistant": 1}
     assert values["rounds"] >= 1
+
+
+def test_of_a_run_without_an_end(tmp_path: Path) -> None:
+    path = run_in(tmp_path)
+    endless = '[optimizer]\nschedule = "constant"\nwarmup_rounds = 1\nrounds = 0\n'
+    text = path.read_text().replace("epochs = 2\n", "")
+    path.write_text(text.replace("[optimizer]\n", endless))
+    result = CliRunner().invoke(app, ["data", str(path)])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"no end: an epoch is [0-9.]+ rounds of \d+ samples\n", result.stdout)
 
 
 def test_no_space_is_lost_where_learning_begins() -> None:

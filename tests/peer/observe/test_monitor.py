@@ -103,6 +103,16 @@ def test_the_last_round_is_told_where_all_leave_at_once_after_it() -> None:
     assert onlooker.monitor.all_told
 
 
+def test_a_run_without_an_end_is_never_done() -> None:
+    onlooker, begin = Onlooker(num_stages=1, rounds=0), 10**9
+    a = record("a", 0, round=begin, counts=(count(begin, 8),))
+    assert onlooker.rounds(a) == []
+    assert onlooker.rounds(replace(a, round=begin + 1)) == [begin]
+    model = onlooker.monitor.view_model()
+    assert (model.round, model.rounds, model.done) == (begin + 1, 0, False)
+    assert not onlooker.monitor.all_told
+
+
 def test_what_others_did_before_this_onlooker_came_is_no_news() -> None:
     """A newcomer sees itself first, and hears of the others later."""
     onlooker = Onlooker()

@@ -34,12 +34,12 @@ SPEC = load_spec(default_spec_path())
 ROUND = RoundFinished(5.0, 2, 3.25, 8, 80, 2.0, 40.0, 4)
 
 
-def model_of(spec: RunSpec, *records: Record) -> ViewModel:
+def model_of(spec: RunSpec, *records: Record, rounds: int = 10) -> ViewModel:
     monitor = RunMonitor(
         num_stages=2,
         global_batch=spec.pipeline.global_batch,
         samples_per_slot=spec.pipeline.microbatch,
-        rounds=10,
+        rounds=rounds,
     )
     monitor.observe(records, [r.peer_id for r in records], 0.0, 0.0)
     return monitor.view_model()
@@ -70,6 +70,18 @@ def test_a_terminal_shows_coverage_progress_and_peers() -> None:
     for expected in ("stage 0", "nobody serves it", "global batch", "ookalike", "1 of 10"):
         assert expected in drawn
     assert "loss 3.250" not in drawn.split("nobody")[0], "rounds are not also said as lines"
+
+
+def test_where_a_run_has_no_end_none_is_shown() -> None:
+    plain, live = io.StringIO(), io.StringIO()
+    model = model_of(SPEC, record("a", 0), rounds=0)
+    with Screen(Console(file=plain, width=60)) as screen:
+        screen.show(SPEC, model, [ROUND])
+    assert plain.getvalue().splitlines()[0] == "round 3  loss 3.250  40 tokens/s  4 peers"
+    with Screen(Console(file=live, force_terminal=True, width=100)) as screen:
+        screen.show(SPEC, model, [])
+    assert "without an end" in live.getvalue()
+    assert "1 of" not in live.getvalue()
 
 
 class Broken(io.StringIO):

@@ -26,6 +26,7 @@ from swarmnet.training.data import open_data
 from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
 from swarmnet.training.resolving import Resolved, resolve, resolve_run
 from tests.numerics.test_lora import Losses
+from tests.oracles.reference import ReferenceTrainer
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
 from tests.swarm.initial.test_weights import folder_of
 from tests.swarm.lora_runs import LORA
@@ -211,6 +212,44 @@ def test_they_go_on_over_another_cut_and_back(tmp_path: Path, is_lora: bool) -> 
         found += losses
     assert found == pytest.approx(expected, rel=2e-5)
     assert relative_difference(parameters, last) < 1e-3
+
+
+def test_a_run_without_an_end_goes_on_in_one_that_lowers_the_rate(tmp_path: Path) -> None:
+    """Its rate is constant, and nobody takes a round of it for the last. The run that continues it
+    has moments, no warm-up, and ends."""
+    tables = {"optimizer": {"schedule": "constant", "warmup_rounds": 2, "rounds": 0}}
+    spec = resolve(changed(tiny_spec(tmp_path, num_stages=2), tables))
+    losses = ReferenceTrainer(spec)
+
+    async def without_end(swarm: Swarm) -> None:
+        for name, stage in GRID:
+            disk = Disk(CheckpointStore(tmp_path / name, spec), InlineWorker(), ROUNDS)
+            swarm.start(name, stage=stage, disk=disk)
+        await swarm.until(lambda: len(saved(tmp_path, GRID)) == len(GRID))
+        await swarm.until_round(ROUNDS + 2)
+        assert all(not m.life.done() for m in swarm.members.values())
+        for r in range(ROUNDS):
+            losses.step(r, sorted(swarm.counted[r]))
+
+    in_virtual_time(without_end, spec)
+    rounds = ROUNDS + 1
+    down = {"schedule": "wsd", "warmup_rounds": 0, "rounds": rounds, "decay_rounds": rounds}
+    wanted = f"{spec.run_id}@{ROUNDS}"
+    resolved = continuing(spec, tmp_path, wanted, {"optimizer": down})
+    after = resolved.spec
+    assert after.model.moments
+    losses.continue_as(after)
+    weights = giver_of(resolved, tmp_path, None)
+
+    async def with_end(swarm: Swarm) -> None:
+        for name, stage in GRID:
+            swarm.start(name, stage=stage, weights=weights(name))
+        await swarm.until_round(rounds)
+        for r in range(rounds):
+            losses.step(r, sorted(swarm.counted[r]))
+        assert relative_difference(swarm.parameters(), losses.state_dict()) < 1e-4
+
+    in_virtual_time(with_end, after)
 
 
 @pytest.fixture(scope="module")

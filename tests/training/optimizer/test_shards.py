@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -204,18 +203,6 @@ def test_state_that_cannot_be_is_refused() -> None:
         with pytest.raises(ProtocolViolation):
             optimizer.load(shard_index, values, arrays)
     assert optimizer.steps(0) == 0
-
-
-def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
-    spec = OptimizerSpec(learning_rate=1.0, min_learning_rate_ratio=0.1, warmup_rounds=4, rounds=15)
-    rates = [learning_rate(spec, r) for r in range(20)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4] == 1.0
-    assert math.isclose(rates[9], 0.55)
-    assert math.isclose(rates[14], 0.1)
-    assert rates[15:] == [rates[14]] * 5
-    assert all(a >= b for a, b in pairwise(rates[4:]))
-    assert learning_rate(OptimizerSpec(learning_rate=0.5, rounds=1), 0) == 0.5
 
 
 def highest_stable(beta1: float, of_mean: float, of_gradient: float) -> float:

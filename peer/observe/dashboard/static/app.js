@@ -100,7 +100,8 @@ function drawAbout() {
 function drawNumbers() {
   const m = run.model;
   const rounds = m.rounds ?? run.about.rounds ?? 0;
-  setText($("n-round"), int(Math.min((m.round ?? 0) + 1, Math.max(rounds, 1))));
+  const round = (m.round ?? 0) + 1;
+  setText($("n-round"), int(rounds ? Math.min(round, rounds) : round));
   setText($("n-rounds"), m.done ? `of ${int(rounds)}, done` : rounds ? `of ${int(rounds)}` : "");
   setText($("n-loss"), nats(m.loss));
   setText($("n-held"), nats(m.held_out_loss));
