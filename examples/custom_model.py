@@ -74,7 +74,9 @@ def build(width: int = 64, num_blocks: int = 4, noise: float = 0.02) -> ModelPla
     layers = [
         LayerBuilder("embed", lambda: nn.Linear(2, width), 4 * width, (width,)),
         *(
-            LayerBuilder(f"blocks.{i}", lambda: Residual(width), 8 * width * width, (width,))
+            LayerBuilder(
+                f"blocks.{i}", lambda: Residual(width), 8 * width * width, (width,), is_block=True
+            )
             for i in range(num_blocks)
         ),
         LayerBuilder("head", lambda: nn.Linear(width, NUM_ARMS), 2 * width * NUM_ARMS, (NUM_ARMS,)),

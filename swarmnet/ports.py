@@ -362,11 +362,24 @@ class ShardCodec(Protocol):
         """The parameters of the coming round. `result`: their coded change, or they themselves."""
 
 
+Rest = Callable[[Array, bool], tuple[Array, Array]]
+"""The rest of a step that was followed, from the parameters before it and `for_others`: gives what
+`Optimizer.step` gives, and changes no state."""
+
+
 class Optimizer(Protocol):
     """The optimizer state (moments) of the shards that this replica owns. All *averaging*."""
 
     codec: ShardCodec
     """Of what is given to it and what it gives."""
+
+    def num_moments(self, shard_index: int) -> int:
+        """Vectors of a shard's state, each as long as the shard; without by how much parameters are
+        ahead. Any thread."""
+
+    def is_repeatable(self, shard_index: int) -> bool:
+        """Owners who step on the same state have the same bits. Where not, the primary's result
+        holds, and backups `follow`. Any thread."""
 
     def owned(self) -> list[int]:
         """Shards whose state is held, ascending."""
@@ -414,6 +427,17 @@ class Optimizer(Protocol):
         `is_delayed`: the round that begins with them will lack one update, which they may
         anticipate. `for_others`: False where nobody is known who gets the result; it may be the new
         parameters then."""
+
+    def follow(
+        self,
+        shard_index: int,
+        gradient_sum: Array,
+        scale: float,
+        round_index: int,
+        is_delayed: bool = False,
+    ) -> Rest:
+        """The part of `step` that changes moments, which is the same at all owners. The rest may be
+        made later, where the primary's result does not come. Raises as `step`."""
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""
@@ -483,8 +507,8 @@ class LocalSteps(Protocol):
 class InitialWeights(Protocol):
     """The weights that a run began from, as shards of its stages: those of a stage's base come
     first, then those of its trained parameters, unless these begin at random; where the moments of
-    another run go on, for each of the latter one with its mean, its square and its number of steps,
-    fp32 [2 x size + 1]. Blocks."""
+    another run go on, for each of the latter one with its moments and their number of steps, fp32
+    [n x size + 1]. Blocks."""
 
     is_here: bool
     """This machine can give some of them."""

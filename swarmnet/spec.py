@@ -586,10 +586,15 @@ class DataSpec(_Table):
 
 
 class OptimizerSpec(_Table):
-    """`[optimizer]`: AdamW (Loshchilov and Hutter, 2019), and a schedule of its learning rate."""
+    """`[optimizer]`: AdamW (Loshchilov and Hutter, 2019), with Muon (Jordan et al., 2024) for the
+    matrices of decoder layers or without, and a schedule of the learning rate."""
 
-    kind: Literal["adamw"] = "adamw"
-    """Decay is decoupled, and applied to matrices only."""
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon`: matrices of decoder layers make orthogonal steps, scaled so that AdamW's learning
+    rate carries over; all else AdamW's. Decay is decoupled, and applied to matrices only."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the running mean of matrices' gradients, with `muon`."""
 
     learning_rate: float = Field(gt=0, le=10)
     """The highest, reached at the end of the warm-up."""
@@ -633,6 +638,8 @@ class OptimizerSpec(_Table):
             raise ValueError(
                 f"warmup_rounds ({self.warmup_rounds}) must be less than rounds ({self.rounds})"
             )
+        if self.kind != "muon" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError('momentum goes with kind = "muon"; AdamW has beta1')
         if self.schedule != "wsd" and self.decay_rounds:
             raise ValueError('decay_rounds goes with schedule = "wsd"; remove it')
         if self.schedule == "wsd" and not self.decay_rounds:
@@ -946,6 +953,11 @@ class RunSpec(_Table):
         if self.optimizer.rounds and data.epochs:
             raise ValueError(
                 "[optimizer] rounds and [data] epochs both say how long the run is; remove one"
+            )
+        if self.lora is not None and self.optimizer.kind == "muon":
+            raise ValueError(
+                '[optimizer] kind = "muon" is for the matrices of decoder layers, which [lora] '
+                'does not train; write kind = "adamw"'
             )
         if self.lora is not None and not (model.source or model.weights):
             raise ValueError(

@@ -140,6 +140,17 @@ def failure(text: str) -> str:
         ),
         (
             "rounds = 50",
+            "rounds = 50\nmomentum = 0.9",
+            '[optimizer] momentum goes with kind = "muon"; AdamW has beta1',
+        ),
+        (
+            "[pipeline]",
+            'kind = "muon"\n[lora]\nr = 4\n[pipeline]',
+            '[optimizer] kind = "muon" is for the matrices of decoder layers, which [lora] does '
+            'not train; write kind = "adamw"',
+        ),
+        (
+            "rounds = 50",
             'rounds = 50\nschedule = "linear"',
             "[optimizer] schedule = 'linear': input should be 'cosine', 'wsd' or 'constant'",
         ),

@@ -301,10 +301,11 @@ def _about(trained: Trained) -> list[str]:
     if paths:
         more = " and more" if len(spec.data.paths) > SHOWN_PATHS else ""
         lines.append(f"Data: {', '.join(paths)}{more}, in sequences of {spec.sequence_length}")
+    optimizer = "Muon and AdamW" if spec.optimizer.kind == "muon" else "AdamW"
     of_all = "" if spec.is_endless else f" of {spec.optimizer.rounds}"
     lines.append(
         f"Run: {trained.round}{of_all} rounds of {spec.pipeline.global_batch} "
-        f"samples, AdamW with a learning rate of {spec.optimizer.learning_rate:g}"
+        f"samples, {optimizer} with a learning rate of {spec.optimizer.learning_rate:g}"
     )
     if held_out:
         best = min(sorted(held_out), key=lambda r: held_out[r])

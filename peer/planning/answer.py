@@ -192,7 +192,7 @@ def _rows(found: Found) -> list[Row]:
         indices = plan.replicas(k)
         replicas = [found.machines[i] for i in indices]
         parameters = costs.parameters(first, end)
-        exchanged = costs.exchanged_bytes(parameters, replicas)
+        exchanged = costs.exchanged_bytes(parameters, replicas, costs.muon_parameters(first, end))
         sent, received = costs.link_bytes(first, end)
         rates = [costs.rates(m, first, end, len(plan.cut)) for m in replicas]
         flow = sum(r.flow for r in rates if r is not None)
@@ -244,14 +244,15 @@ def _joining(found: Found) -> tuple[float, float]:
     for k, (first, end) in enumerate(plan.cut):
         givers = [found.machines[i] for i in plan.replicas(k)]
         parameters, after = costs.parameters(first, end), len(givers) + 1
-        moments = MOMENTS_BYTES * min(replication, after) / after
+        muon = costs.muon_parameters(first, end)
+        moments = (MOMENTS_BYTES * parameters - FP32_BYTES * muon) * min(replication, after) / after
         layers = table.plan.layers[first:end]
         base = 0.0
         if table.plan.has_base:
             exact = layers_base_bytes(table.spec, table.plan, layers, FP32)
             low = layers_base_bytes(table.spec, table.plan, layers, BF16)
             base = min(low, exact * LOW_BYTES / FP32_BYTES)
-        whole = parameters * (FP32_BYTES + moments) + base
+        whole = parameters * FP32_BYTES + moments + base
         up = sum(m.up_bytes_per_s for m in givers)
         down = min(m.down_bytes_per_s for m in givers)
         worst = max(worst, (whole / min(up, down), whole))

@@ -81,6 +81,7 @@ class Described:
         flops = self.flops_per_s
         if not flops and self.card is not None:
             flops = USABLE * self.card.flops_per_s(precision)
+        exact = USABLE * self.card.flops_per_s("fp32") if self.card is not None else flops
         own = self.links or links
         return Machine(
             name=self.name,
@@ -91,6 +92,7 @@ class Described:
             hours=self.hours,
             microbatch_s=MICROBATCH_S,
             update_parameters_per_s=UPDATE_PARAMETERS_PER_S,
+            exact_flops_per_s=exact,
             memory=memory,
         )
 

@@ -144,6 +144,9 @@ def _table(rows: list[StageMemory]) -> Table:
     return table
 
 
+MUON_SENT = "; of matrices that Muon steps backups get the result too, and partners three numbers"
+
+
 def _sizes(mode: str, codec: str) -> str:
     """Bytes of what an update sends, a parameter."""
     names = codec_in(mode, codec)
@@ -167,7 +170,9 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     coding = coding_bytes(sync.mode, share, sync.codec)
     coded = f" + {coding:.2f} for coding ({sync.codec})" * bool(coding)
     a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
-    optimizer = f"optimizer (master {p.master} + moments {p.moments})"
+    is_muon = spec.optimizer.kind == "muon"
+    of_muon = ", 4 of matrices that Muon steps, which is not counted here" * is_muon
+    optimizer = f"optimizer (master {p.master} + moments {p.moments}{of_muon})"
     parts = {
         "local": f"{optimizer} of own steps + common parameters 4 + outer momentum 4 x "
         "min(R, N) / N",
@@ -190,7 +195,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         f"{p.total + without:g} without ZeRO (Rajbhandari et al., 2020: 16 in mixed precision).",
         "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a "
         f"round, with {_sizes(sync.mode, sync.codec)}; local the same every H = "
-        f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}. "
+        f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}"
+        f"{MUON_SENT * is_muon}. "
         "Activations and their gradients come on top.",
         f"Optimizer: {store}, or where --optimizer-memory says; the share of a replica of average "
         "upload bandwidth. Activations: "

@@ -97,10 +97,8 @@ def compose(
 
 def _num_shards(spec: RunSpec, options: PeerOptions) -> tuple[int, ...]:
     """Of each stage, as this machine builds it."""
-    from swarmnet.training.models.registry import model_plan, shard_parameters, stage_shards
+    from swarmnet.training.models.registry import model_plan, stage_shards
 
     built = spec.with_builder(options.model_builder(spec))
     plan = model_plan(built)
-    size = shard_parameters(built, plan)
-    num_stages = spec.pipeline.num_stages
-    return tuple(len(stage_shards(plan, num_stages, k, size)) for k in range(num_stages))
+    return tuple(len(stage_shards(built, plan, k)) for k in range(spec.pipeline.num_stages))

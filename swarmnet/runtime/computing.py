@@ -54,7 +54,7 @@ def choose_computing(
     )
     from swarmnet.training.memory.plan import PRECISIONS, base_bytes, state_bytes
     from swarmnet.training.memory.stage_needs import Chosen, StageNeeds, choose_memory
-    from swarmnet.training.models.registry import stage_parameter_ranges
+    from swarmnet.training.models.registry import stage_matrix_parameters, stage_parameter_ranges
 
     device = torch.device(devices[0])
     is_sharded = len(devices) > 1 and options.local == "fsdp"
@@ -74,7 +74,13 @@ def choose_computing(
     ranges = stage_parameter_ranges(spec, stage)
     needs = StageNeeds(
         *state_bytes(
-            ranges[-1].stop, 1, spec.sync.replication, numbers, spec.sync.mode, spec.sync.codec
+            ranges[-1].stop,
+            1,
+            spec.sync.replication,
+            numbers,
+            spec.sync.mode,
+            spec.sync.codec,
+            stage_matrix_parameters(spec, stage),
         ),
         base_bytes(spec, stage, numbers),
         known_activations(spec, stage, numbers),
@@ -123,7 +129,8 @@ def choose_computing(
 
 
 def updates_right_on(device: torch.device, spec: RunSpec) -> bool:
-    """Steps of the optimizer and codes of updates have the bits of a CPU's on a device."""
+    """Steps of the optimizer and codes of updates have the bits of a CPU's on a device. Muon's are
+    made by the host."""
     from swarmnet.protocol.codecs import update_codec
     from swarmnet.training.codecs.fused import is_right_on as codes_right_on
     from swarmnet.training.codecs.registry import codec_of
@@ -134,7 +141,10 @@ def updates_right_on(device: torch.device, spec: RunSpec) -> bool:
     used = sorted({names.contributions, names.sums, names.results})
     # Codecs are hashed by identity, which their protocol cannot say.
     codecs: list[Any] = [codec_of(name) for name in used]
-    return steps_right_on(device) and all(codes_right_on(c, ROW, device) for c in codecs)
+    is_adamw = spec.optimizer.kind == "adamw"
+    return (
+        is_adamw and steps_right_on(device) and all(codes_right_on(c, ROW, device) for c in codecs)
+    )
 
 
 def host_place(spec: RunSpec, options: PeerOptions) -> str:
@@ -171,6 +181,10 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
             raise UsageError(
                 f"--optimizer-memory device: mode {spec.sync.mode} makes its updates beside a "
                 "round, on the host; use host"
+            )
+        if spec.optimizer.kind == "muon":
+            raise UsageError(
+                "--optimizer-memory device: Muon's steps are made by the host; use host"
             )
         if not updates_right_on(torch.device(devices[0]), spec):
             raise UsageError(

@@ -30,6 +30,7 @@ from swarmnet.ports import (
     Generation,
     LossResult,
     Passage,
+    Rest,
     ShardCodec,
     StageResult,
     StepKey,
@@ -488,6 +489,22 @@ class SyntheticOptimizer:
         self._sizes = sizes
         self._observe = observer
         self._state: dict[int, tuple[int, Numbers]] = {}
+
+    def num_moments(self, shard_index: int) -> int:
+        return self._num_vectors
+
+    def is_repeatable(self, shard_index: int) -> bool:
+        return True
+
+    def follow(
+        self,
+        shard_index: int,
+        gradient_sum: Array,
+        scale: float,
+        round_index: int,
+        is_delayed: bool = False,
+    ) -> Rest:
+        raise NotImplementedError("all steps of a simulation are repeatable")
 
     def owned(self) -> list[int]:
         return sorted(self._state)

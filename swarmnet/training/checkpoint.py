@@ -40,12 +40,17 @@ from swarmnet.errors import ProtocolViolation, UserError, one_line
 from swarmnet.files import is_full
 from swarmnet.ports import CodingErrors, OwnSteps, Saved, Snapshot, Unused
 from swarmnet.protocol.saved_rounds import STRIDES
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.held_out_losses import add_losses, best_round, read_losses
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange, flat_of
-from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
+from swarmnet.training.models.registry import (
+    stage_moments,
+    stage_parameter_ranges,
+    stage_shard_sizes,
+)
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.recovery")
@@ -56,14 +61,15 @@ RUN_CHARACTERS = 16
 """Of the run's id, in the name of its folder."""
 STAGE_FILE, OPTIMIZER_FILE, META_FILE = "stage.safetensors", "optimizer.safetensors", "meta.json"
 FILES = (STAGE_FILE, OPTIMIZER_FILE)
-MOMENTS = {2: ("mean", "square"), 3: ("mean", "square", "ahead"), 1: ("momentum",)}
-"""By their number, the arrays of a shard's optimizer state: AdamW's, in the order of
-`ShardedAdamW.export` (a third where exchanges are delayed), and the outer step's of
-`OuterNesterov.export`."""
+MOMENTS = {1: ("momentum",), 2: ("mean", "square")}
+"""By their number, the moments of a shard, in the order of `Optimizer.export`: those of the outer
+step or of Muon, and of AdamW."""
+AHEAD = "ahead"
+"""By how much parameters are ahead, where that is kept; after the moments."""
 ERRORS = "errors"
 """First part of the names of what coding has lost: ERRORS.SHARD.CODEC."""
-OWN = ("parameters", "mean", "square")
-"""Of a shard, what a replica's own steps have made of it, in the order of `LocalSteps.export`."""
+FAST = "parameters"
+"""Of a shard, what a replica's own steps have made of it; the moments of these come after it."""
 MIN_KEPT = 2
 """Peers do not save at the same instant: the newest round that all have may be the last but one."""
 MAX_META_BYTES = 16 << 20
@@ -343,15 +349,19 @@ class CheckpointStore:
         }
         moments: dict[str, Tensor] = {}
         steps: dict[int, int] = {}
+        own_moments = stage_moments(self._model, snapshot.stage)
+        has_outer = self._spec.sync.mode in (LOCAL, GOSSIP)
         for j, (values, arrays) in sorted(snapshot.optimizer.items()):
             steps[j] = int(values["steps"])
-            for name, array in zip(MOMENTS[len(arrays)], arrays, strict=True):
+            names = (*MOMENTS[1 if has_outer else own_moments[j]], AHEAD)
+            for name, array in zip(names, arrays, strict=False):  # not all are ahead
                 moments[f"shards.{j}.{name}"] = to_tensor(array)
         own_steps = []
         for j, own in enumerate(snapshot.own_steps):
             values, arrays = own.moments
             own_steps.append({"steps": int(values["steps"]), "tokens": own.tokens})
-            for name, array in zip(OWN, (own.parameters, *arrays), strict=True):
+            names = (FAST, *MOMENTS[own_moments[j]])
+            for name, array in zip(names, (own.parameters, *arrays), strict=True):
                 moments[f"own.{j}.{name}"] = to_tensor(array)
         for j, (codec, lost) in sorted(snapshot.errors.items()):
             moments[f"{ERRORS}.{j}.{codec}"] = to_tensor(lost)
@@ -520,15 +530,21 @@ def _load_optimizer(
         raise CheckpointError(f"{path}: of shards that do not exist")
     state: Moments = {}
     for j, steps in sorted(meta.steps.items()):
-        is_ahead = f"shards.{j}.ahead" in tensors
-        num_arrays = 1 if f"shards.{j}.momentum" in tensors else 3 if is_ahead else 2
-        names = [f"shards.{j}.{name}" for name in MOMENTS[num_arrays]]
+        names = _moments_in(tensors, f"shards.{j}")
+        if f"shards.{j}.{AHEAD}" in tensors:
+            names.append(f"shards.{j}.{AHEAD}")
         state[j] = {"steps": steps}, arrays(names, j)
     own_steps = []
     for j, own in enumerate(meta.own_steps):
-        fast, *moments = arrays([f"own.{j}.{name}" for name in OWN], j)
+        fast, *moments = arrays([f"own.{j}.{FAST}", *_moments_in(tensors, f"own.{j}")], j)
         own_steps.append(OwnSteps(fast, own["tokens"], ({"steps": own["steps"]}, tuple(moments))))
     return state, tuple(own_steps), _load_errors(path, tensors, sizes)
+
+
+def _moments_in(tensors: Mapping[str, Tensor], of: str) -> list[str]:
+    """Names of the moments of a shard: what there is, else AdamW's."""
+    names = next((names for names in MOMENTS.values() if f"{of}.{names[0]}" in tensors), MOMENTS[2])
+    return [f"{of}.{name}" for name in names]
 
 
 def _load_errors(path: Path, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> CodingErrors:

@@ -32,7 +32,7 @@ from swarmnet.training.ended_moments import EndedMoments, Layout, misfit
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange, flat_of, initial_buffers, tied_names
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, read_base
-from swarmnet.training.models.registry import model_plan
+from swarmnet.training.models.registry import model_plan, stage_moments
 from swarmnet.training.models.source_weights import shard_hash
 
 WANTED = re.compile(r"([0-9a-f]{8,32})(?:@(\d{1,18}))?")
@@ -119,7 +119,8 @@ class Ended:
         moments = None
         if not no_moments:
             cut = Layout.of(self.spec.with_builder(spec.model.builder))
-            here = Layout(layout.trained, layout.trained_sizes)
+            numbers = [stage_moments(spec, k) for k in range(spec.pipeline.num_stages)]
+            here = Layout(layout.trained, layout.trained_sizes, numbers)
             moments = EndedMoments(self.stages, cut, here, self.spec.optimizer, tied)
             no_moments = moments.lacks
         buffers = self._buffers(spec) if layout.buffers and spec.lora is None else {}

@@ -2,8 +2,8 @@
 
 A checkpoint has the moments of the shards that its peer owned, so those of a stage are gathered
 from the checkpoints of all its peers. They are found by the names of parameters, so that the new
-run may cut stages and shards in another way; they go on only where owners have AdamW's moments in
-both runs (docs/decisions/0010-continue-by-weights.md).
+run may cut stages and shards in another way; they go on only where owners have moments of the same
+optimizer in both runs (docs/decisions/0010-continue-by-weights.md).
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from torch import Tensor
 
 from swarmnet.errors import SpecError
 from swarmnet.spec import OptimizerSpec, RunSpec
-from swarmnet.training.checkpoint import OPTIMIZER_FILE, Meta, checksum
+from swarmnet.training.checkpoint import MOMENTS, OPTIMIZER_FILE, Meta, checksum
 from swarmnet.training.mapped_tensors import MappedFiles, Stored, stored_tensors
 from swarmnet.training.models.base import ParameterRange, overlaps
-from swarmnet.training.models.registry import stage_parameter_ranges, stage_shard_sizes
+from swarmnet.training.models.registry import (
+    stage_moments,
+    stage_parameter_ranges,
+    stage_shard_sizes,
+)
 from swarmnet.training.optimizer.shards import MAX_STEPS
 
 OWNED = ("zero", "delayed", "auto")
-"""Modes of `[sync]` in which the owners of a shard have AdamW's moments of it."""
-SAME_OPTIMIZER = ("kind", "beta1", "beta2")
+"""Modes of `[sync]` in which the owners of a shard have the moments of `[optimizer]`."""
+SAME_OPTIMIZER = ("kind", "beta1", "beta2", "momentum")
 """What the running means depend on."""
-NAMES = ("mean", "square")
 
 Saved = tuple[Path, Meta]
 
@@ -36,8 +39,7 @@ Saved = tuple[Path, Meta]
 class Held:
     """The moments of a shard in one checkpoint."""
 
-    mean: Stored
-    square: Stored
+    moments: tuple[Stored, ...]
     steps: int
 
 
@@ -48,6 +50,8 @@ class Layout:
     ranges: Sequence[Sequence[ParameterRange]]
     sizes: Sequence[Sequence[int]]
     """Elements of each shard."""
+    numbers: Sequence[Sequence[int]]
+    """Of the moments of each shard."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Layout:
@@ -56,6 +60,7 @@ class Layout:
         return cls(
             [stage_parameter_ranges(spec, k) for k in stages],
             [stage_shard_sizes(spec, k) for k in stages],
+            [stage_moments(spec, k) for k in stages],
         )
 
 
@@ -86,7 +91,10 @@ class EndedMoments:
         take."""
         self._old, self._new, self._tied = old, new, tied
         self._decays = optimizer.beta1, optimizer.beta2
-        self._held = [_held(saved, of) for saved, of in zip(stages, old.sizes, strict=True)]
+        """Of AdamW's moments. Muon corrects nothing by the number of steps."""
+        self._held = [
+            _held(*of_stage) for of_stage in zip(stages, old.sizes, old.numbers, strict=True)
+        ]
         self._files = MappedFiles()
         self._places: dict[str, tuple[int, int]] = {}
         """Stage and first element of each parameter in the old run, by its own name and its
@@ -110,11 +118,11 @@ class EndedMoments:
         return ""
 
     def flat(self, stage: int, shard: int) -> Tensor | None:
-        """A shard's mean, square and number of steps, fp32 [2 x size + 1]; None where they are not
-        there. Raises `SpecError`.
+        """A shard's moments, one after the other, and their number of steps, fp32 [n x size + 1];
+        None where they are not there. Raises `SpecError`.
 
-        Shards of the old run may have made unlike numbers of steps. Then what the optimizer takes
-        from the means, which it corrects by that number, stays the same."""
+        Shards of the old run may have made unlike numbers of steps. Then what AdamW takes from the
+        means, which it corrects by that number, stays the same."""
         sizes = self._new.sizes[stage]
         size, start = sizes[shard], sum(sizes[:shard])
         pieces: list[Piece] = []
@@ -124,13 +132,15 @@ class EndedMoments:
                 return None
             pieces += of_range
         steps = max((piece.held.steps for piece in pieces), default=0)
-        flat = torch.empty(2 * size + 1)
+        number = self._new.numbers[stage][shard]
+        flat = torch.empty(number * size + 1)
         flat[-1] = steps
         for piece in pieces:
-            stored = piece.held.mean, piece.held.square
-            for decay, of, there in zip(self._decays, stored, flat[:-1].view(2, size), strict=True):
-                values = self._files.read(of, piece.first, piece.last)
-                if 0 < piece.held.steps < steps:
+            moments = piece.held.moments
+            for i, there in enumerate(flat[:-1].view(number, size)):
+                values = self._files.read(moments[i], piece.first, piece.last)
+                if number == len(self._decays) and 0 < piece.held.steps < steps:
+                    decay = self._decays[i]
                     values = values * ((1 - decay**steps) / (1 - decay**piece.held.steps))
                 there[piece.place] = values
         return flat
@@ -169,7 +179,9 @@ def misfit(old: RunSpec, new: RunSpec) -> str:
     return ""
 
 
-def _held(stages: Sequence[Saved], sizes: Sequence[int]) -> Mapping[int, Held]:
+def _held(
+    stages: Sequence[Saved], sizes: Sequence[int], numbers: Sequence[int]
+) -> Mapping[int, Held]:
     """By shard, its moments in the first of some checkpoints of a stage that has them."""
     found: dict[int, Held] = {}
     for folder, meta in stages:
@@ -183,10 +195,10 @@ def _held(stages: Sequence[Saved], sizes: Sequence[int]) -> Mapping[int, Held]:
         except (OSError, SpecError):
             continue
         for j, steps in sorted(meta.steps.items()):
-            of_shard = [stored.get(f"shards.{j}.{name}") for name in NAMES]
-            mean, square = of_shard
-            if j in found or mean is None or square is None or not 0 <= steps < MAX_STEPS:
+            if j in found or not 0 <= j < len(sizes) or not 0 <= steps < MAX_STEPS:
                 continue
-            if 0 <= j < len(sizes) and mean.shape == square.shape == (sizes[j],):
-                found[j] = Held(mean, square, steps)
+            names = [f"shards.{j}.{name}" for name in MOMENTS[numbers[j]]]
+            moments = tuple(stored[name] for name in names if name in stored)
+            if len(moments) == len(names) and all(m.shape == (sizes[j],) for m in moments):
+                found[j] = Held(moments, steps)
     return found

@@ -19,6 +19,7 @@ from swarmnet.training.models.base import derive_seed
 from swarmnet.training.models.initial_weights import EndedWeights, InitialLayout, InitialSources
 from swarmnet.training.models.lora import present, target_names
 from swarmnet.training.models.lora_folder import family_targets, read_adapter
+from swarmnet.training.models.matrices import check_matrices
 from swarmnet.training.models.model_folder import (
     BESIDE_TOKENIZER,
     find_folder,
@@ -79,6 +80,8 @@ def resolve_run(
     model = spec.with_builder(builder or spec.model.builder)
     plan = model_plan(model)
     stages = split_stages(plan, spec.pipeline.num_stages)
+    if spec.optimizer.kind == "muon":
+        check_matrices(plan.layers)
     size = shard_parameters(model, plan)
     layers = [len(stage) for stage in stages]
     if plan.cache is None and spec.model.kind == "transformers":

@@ -437,7 +437,7 @@ def build_stage(
     stages = split_stages(plan, spec.pipeline.num_stages)
     before = stages[stage_index - 1][-1] if stage_index else None
     size = shard_parameters(spec, plan)
-    sizes = stage_shards(plan, len(stages), stage_index, size)
+    sizes = stage_shards(spec, plan, stage_index)
     tied = tied_elements(plan, len(stages), stage_index)
     if tied and spec.sync.mode in OWN_STEPS:
         raise SpecError(

@@ -25,10 +25,13 @@ from swarmnet.methods.update_proof import (
     Summed,
 )
 from swarmnet.protocol.audit import UPDATE_RATE, Draw
+from swarmnet.spec import RunSpec
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.pipeline.receipts import hash_of
 from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.optimizer import muon
+from swarmnet.training.optimizer.muon import orthogonal
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, pack
 from tests.hostile.attacker import ANSWER_S, NamedSigner
@@ -140,6 +143,75 @@ def barred_by(swarm: Swarm) -> dict[str, list[str]]:
 
 def spec_of(folder: Path, rounds: int, **sync: Any) -> Any:
     return tiny_spec(folder, num_stages=1, rounds=rounds, sync={"replication": 3} | sync)
+
+
+def test_a_false_result_is_found_where_the_primary_alone_orthogonalizes(tmp_path: Path) -> None:
+    """Backups make one such step in ten again, each for itself. Who has found a lie follows the
+    liar no more: it leads nothing where that one votes."""
+
+    async def scenario(swarm: Swarm) -> None:
+        await until_served(swarm, 0.0)
+        begun, liar = max(swarm.rounds()), swarm.members[LIAR].peer
+        only_matrices(liar)
+
+        def is_found() -> bool:
+            found = barred_by(swarm)
+            return any(LIAR in found[name] for name in NAMES[:-1])
+
+        await swarm.until(lambda: is_found() or max(swarm.rounds()) > begun + UPDATES)
+        assert is_found()
+        assert {p for found in barred_by(swarm).values() for p in found} == {LIAR}
+
+    in_virtual_time(scenario, with_muon(spec_of(tmp_path, 120)), signer=NamedSigner)
+
+
+def only_matrices(peer: Peer) -> None:
+    """Other steps are true."""
+    optimizer: Any = peer.exchanges.replica.optimizer
+    step = optimizer.step
+    step_falsely(peer)
+    false = optimizer.step
+
+    def some(j: int, *rest: Any) -> tuple[Array, Array]:
+        made: tuple[Array, Array] = (step if optimizer.is_repeatable(j) else false)(j, *rest)
+        return made
+
+    optimizer.step = some
+
+
+def with_muon(spec: RunSpec) -> RunSpec:
+    values = spec.model_dump()
+    values["optimizer"] |= {"kind": "muon"}
+    return RunSpec.model_validate(values)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_other_products_of_matrices_are_no_lie(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step differs, as between a processor and a card, and all are made again."""
+    rng, compared = torch.Generator().manual_seed(0), 0
+
+    def unlike(matrix: torch.Tensor) -> torch.Tensor:
+        nonlocal compared
+        compared += 1
+        return orthogonal(matrix) * (1 + 1e-3 * torch.randn(matrix.shape, generator=rng))
+
+    monkeypatch.setattr(muon, "orthogonal", unlike)
+
+    async def scenario(swarm: Swarm) -> None:
+        await until_served(swarm, 0.0)
+        for member in swarm.members.values():
+            member.peer.exchanges.audits.repeats = Draw(random.Random(), 1.0)
+        begun, before = max(swarm.rounds()), compared
+        await swarm.until_round(begun + 6)
+        swarm.parameters()  # asserts that replicas are the same
+        num_matrices = 7 * swarm.spec.model.num_hidden_layers
+        assert compared - before > 2 * 4 * num_matrices, "backups have made steps again"
+        assert not any(barred_by(swarm).values())
+
+    spec = with_muon(spec_of(tmp_path, 12, codec=codec))
+    in_virtual_time(scenario, spec, signer=NamedSigner)
 
 
 @pytest.mark.parametrize("lie", LIES)

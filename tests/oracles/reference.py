@@ -1,6 +1,7 @@
 """A plain training loop in PyTorch: the tests compare the swarm's numbers with its numbers.
 
-One process trains the whole model with `torch.optim.AdamW` and `clip_grad_norm_`. Of the swarm's
+One process trains the whole model with `torch.optim.AdamW` (or `optimizers.PlainMuon`) and
+`clip_grad_norm_`. Of the swarm's
 code the loop uses the model's layers, the data and the learning rate. It uses nothing that a stage
 or a shard is made of, so that a mistake there is not in both. Where the run codes what crosses the
 boundaries between stages, so does the loop, at the same places.
@@ -26,6 +27,7 @@ from swarmnet.training.data import open_data
 from swarmnet.training.models.base import LayerContext, TakesContext, build_layer
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.optimizer.rates import learning_rate
+from tests.oracles.optimizers import Optimizers
 
 
 class _Coded(torch.autograd.Function):
@@ -80,20 +82,7 @@ class ReferenceTrainer:
             layer.name: build_layer(self.plan, layer, spec.seed) for layer in self.plan.layers
         }
         self.model = nn.Sequential(*self._layers_and_cuts())
-        parameters = list(self.model.parameters())
-        optimizer = spec.optimizer
-        self._optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in parameters if p.ndim >= 2],
-                    "weight_decay": optimizer.weight_decay,
-                },
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-        )
+        self._optimizers = Optimizers(self._named_parameters(), spec.optimizer)
 
     def _layers_and_cuts(self) -> Iterator[nn.Module]:
         stages = split_stages(self.plan, self._spec.pipeline.num_stages)
@@ -120,9 +109,7 @@ class ReferenceTrainer:
                 p.grad /= num_tokens
         if self._spec.optimizer.grad_clip_norm:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.optimizer.grad_clip_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._spec.optimizer, round_index)
-        self._optimizer.step()
+        self._optimizers.step(round_index, self._spec.optimizer)
 
     def continue_as(self, spec: RunSpec) -> None:
         """Goes on as the first round of another run of the same model, moments and all."""
@@ -136,7 +123,9 @@ class ReferenceTrainer:
         nothing is changed."""
         steps: dict[str, Tensor] = {}
         for name, p in self._named_parameters().items():
-            state, options = self._optimizer.state[p], self._spec.optimizer
+            if name in self._optimizers.matrices:
+                continue  # of Muon's none is foretold
+            state, options = self._optimizers.state(p), self._spec.optimizer
             t = state["step"].item()
             assert p.grad is not None
             mean = mean_part * state["exp_avg"] + gradient_part * p.grad
@@ -149,7 +138,7 @@ class ReferenceTrainer:
     def accumulate(self, round_index: int, slots: Sequence[int]) -> tuple[float, int]:
         """Replaces the gradients by sums over the tokens of these slots of a round. Returns the
         summed loss in nats and the number of tokens."""
-        self._optimizer.zero_grad()
+        self._optimizers.zero_grad()
         loss_sum, num_tokens = 0.0, 0
         for slot in slots:
             for inputs, targets in _alone(self._batch(round_index, slot)):

@@ -2,7 +2,7 @@
 
 - `DelayedReference` (mode `delayed`): one process whose updates come one round late.
 - `LocalReference` (mode `local`): every replica of the swarm is a model in one process. Each has
-  its own `torch.optim.AdamW`; the outer step is `torch.optim.SGD` with Nesterov momentum. The test
+  its own optimizer; the outer step is `torch.optim.SGD` with Nesterov momentum. The test
   says which replica saw which microbatch.
 - `GossipReference` (mode `gossip`): the same, with pairs in place of groups.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import build_layer
 from swarmnet.training.models.registry import model_plan, split_stages
-from swarmnet.training.optimizer.rates import learning_rate
+from tests.oracles.optimizers import Optimizers
 from tests.oracles.reference import ReferenceTrainer
 
 
@@ -91,19 +90,9 @@ class ReferenceReplica:
         self.layers = {layer.name: build_layer(plan, layer, spec.seed) for layer in layers}
         self.model = nn.Sequential(*self.layers.values())
         self._clip = spec.optimizer.grad_clip_norm
-        self._spec = spec
-        parameters = list(self.model.parameters())
-        options = spec.optimizer
-        decay: dict[str, Any] = {"params": [p for p in parameters if p.ndim >= 2]}
-        vectors = [p for p in parameters if p.ndim < 2]
-        none: dict[str, Any] = {"params": vectors, "weight_decay": 0.0}
-        self.inner = torch.optim.AdamW(
-            [decay, none] if vectors else [decay],
-            lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
+        self.spec = spec
+        self.num_steps = 0
+        self.inner = Optimizers(self._named_parameters(), spec.optimizer)
         self.tokens_of_round = 0
         self.tokens = 0
         """Tokens since the last outer step."""
@@ -116,17 +105,19 @@ class ReferenceReplica:
                 p.grad /= self.tokens_of_round
             if self._clip:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-            for group in self.inner.param_groups:
-                group["lr"] = learning_rate(self._spec.optimizer, round_index)
-            self.inner.step()
+            self.inner.step(round_index)
+            self.num_steps += 1
         self.tokens += self.tokens_of_round
         self.tokens_of_round = 0
         self.inner.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters by name."""
+        return {name: p.detach() for name, p in self._named_parameters().items()}
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {
-            f"{layer}.{name}": p.detach()
+            f"{layer}.{name}": p
             for layer, module in self.layers.items()
             for name, p in module.named_parameters()
         }
@@ -258,7 +249,7 @@ class LocalReference:
 
 
 class GossipReference:
-    """A swarm in mode `gossip`. Partners average the Adam moments with the bias removed."""
+    """A swarm in mode `gossip`. Partners average the moments with the bias removed."""
 
     def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
         """`replicas`: the stage of each, by name."""
@@ -329,25 +320,29 @@ def _copies(replica: ReferenceReplica) -> list[Tensor]:
     return [p.detach().clone() for p in replica.model.parameters()]
 
 
-def _unbiased(replica: ReferenceReplica) -> list[tuple[Tensor, Tensor]]:
-    out = []
-    for p in replica.model.parameters():
-        state = replica.inner.state[p]
-        b1, b2 = replica.inner.param_groups[0]["betas"]
-        t = state["step"].item()
-        out.append((state["exp_avg"] / (1 - b1**t), state["exp_avg_sq"] / (1 - b2**t)))
-    return out
+MOMENTS = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum": "momentum"}
+"""By name in an optimizer's state, the key of `[optimizer]` that says how it fades."""
+
+
+def _moments(replica: ReferenceReplica, p: nn.Parameter) -> dict[str, float]:
+    """What there is of a parameter, and how much of its values the number of steps takes away."""
+    state, spec = replica.inner.state(p), replica.spec
+    t = replica.num_steps
+    return {
+        key: 1 - getattr(spec.optimizer, beta) ** t for key, beta in MOMENTS.items() if key in state
+    }
+
+
+def _unbiased(replica: ReferenceReplica) -> list[dict[str, Tensor]]:
+    return [
+        {key: replica.inner.state(p)[key] / bias for key, bias in _moments(replica, p).items()}
+        for p in replica.model.parameters()
+    ]
 
 
 def _set_moments(
-    replica: ReferenceReplica, p: nn.Parameter, of_pair: list[tuple[Tensor, Tensor]]
+    replica: ReferenceReplica, p: nn.Parameter, of_pair: list[dict[str, Tensor]]
 ) -> None:
-    state = replica.inner.state[p]
-    t = state["step"].item()
-    for key, beta, values in zip(
-        ("exp_avg", "exp_avg_sq"),
-        replica.inner.param_groups[0]["betas"],
-        zip(*of_pair, strict=True),
-        strict=True,
-    ):
-        state[key].copy_(sum(values) / len(values) * (1 - beta**t))
+    for key, bias in _moments(replica, p).items():
+        values = [moments[key] for moments in of_pair]
+        replica.inner.state(p)[key].copy_(sum(values) / len(values) * bias)

@@ -38,7 +38,7 @@ def layout_of(cuts: Sequence[int], shard: int) -> Layout:
             start += SIZES[name]
         ranges.append(of_stage)
         sizes.append([min(shard, start - at) for at in range(0, start, shard)])
-    return Layout(ranges, sizes)
+    return Layout(ranges, sizes, [[2] * len(of_stage) for of_stage in sizes])
 
 
 def values_of(name: str) -> torch.Tensor:

@@ -97,6 +97,10 @@ class Costs:
         self._flops = list(accumulate((x.flops for x in layers), initial=0.0))
         self._parameters = list(accumulate((x.parameters for x in layers), initial=0))
 
+    def muon_parameters(self, first: int, end: int) -> int:
+        """Of a stage's, those that Muon steps."""
+        return sum(x.muon_parameters for x in self.job.layers[first:end])
+
     def flops(self, first: int, end: int) -> float:
         """Of a forward pass over a sample."""
         return self._flops[end] - self._flops[first]
@@ -161,27 +165,37 @@ class Costs:
             compute=sum(r.compute for r in rates),
             flow=sum(r.flow for r in rates),
             latency_s=sum(m.latency_s for m in replicas) / n,
-            exchange_s=self._exchange_s(parameters, replicas),
-            update_s=max(parameters / m.update_parameters_per_s for m in replicas),
+            exchange_s=self._exchange_s(parameters, replicas, self.muon_parameters(first, end)),
+            update_s=max(self._update_s(first, end, m, n) for m in replicas),
         )
 
+    def _update_s(self, first: int, end: int, machine: Machine, num_replicas: int) -> float:
+        """Of the end of a round. Of Muon's steps each replica makes those whose primary it is, or
+        all where it steps alone."""
+        flops = sum(x.muon_flops for x in self.job.layers[first:end])
+        if self.job.update.mode not in (LOCAL, GOSSIP):
+            flops /= num_replicas
+        seconds = self.parameters(first, end) / machine.update_parameters_per_s
+        return seconds + flops / machine.exact_flops_per_s
+
     def exchanged_bytes(
-        self, parameters: int, replicas: Sequence[Machine]
+        self, parameters: int, replicas: Sequence[Machine], muon: int = 0
     ) -> list[tuple[float, float]]:
-        """(sent, received) of each replica in a round."""
+        """(sent, received) of each replica in a round. `muon`: of the parameters, those that Muon
+        steps."""
         update, n = self.job.update, len(replicas)
         all_up = sum(m.up_bytes_per_s for m in replicas)
         of = parameters, n, update.replication, update.mode, update.local_steps, update.codec
         parts = [m.up_bytes_per_s / all_up if all_up < float("inf") else 1 / n for m in replicas]
-        return [exchanged_bytes(*of, part) for part in parts]
+        return [exchanged_bytes(*of, part, muon) for part in parts]
 
-    def _exchange_s(self, parameters: int, replicas: Sequence[Machine]) -> float:
+    def _exchange_s(self, parameters: int, replicas: Sequence[Machine], muon: int) -> float:
         if len(replicas) < 2:
             return 0.0
         busiest_s = max(
             max(sent / m.up_bytes_per_s, received / m.down_bytes_per_s)
             for m, (sent, received) in zip(
-                replicas, self.exchanged_bytes(parameters, replicas), strict=True
+                replicas, self.exchanged_bytes(parameters, replicas, muon), strict=True
             )
         )
         update = self.job.update

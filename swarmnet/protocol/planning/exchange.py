@@ -15,7 +15,8 @@ from swarmnet.protocol.codecs import (
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 
 OFFERED_VECTORS = 4
-"""In mode `gossip`, from each partner to the other: parameters, their change, two moments."""
+"""In mode `gossip`, from each partner to the other: parameters, their change, two moments; of what
+Muon steps one moment less."""
 
 
 def number_bytes(codec: str) -> float:
@@ -38,6 +39,7 @@ def exchanged_bytes(
     local_steps: int,
     codec: str = NONE,
     part: float | None = None,
+    num_muon: int = 0,
 ) -> tuple[float, float]:
     """What a replica sends to others of its stage in a round, and what comes to it.
 
@@ -45,7 +47,8 @@ def exchanged_bytes(
     to R - 1 backups their sums (s bytes), to each of the others the results of its own shards (r
     bytes): Psi (g (N - 1) + s (R - 1) + r (N - R)) / N, with g = r = s = 4 where nothing is coded,
     and in mode `local` so much every `local_steps` rounds. A backup whose arithmetic differs from
-    the primary's in the last bit gets the results too. To it come the gradients of all others as
+    the primary's in the last bit gets the results too, and so do all of the `num_muon` parameters
+    that Muon steps, for the primary alone has them. To it come the gradients of all others as
     a primary, and of other shards the sum (as one of their backups) or the result.
 
     In mode `gossip` an offer of four vectors goes to the partner every `local_steps` rounds, and
@@ -57,12 +60,14 @@ def exchanged_bytes(
     names = codec_in(mode, codec)
     g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
     if mode == GOSSIP:
-        offered = OFFERED_VECTORS * s * psi * (n - n % 2) / n / local_steps
+        offered = (OFFERED_VECTORS * psi - num_muon) * s * (n - n % 2) / n / local_steps
         return offered, offered
     owners = min(replication, n)
     own = 1 / n if part is None else part
     backed = (1 - own) * (owners - 1) / max(1, n - 1)
     sent = g * (1 - own) + own * (s * (owners - 1) + r * (n - owners))
     received = g * own * (n - 1) + s * backed + r * max(0.0, 1 - own - backed)
-    rounds = local_steps if mode == LOCAL else 1
-    return psi * sent / rounds, psi * received / rounds
+    if mode == LOCAL:  # the outer step is every owner's
+        return psi * sent / local_steps, psi * received / local_steps
+    results = num_muon * r
+    return psi * sent + results * own * (owners - 1), psi * received + results * backed

@@ -20,6 +20,10 @@ class Layer:
     """On the wire, of one sample, where a stage ends with this layer: coded."""
     gradient_bytes: float
     """Likewise, of the gradient that comes back."""
+    muon_parameters: int = 0
+    """Of the parameters, those that Muon steps."""
+    muon_flops: float = 0.0
+    """Of such a step, in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Machine:
     """That each microbatch takes beside what its samples do."""
     update_parameters_per_s: float = float("inf")
     """That the end of a round steps and codes there."""
+    exact_flops_per_s: float = float("inf")
+    """That products of matrices in fp32 reach there."""
     memory: Hashable = None
     """What `Job.memory` knows it by."""
 

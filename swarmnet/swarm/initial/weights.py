@@ -97,7 +97,7 @@ class WeightService:
         taken, self._moments = self._moments, {}
         shards = sorted(j for stage, j in taken if stage == replica.index)
         for j in shards:
-            state = as_state(taken.pop((replica.index, j)))
+            state = as_state(taken.pop((replica.index, j)), replica.stage.shard_sizes[j])
             await replica.worker.run(lambda j=j, s=state: replica.optimizer.load(j, *s))  # type: ignore[misc]
         return shards
 
@@ -203,23 +203,23 @@ class WeightService:
 
 def _sizes(replica: Replica) -> tuple[int, ...]:
     """Elements of the initial shards of a stage: those of the base, the trained, the moments."""
-    trained = replica.stage.shard_sizes
-    return (*replica.stage.base.shard_sizes, *trained, *(2 * size + 1 for size in trained))
+    trained, num_moments = replica.stage.shard_sizes, replica.optimizer.num_moments
+    moments = (num_moments(j) * size + 1 for j, size in enumerate(trained))
+    return (*replica.stage.base.shard_sizes, *trained, *moments)
 
 
-def as_state(values: Array) -> State:
-    """The mean, the square and the number of steps in an initial shard of moments. Raises
-    `ProtocolViolation`."""
+def as_state(values: Array, size: int) -> State:
+    """The moments of a shard of `size` parameters, and their number of steps, in an initial shard.
+    Raises `ProtocolViolation`."""
     data = memoryview(values.data).cast("B")
-    size = (len(data) // FP32_BYTES - 1) // 2
-    mean, square = (
-        Array("float32", (size,), data[FP32_BYTES * size * k : FP32_BYTES * size * (k + 1)])
-        for k in range(2)
+    num_moments, each = (len(data) // FP32_BYTES - 1) // size, FP32_BYTES * size
+    moments = tuple(
+        Array("float32", (size,), data[each * k : each * (k + 1)]) for k in range(num_moments)
     )
-    [steps] = struct.unpack("<f", data[2 * FP32_BYTES * size :])
+    [steps] = struct.unpack("<f", data[each * num_moments :])
     if not (math.isfinite(steps) and steps == int(steps)):
         raise ProtocolViolation("initial moments with an impossible step count")
-    return {"steps": int(steps)}, (mean, square)
+    return {"steps": int(steps)}, moments
 
 
 async def fetch_initial(

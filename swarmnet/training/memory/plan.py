@@ -11,7 +11,8 @@ In fp32 the weights are their own master copy: 4 + 4 + 8 R / N bytes a parameter
 the copy that layers compute with besides: 2 + 4 + 4 + 8 R / N; and in fp16, while a pass runs, the
 gradient of that pass: 2 more. (That fp32 weights are on every replica, and not in R places, is
 what lets any replica answer for any shard.) Everything is in bytes; the share of the optimizer is
-that of a replica with the average upload bandwidth.
+that of a replica with the average upload bandwidth. With Muon the matrices of decoder layers have
+one moment, 4 bytes in place of 8.
 
 The other sync modes need more:
 
@@ -56,7 +57,12 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.lora import is_packed, packing_of
 from swarmnet.training.models.packing import BITS
-from swarmnet.training.models.registry import model_plan, split_stages, stage_parameter_ranges
+from swarmnet.training.models.registry import (
+    model_plan,
+    split_stages,
+    stage_matrix_parameters,
+    stage_parameter_ranges,
+)
 from swarmnet.training.models.subspace import has_table
 
 FP32_BYTES, LOW_BYTES = 4, 2
@@ -135,14 +141,20 @@ def state_bytes(
     precision: Precision = FP32,
     mode: str = ZERO,
     codec: str = NONE,
+    num_muon: int = 0,
 ) -> tuple[float, float, float, float]:
-    """(weights, gradients, optimizer, what exchanges need beside) of one replica."""
+    """(weights, gradients, optimizer, what exchanges need beside) of one replica. `num_muon`: of
+    the parameters, those that Muon steps; delayed, they are not ahead unless they are coded."""
     share = optimizer_share(num_replicas, replication)
+    optimizer = precision.optimizer * num_parameters - FP32_BYTES * num_muon
+    exchange = exchange_bytes(mode, share, precision, codec) * num_parameters
+    if mode in (DELAYED, AUTO) and codec_in(mode, codec).results == NONE:
+        exchange -= FP32_BYTES * share * num_muon
     return (
         float(precision.weights * num_parameters),
         float(precision.gradients * num_parameters),
-        precision.optimizer * num_parameters * (1.0 if mode in (LOCAL, GOSSIP) else share),
-        exchange_bytes(mode, share, precision, codec) * num_parameters,
+        optimizer * (1.0 if mode in (LOCAL, GOSSIP) else share),
+        exchange,
     )
 
 
@@ -262,7 +274,11 @@ def plan_memory(
         trained = num_parameters(stage_parameter_ranges(spec, k))
         base = base_bytes(spec, k, precision) + fixed_bytes(spec.model)
         of_stage = trained, num_replicas, spec.sync.replication
-        weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode, codec)
+        num_muon = stage_matrix_parameters(spec, k)
+        how = precision, mode, codec, num_muon
+        weights, gradients, optimizer, exchange = state_bytes(
+            trained, num_replicas, spec.sync.replication, *how
+        )
         one = (known or stage_activations)(spec, k, precision)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
@@ -273,10 +289,12 @@ def plan_memory(
                 gradients=gradients,
                 optimizer=optimizer,
                 exchange=exchange,
-                sent=exchanged_bytes(*of_stage, mode, spec.sync.local_steps, codec)[0],
+                sent=exchanged_bytes(
+                    *of_stage, mode, spec.sync.local_steps, codec, num_muon=num_muon
+                )[0],
                 activations=None if held is None else float(held[0]),
                 offloaded=0.0 if held is None else float(held[1]),
-                unsharded=sum(state_bytes(trained, 1, 1, precision, mode, codec)) + base,
+                unsharded=sum(state_bytes(trained, 1, 1, *how)) + base,
             )
         )
     return rows

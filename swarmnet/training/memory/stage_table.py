@@ -38,6 +38,11 @@ from swarmnet.training.models.base import (
     describe_parameters,
     num_parameters,
 )
+from swarmnet.training.models.matrices import (
+    check_matrices,
+    matrix_parameters,
+    orthogonal_flops,
+)
 from swarmnet.training.models.registry import model_plan
 
 T = TypeVar("T")
@@ -71,6 +76,10 @@ class StageTable:
     """Of each layer; those that are alike have the same."""
     trained: list[int] = field(init=False)
     """Parameters of each layer."""
+    muon: list[int] = field(init=False)
+    """Of these, the ones that Muon steps."""
+    orthogonal: list[float] = field(init=False)
+    """FLOPs of such a step on each layer."""
     tied: int = field(init=False)
     """That the first and the last layer share."""
     _base: dict[str, list[float]] = field(default_factory=dict)
@@ -84,6 +93,12 @@ class StageTable:
         layers = self.plan.layers
         self.kinds = layer_kinds(layers)
         self.trained = self._by_kind(lambda x: num_parameters(describe_parameters([x])))
+        if self.spec.optimizer.kind == "muon":
+            check_matrices(layers)
+            self.muon = self._by_kind(lambda x: matrix_parameters([x]))
+            self.orthogonal = self._by_kind(lambda x: orthogonal_flops([x]))
+        else:
+            self.muon, self.orthogonal = [0] * len(layers), [0.0] * len(layers)
         self.tied = sum(self.trained) - num_parameters(describe_parameters(layers))
 
     def _by_kind(self, value: Callable[[LayerBuilder], T]) -> list[T]:
@@ -106,7 +121,10 @@ class StageTable:
         sync, pipeline = spec.sync, spec.pipeline
         return Job(
             layers=tuple(
-                self._layer(x, n) for x, n in zip(self.plan.layers, self.trained, strict=True)
+                self._layer(*about)
+                for about in zip(
+                    self.plan.layers, self.trained, self.muon, self.orthogonal, strict=True
+                )
             ),
             tokens=max(1, spec.sequence_length) if self.plan.is_sequence else 1,
             microbatch=pipeline.microbatch,
@@ -118,7 +136,7 @@ class StageTable:
             tied=self.tied,
         )
 
-    def _layer(self, layer: LayerBuilder, trained: int) -> Layer:
+    def _layer(self, layer: LayerBuilder, trained: int, muon: int, orthogonal: float) -> Layer:
         codec, shape = boundary_codec(self.spec.pipeline.codec), layer.output_shape
         is_sequence = self.plan.is_sequence and len(shape) > 1
         rows, row = (shape[0], shape[1:]) if is_sequence else (1, shape)
@@ -131,6 +149,8 @@ class StageTable:
             parameters=trained,
             activation_bytes=rows * row_bytes(codec.activations, numbers) + tokens,
             gradient_bytes=rows * row_bytes(codec.gradients, numbers),
+            muon_parameters=muon,
+            muon_flops=orthogonal,
         )
 
     def needs(self, first: int, end: int, precision: Precision) -> StageNeeds:
@@ -138,7 +158,8 @@ class StageTable:
         spec, sync = self.spec, self.spec.sync
         whole = end - first == len(self.plan.layers)
         trained = sum(self.trained[first:end]) - self.tied * whole
-        state = state_bytes(trained, 1, sync.replication, precision, sync.mode, sync.codec)
+        how = precision, sync.mode, sync.codec, sum(self.muon[first:end])
+        state = state_bytes(trained, 1, sync.replication, *how)
         if precision.name not in self._base:
             self._base[precision.name] = self._by_kind(
                 lambda x: layers_base_bytes(spec, self.plan, [x], precision)

@@ -267,6 +267,7 @@ def _layers(config: Any, length: int, *, has_weights: bool) -> tuple[LayerBuilde
                 building(functools.partial(Decoder, config, i)),
                 counts[i],
                 hidden,
+                is_block=True,
             )
             for i in range(config.num_hidden_layers)
         ),

@@ -79,6 +79,9 @@ class LayerBuilder:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Parameters of this layer that are those of earlier layers: by name in this layer, the full
     name of the other one."""
+    is_block: bool = False
+    """One of the model's decoder layers, or of another stack of alike layers: its matrices are
+    Muon's, where the run has that (`matrices`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ from swarmnet.training.models.lora_folder import AdapterWeights
 from swarmnet.training.models.model_folder import open_weights
 from swarmnet.training.models.registry import (
     model_plan,
-    shard_parameters,
     split_stages,
     stage_shards,
 )
@@ -72,8 +71,8 @@ class EndedWeights(Weights, Protocol):
     """Why these do not go on, in words; empty where they do."""
 
     def moments(self, stage: int, shard: int) -> torch.Tensor | None:
-        """Of a shard: its mean, its square and its number of steps, fp32 [2 x size + 1]; None where
-        they are not here. Raises `SpecError`."""
+        """Of a shard: its moments and their number of steps, fp32 [n x size + 1]; None where they
+        are not here. Raises `SpecError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +111,7 @@ class InitialLayout:
         plan = model_plan(spec)
         num_stages = spec.pipeline.num_stages
         stages = split_stages(plan, num_stages)
-        size = shard_parameters(spec, plan)
-        sizes = [stage_shards(plan, num_stages, k, size) for k in range(num_stages)]
+        sizes = [stage_shards(spec, plan, k) for k in range(num_stages)]
         is_random = spec.lora is not None and not (spec.lora.adapter or spec.model.continues)
         base = [describe_base(plan, layers) for layers in stages]
         frozen = {r.name for r in describe_frozen(plan.layers)}

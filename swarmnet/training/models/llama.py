@@ -161,7 +161,11 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         ),
         *(
             LayerBuilder(
-                f"model.layers.{i}", lambda: DecoderLayer(spec), decoder_flops(spec, length), hidden
+                f"model.layers.{i}",
+                lambda: DecoderLayer(spec),
+                decoder_flops(spec, length),
+                hidden,
+                is_block=True,
             )
             for i in range(spec.num_hidden_layers)
         ),

@@ -25,6 +25,7 @@ from swarmnet.training.models.base import (
     num_parameters,
 )
 from swarmnet.training.models.llama import llama_plan
+from swarmnet.training.models.matrices import cut_whole, matrix_parameters, muon_matrices
 from swarmnet.training.models.subspace import subspace_plan
 
 AUTO_SHARDS = 64
@@ -153,8 +154,9 @@ def tied_elements(plan: ModelPlan, num_stages: int, stage_index: int) -> int:
     return total
 
 
-def stage_shards(plan: ModelPlan, num_stages: int, stage_index: int, size: int) -> tuple[int, ...]:
+def stage_shards(spec: RunSpec, plan: ModelPlan, stage_index: int) -> tuple[int, ...]:
     """Elements of each shard of a stage. Raises `SpecError`."""
+    num_stages, size = spec.pipeline.num_stages, shard_parameters(spec, plan)
     layers = split_stages(plan, num_stages)[stage_index]
     if not plan.has_base and (frozen := describe_frozen(layers)):
         raise SpecError(f"{frozen[0].name} must be a float32 parameter that requires a gradient")
@@ -165,6 +167,8 @@ def stage_shards(plan: ModelPlan, num_stages: int, stage_index: int, size: int) 
             f"[pipeline] num_stages: stage {stage_index} has no parameters to train; use fewer, or "
             "set [pipeline] layers"
         )
+    if spec.optimizer.kind == "muon":
+        return cut_whole(describe_parameters(layers), muon_matrices(layers), size, tied)
     return cut_shards(total, size, tied)
 
 
@@ -233,6 +237,26 @@ def stage_parameter_ranges(spec: RunSpec, stage_index: int) -> tuple[ParameterRa
 
 def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     """Elements of each shard of a stage, without building it."""
-    plan = model_plan(spec)
-    size = shard_parameters(spec, plan)
-    return stage_shards(plan, spec.pipeline.num_stages, stage_index, size)
+    return stage_shards(spec, model_plan(spec), stage_index)
+
+
+def stage_matrices(spec: RunSpec, stage_index: int) -> frozenset[str]:
+    """Names of a stage's parameters that Muon steps; none where the run has AdamW."""
+    if spec.optimizer.kind != "muon":
+        return frozenset()
+    return muon_matrices(split_stages(model_plan(spec), spec.pipeline.num_stages)[stage_index])
+
+
+def stage_matrix_parameters(spec: RunSpec, stage_index: int) -> int:
+    """How many of a stage's parameters Muon steps."""
+    if spec.optimizer.kind != "muon":
+        return 0
+    return matrix_parameters(split_stages(model_plan(spec), spec.pipeline.num_stages)[stage_index])
+
+
+def stage_moments(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
+    """Of each shard of a stage, how many vectors its owners keep of a run with `[optimizer]`'s
+    steps: AdamW's two, or Muon's one."""
+    sizes, matrices = stage_shard_sizes(spec, stage_index), stage_matrices(spec, stage_index)
+    starts = {r.start for r in stage_parameter_ranges(spec, stage_index) if r.name in matrices}
+    return tuple(1 if at in starts else 2 for at in accumulate(sizes[:-1], initial=0))

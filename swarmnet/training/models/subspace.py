@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swarmnet.spec import ModelSpec
-from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, TakesContext
+from swarmnet.training.models.base import LayerContext, ModelPlan, TakesContext
 from swarmnet.training.models.llama import (
     Attention,
     DecoderLayer,
@@ -160,7 +160,7 @@ def subspace_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
             output_shape=(length, k),
         ),
         *(
-            LayerBuilder(layer.name, lambda: SubspaceLayer(spec), inner, (length, k))
+            replace(layer, build=lambda: SubspaceLayer(spec), cost=inner, output_shape=(length, k))
             for layer in decoders[:last]
         ),
         replace(decoders[last], build=lambda: LeavesSubspace(spec)),

@@ -1,7 +1,8 @@
-"""A replica's own AdamW steps between two exchanges, over its whole stage.
+"""A replica's own steps of `[optimizer]` between two exchanges, over its whole stage.
 
-Memory, beside parameters and gradients: the common parameters (4 bytes a parameter) and AdamW's
-moments (8), all of the stage, for a replica that steps alone cannot share them out.
+Memory, beside parameters and gradients: the common parameters (4 bytes a parameter) and the
+moments (8 of AdamW, 4 of Muon), all of the stage, for a replica that steps alone cannot share them
+out. With Muon's own steps mode `local` is MuLoCo (Therien et al., 2025, arXiv 2505.23725).
 
 The gradient is clipped by the norm of the replica's own stage: there is no exchange in such a
 round, hence no norm over all stages.
@@ -21,6 +22,8 @@ from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import OptimizerSpec, RunSpec
 from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
+from swarmnet.training.models.matrices import muon_matrices
+from swarmnet.training.optimizer.muon import ShardedMuon
 from swarmnet.training.optimizer.outer import OuterNesterov
 from swarmnet.training.optimizer.sharded import ShardedOptimizer
 from swarmnet.training.optimizer.shards import ShardedAdamW
@@ -28,6 +31,8 @@ from swarmnet.training.optimizer.store import DeviceStore, HostStore, MemoryStor
 from swarmnet.training.stage import TorchStage
 from swarmnet.wire import Array
 
+Inner = ShardedAdamW | ShardedMuon
+"""The steps of `[optimizer]`."""
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
@@ -36,12 +41,12 @@ class TorchLocalSteps:
     """Implements `ports.LocalSteps` for one stage."""
 
     def __init__(
-        self, stage: TorchStage, optimizer: ShardedAdamW, outer: OuterNesterov, spec: OptimizerSpec
+        self, stage: TorchStage, optimizer: Inner, outer: OuterNesterov, spec: OptimizerSpec
     ) -> None:
         """`optimizer`: of this replica alone; it comes to own every shard. `outer`: for `meet`."""
         self._stage = stage
         self._outer = outer
-        self._betas = (spec.beta1, spec.beta2)
+        self._spec = spec
         self._optimizer = optimizer
         self._clip = spec.grad_clip_norm
         self._shards = range(len(stage.shard_sizes))
@@ -108,15 +113,17 @@ class TorchLocalSteps:
             new = self._outer.pair_step(shard_index, common, change, mean, round_index)
         else:
             values, arrays = theirs
-            if len(arrays) != 4:
-                raise ProtocolViolation("an offer is four arrays")
             own = self._optimizer.export(shard_index)
             mine = (common, change, *map(to_tensor, own[1]))
+            if len(arrays) != len(mine):
+                raise ProtocolViolation(f"an offer of this shard is {len(mine)} arrays")
             seen = [self._seen(shard_index, m, a) for m, a in zip(mine, arrays, strict=True)]
-            their_common, their_change, their_mean, their_square = seen
+            their_common, their_change, their_mean, *squares = seen
             apart = sum_of_squares(fast - (their_common - their_change))
             change, mean = (change + their_change) / 2, (common + their_common) / 2
-            moments = from_tensor(their_mean), from_tensor(their_square.clamp_min(0.0))
+            moments = tuple(
+                from_tensor(m) for m in (their_mean, *(s.clamp_min(0.0) for s in squares))
+            )
             try:
                 self._average_moments(shard_index, own, values, moments)
                 new = self._outer.pair_step(shard_index, common, change, mean, round_index)
@@ -142,7 +149,9 @@ class TorchLocalSteps:
         if not own_steps:
             return
         averaged = []
-        for beta, mine, other in zip(self._betas, own, arrays, strict=True):
+        spec = self._spec
+        betas = (spec.beta1, spec.beta2) if len(own) == 2 else (spec.momentum,)
+        for beta, mine, other in zip(betas, own, arrays, strict=True):
             value = to_tensor(mine)
             if their_steps:
                 bias, their_bias = 1 - beta**own_steps, 1 - beta**their_steps
@@ -178,8 +187,10 @@ class TorchLocalSteps:
         return self._optimizer.export(shard_index)
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
-        if len(arrays) != 2:
-            raise ProtocolViolation("the moments of a shard are two arrays")
+        wanted = self._optimizer.num_moments(shard_index)
+        if len(arrays) != wanted:
+            how_many = "one array" if wanted == 1 else "two arrays"
+            raise ProtocolViolation(f"the moments of shard {shard_index} are {how_many}")
         self.changes += 1
         self._optimizer.load(shard_index, values, arrays)
 
@@ -190,22 +201,31 @@ def build_local_steps(
     """The own steps of a stage's replica; None where the run's mode has none."""
     if not isinstance(outer, OuterNesterov):
         return None
-    ranges, sizes = stage.parameter_ranges, stage.shard_sizes
-    optimizer = ShardedAdamW(ranges, sizes, spec.optimizer, store)  # nobody else steps on it
+    optimizer = _inner(spec, stage, store)  # nobody else steps on it
     return TorchLocalSteps(stage, optimizer, outer, spec.optimizer)
+
+
+def _inner(spec: RunSpec, stage: TorchStage, store: Store | None, codec: str = NONE) -> Inner:
+    """The steps of `[optimizer]`, made by the host."""
+    ranges, sizes = stage.parameter_ranges, stage.shard_sizes
+    if spec.optimizer.kind == "muon":
+        names = muon_matrices(stage.layers.builders)
+        device = stage.layers.device
+        return ShardedMuon(ranges, sizes, names, spec.optimizer, store, codec, device)
+    return ShardedAdamW(ranges, sizes, spec.optimizer, store, codec)
 
 
 def build_optimizer(
     spec: RunSpec, stage: TorchStage, store: HostStore | None = None
-) -> ShardedAdamW | OuterNesterov:
+) -> Inner | OuterNesterov:
     """What the owners of a stage's shards step with, by the run's mode; it owns none yet. `store`:
     of state, or where the stage's update is made on the device, of what that has no room for."""
     sync, ranges, sizes = spec.sync, stage.parameter_ranges, stage.shard_sizes
     if sync.mode not in (LOCAL, GOSSIP):
         copies = stage.update_copies
-        place: Store | None = store
-        if copies is not None:
-            place = DeviceStore(copies.device, store or MemoryStore())
+        if copies is None:
+            return _inner(spec, stage, store, sync.codec)
+        place = DeviceStore(copies.device, store or MemoryStore())
         return ShardedAdamW(ranges, sizes, spec.optimizer, place, sync.codec, copies)
     return OuterNesterov(
         sizes,

@@ -26,9 +26,7 @@ from swarmnet.training.optimizer.store import Store
 class OuterNesterov(ShardedOptimizer):
     """The state of a shard: its momentum, the decayed sum of the averaged changes."""
 
-    num_vectors = 1
     max_steps = 1 << 40
-    steps_in_parts = False
 
     def __init__(
         self,
@@ -46,6 +44,12 @@ class OuterNesterov(ShardedOptimizer):
         self._last_round = last_round
         self._rate = rate
         self._momentum = momentum
+
+    def num_moments(self, shard_index: int) -> int:
+        return 1
+
+    def _steps_in_parts(self, shard_index: int) -> bool:
+        return False
 
     def _stepper(
         self, shard_index: int, state: ShardState, round_index: int, *, is_delayed: bool

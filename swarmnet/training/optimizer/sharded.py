@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.ports import ShardCodec
+from swarmnet.ports import Rest, ShardCodec
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.update import robust
 from swarmnet.training.arrays import check_shape, from_tensor, is_finite, sum_of_squares, to_tensor
@@ -56,11 +56,7 @@ class ShardState:
 class ShardedOptimizer(ABC):
     """Implements `ports.Optimizer`, but for the step itself."""
 
-    num_vectors: ClassVar[int]
-    """Of the state of a shard, without `ahead`."""
     max_steps: ClassVar[int]
-    steps_in_parts: ClassVar[bool]
-    """A step changes the state part by part. It cannot where one part may be refused."""
 
     def __init__(
         self,
@@ -83,6 +79,34 @@ class ShardedOptimizer(ABC):
     ) -> Stepper:
         """What makes a step, whose number is one more than `state.steps`."""
 
+    @abstractmethod
+    def num_moments(self, shard_index: int) -> int:
+        """As the port says."""
+
+    @abstractmethod
+    def _steps_in_parts(self, shard_index: int) -> bool:
+        """A step changes the state part by part. It cannot where one part may be refused, or needs
+        the others."""
+
+    def _foretells(self, shard_index: int) -> bool:
+        """Delayed parameters are ahead of the optimizer's own."""
+        return True
+
+    def is_repeatable(self, shard_index: int) -> bool:
+        """As the port says: so it is where nothing else is said."""
+        return True
+
+    def follow(
+        self,
+        shard_index: int,
+        gradient_sum: Array,
+        scale: float,
+        round_index: int,
+        is_delayed: bool = False,
+    ) -> Rest:
+        """As the port says; of steps that all owners make alike there is no part to follow."""
+        raise NotImplementedError("every owner makes the whole step")
+
     # ---- which shards -----------------------------------------------------------------------
 
     def owned(self) -> list[int]:
@@ -94,7 +118,7 @@ class ShardedOptimizer(ABC):
 
     def create(self, shard_index: int) -> None:
         size = self._sizes[shard_index]
-        vectors = tuple(self._store.zeros(size) for _ in range(self.num_vectors))
+        vectors = tuple(self._store.zeros(size) for _ in range(self.num_moments(shard_index)))
         self._states[shard_index] = ShardState(vectors, 0)
 
     def drop(self, shard_index: int) -> None:
@@ -161,26 +185,64 @@ class ShardedOptimizer(ABC):
         the wrong length or is not finite, or leads to parameters that no stage takes, and
         `KeyError` where the state is not held."""
         state = self._states[shard_index]
-        present = self._values(shard_index, "parameters", parameters)
-        total = self._values(shard_index, "gradient", gradient_sum)
-        if not _is_finite_scaled(total, scale):
-            raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
-        name, size = self.codec.names.results, present.numel()
-        is_ahead, is_first = is_delayed or name != NONE, state.ahead is None
+        total = self._finite(shard_index, gradient_sum, scale)
+        is_foretold = is_delayed and self._foretells(shard_index)
+        is_ahead = is_foretold or self.codec.names.results != NONE
+        is_first = state.ahead is None
+        size = total.numel()
         new = state.ahead if not is_first else self._store.zeros(size) if is_ahead else None
         kept = state.vectors if new is None else (*state.vectors, new)
         used = [self._near(values) for values in kept]
-        before = None if is_first else used[-1]
-        ahead = used[-1] if is_ahead else None
+        near = ShardState(tuple(used[: len(state.vectors)]), state.steps)
+        made = self._made(
+            shard_index,
+            parameters,
+            total,
+            scale,
+            self._stepper(shard_index, near, round_index, is_delayed=is_delayed),
+            before=None if is_first else used[-1],
+            ahead=used[-1] if is_ahead else None,
+            for_others=for_others,
+        )
+        for there, here in zip(kept, used, strict=True):
+            if there is not here:
+                there.copy_(here)
+        state.steps += 1
+        state.ahead = new if is_ahead else None
+        return made
+
+    def _finite(self, shard_index: int, gradient_sum: Array, scale: float) -> Tensor:
+        """The gradient's sum. Raises `ProtocolViolation` where it does not fit, or is not finite
+        once it is scaled."""
+        total = self._values(shard_index, "gradient", gradient_sum)
+        if not _is_finite_scaled(total, scale):
+            raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
+        return total
+
+    def _made(
+        self,
+        shard_index: int,
+        parameters: Array,
+        total: Tensor,
+        scale: float,
+        advance: Stepper,
+        *,
+        before: Tensor | None,
+        ahead: Tensor | None,
+        for_others: bool,
+    ) -> tuple[Array, Array]:
+        """What a step gives, as `step` does. `before`: by how much the present parameters are ahead
+        of the optimizer's own. `ahead`: where it is kept by how much the new ones are; may be the
+        same tensor."""
+        present = self._values(shard_index, "parameters", parameters)
+        name, size = self.codec.names.results, present.numel()
         coded = empty_codes(name, present) if name != NONE and for_others else None
-        near = ShardState(tuple(used[: self.num_vectors]), state.steps)
-        advance = self._stepper(shard_index, near, round_index, is_delayed=is_delayed)
         published = torch.empty_like(present)
 
         def work(part: slice) -> None:
             at, out = present[part], published[part]
             gradient = torch.mul(total[part], scale, out=scratch("gradient", at))
-            own = scratch("own", at) if is_ahead else out
+            own = scratch("own", at) if ahead is not None else out
             if before is None:
                 own.copy_(at)
             else:
@@ -199,14 +261,9 @@ class ShardedOptimizer(ABC):
             if ahead is not None:
                 torch.sub(out, own, out=ahead[part])
 
-        over(published, work, in_parts=self.steps_in_parts)
-        for there, here in zip(kept, used, strict=True):
-            if there is not here:
-                there.copy_(here)
-        state.steps += 1
-        state.ahead = new if is_ahead else None
-        parameters = array_of(published, self._copies)
-        return parameters if coded is None else sent(coded, self._copies), parameters
+        over(published, work, in_parts=self._steps_in_parts(shard_index))
+        result = array_of(published, self._copies)
+        return result if coded is None else sent(coded, self._copies), result
 
     def _near(self, values: Tensor) -> Tensor:
         """A vector of the state, where the step is made."""
@@ -233,17 +290,18 @@ class ShardedOptimizer(ABC):
         steps, most = values.get("steps"), self.max_steps
         if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < most:
             raise ProtocolViolation("optimizer state with an impossible step count")
-        n = self.num_vectors
+        n = self.num_moments(shard_index)
         if len(arrays) not in (n, n + 1):
             raise ProtocolViolation(f"optimizer state is {n} arrays, or {n + 1}")
         vectors = [self._values(shard_index, "moments", array) for array in arrays]
-        if not (all(map(is_finite, vectors)) and self._is_possible(vectors)):
+        is_possible = self._is_possible(shard_index, vectors)
+        if not (all(map(is_finite, vectors)) and is_possible):
             raise ProtocolViolation("optimizer state with values that cannot be")
         kept = [self._store.zeros(v.numel()).copy_(v) for v in vectors]
         ahead = kept[n] if len(kept) > n else None
         self._states[shard_index] = ShardState(tuple(kept[:n]), steps, ahead)
 
-    def _is_possible(self, vectors: Sequence[Tensor]) -> bool:
+    def _is_possible(self, shard_index: int, vectors: Sequence[Tensor]) -> bool:
         """Whether finite numbers can be such a state."""
         return True
 

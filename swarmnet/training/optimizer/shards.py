@@ -52,9 +52,7 @@ class Segment:
 class ShardedAdamW(ShardedOptimizer):
     """AdamW. The state of a shard: the running means of the gradient and of its square."""
 
-    num_vectors = 2
     max_steps = MAX_STEPS
-    steps_in_parts = True
 
     def __init__(
         self,
@@ -70,43 +68,67 @@ class ShardedAdamW(ShardedOptimizer):
         self._spec = spec
         self._segments = cut_segments(parameters, shard_sizes)
 
+    def num_moments(self, shard_index: int) -> int:
+        return 2
+
+    def _steps_in_parts(self, shard_index: int) -> bool:
+        return True
+
     def _stepper(
         self, shard_index: int, state: ShardState, round_index: int, *, is_delayed: bool
     ) -> Stepper:
-        spec, steps = self._spec, state.steps + 1
-        rate = learning_rate(spec, round_index)
-        about = adamw.Step(rate, spec.beta1, spec.beta2, spec.eps, steps)
-        mean, square = state.vectors
+        segments = self._segments[shard_index]
+        return adamw_stepper(self._spec, segments, state, round_index, is_delayed=is_delayed)
 
-        def advance(part: slice, own: Tensor, gradient: Tensor) -> Tensor:
-            for segment in self._segments[shard_index]:
-                start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
-                if start >= stop:
-                    continue
-                here = slice(start - part.start, stop - part.start)
-                of_state = mean[start:stop], square[start:stop]
-                decay = spec.weight_decay if segment.has_decay else 0.0
-                adamw.step(own[here], gradient[here], *of_state, about, decay)
-            if not is_delayed:
-                return own
-            ahead = self._look_ahead(mean[part], square[part], steps, gradient, rate)
-            return ahead.add_(own)
+    def _is_possible(self, shard_index: int, vectors: Sequence[Tensor]) -> bool:
+        return is_square(vectors[1])
 
-        return advance
 
-    def _look_ahead(
-        self, mean: Tensor, square: Tensor, steps: int, gradient: Tensor, rate: float
-    ) -> Tensor:
-        """How far the parameters are to be ahead after a step."""
-        spec = self._spec
-        of_mean, of_gradient = lead(spec.beta1)
-        bias, bias_square = (1 - beta**steps for beta in (spec.beta1, spec.beta2))
-        root = square.sqrt().div_(math.sqrt(bias_square)).add_(spec.eps)
-        ahead = mean * of_mean
-        return ahead.add_(gradient, alpha=of_gradient).div_(root).mul_(-rate / bias)
+def is_square(values: Tensor) -> bool:
+    """Whether it can be a running mean of squares."""
+    return values.min().item() >= 0
 
-    def _is_possible(self, vectors: Sequence[Tensor]) -> bool:
-        return vectors[1].min().item() >= 0
+
+def adamw_stepper(
+    spec: OptimizerSpec,
+    segments: Sequence[Segment],
+    state: ShardState,
+    round_index: int,
+    *,
+    is_delayed: bool,
+) -> Stepper:
+    """AdamW's step on a shard with these segments."""
+    steps = state.steps + 1
+    rate = learning_rate(spec, round_index)
+    about = adamw.Step(rate, spec.beta1, spec.beta2, spec.eps, steps)
+    mean, square = state.vectors
+
+    def advance(part: slice, own: Tensor, gradient: Tensor) -> Tensor:
+        for segment in segments:
+            start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
+            if start >= stop:
+                continue
+            here = slice(start - part.start, stop - part.start)
+            of_state = mean[start:stop], square[start:stop]
+            decay = spec.weight_decay if segment.has_decay else 0.0
+            adamw.step(own[here], gradient[here], *of_state, about, decay)
+        if not is_delayed:
+            return own
+        ahead = _look_ahead(spec, mean[part], square[part], steps, gradient, rate)
+        return ahead.add_(own)
+
+    return advance
+
+
+def _look_ahead(
+    spec: OptimizerSpec, mean: Tensor, square: Tensor, steps: int, gradient: Tensor, rate: float
+) -> Tensor:
+    """How far the parameters are to be ahead after a step."""
+    of_mean, of_gradient = lead(spec.beta1)
+    bias, bias_square = (1 - beta**steps for beta in (spec.beta1, spec.beta2))
+    root = square.sqrt().div_(math.sqrt(bias_square)).add_(spec.eps)
+    ahead = mean * of_mean
+    return ahead.add_(gradient, alpha=of_gradient).div_(root).mul_(-rate / bias)
 
 
 def lead(beta1: float) -> tuple[float, float]:

@@ -72,12 +72,25 @@ def test_few_microbatches_in_flight_wait_for_latency() -> None:
 
 @pytest.mark.parametrize("mode", ["zero", "delayed", "local", "gossip"])
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_what_is_sent_is_received(mode: str, codec: str) -> None:
+@pytest.mark.parametrize("num_muon", [0, 400])
+def test_what_is_sent_is_received(mode: str, codec: str, num_muon: int) -> None:
     of = 1000, 4, 2, mode, 10, codec
     parts = [None] * 4 if mode == "gossip" else [0.1, 0.2, 0.3, 0.4]
-    sent, received = map(sum, zip(*(exchanged_bytes(*of, part) for part in parts), strict=True))
+    each = [exchanged_bytes(*of, part, num_muon) for part in parts]
+    sent, received = map(sum, zip(*each, strict=True))
     assert sent == pytest.approx(received)
-    assert sent == pytest.approx(4 * exchanged_bytes(*of)[0])
+    assert sent == pytest.approx(4 * exchanged_bytes(*of, num_muon=num_muon)[0])
+
+
+@pytest.mark.parametrize(("mode", "part"), [("zero", 4), ("delayed", 4), ("local", 1)])
+def test_steps_of_muon_are_divided_among_who_makes_them(mode: str, part: int) -> None:
+    job = equal_job(2, 8, mode)
+    layer = replace(job.layers[0], muon_parameters=10**5, muon_flops=6e9)
+    costs = Costs(replace(job, layers=(layer, layer)))
+    slow = replace(FAST, exact_flops_per_s=1e9)
+    stage = costs.stage(0, 2, 1, [FAST, slow, FAST, FAST])
+    assert stage is not None
+    assert stage.update_s == pytest.approx(2 * 6 / part)
 
 
 def test_an_exchange_waits_for_the_slowest_link_and_delayed_hides_it() -> None:

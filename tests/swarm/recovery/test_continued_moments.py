@@ -33,6 +33,7 @@ from tests.swarm.lora_runs import LORA
 from tests.swarm.recovery.test_continuing import changed, continuing
 
 ROUNDS = 4
+WHAT = ("whole", "adapters", "muon")
 CONSTANT = {
     "learning_rate": 3e-3,
     "min_learning_rate_ratio": 1.0,
@@ -129,12 +130,14 @@ def giver_of(resolved: Resolved, state: Path, folder: Path | None) -> Any:
     return weights
 
 
-def spec_of(tmp_path: Path, *, num_stages: int, is_lora: bool) -> tuple[RunSpec, Path | None]:
-    """A run, and the folder of its model where it trains adapters."""
+def spec_of(tmp_path: Path, what: str, *, num_stages: int) -> tuple[RunSpec, Path | None]:
+    """A run, and the folder of its model where it trains adapters. `what`: of `WHAT`."""
+    kind = "muon" if what == "muon" else "adamw"
     spec = changed(
-        tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS), {"optimizer": CONSTANT}
+        tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS),
+        {"optimizer": CONSTANT | {"kind": kind}},
     )
-    if not is_lora:
+    if what != "adapters":
         return spec, None
     folder = folder_of(tmp_path / "model")
     values = spec.model_dump()
@@ -156,10 +159,10 @@ def begun(of: RunSpec, state: Path, folder: Path | None) -> tuple[RunSpec, Any]:
     )
 
 
-@pytest.mark.parametrize("is_lora", [False, True], ids=["whole", "adapters"])
-def test_two_runs_of_half_the_length_are_the_whole_one(tmp_path: Path, is_lora: bool) -> None:
+@pytest.mark.parametrize("what", WHAT)
+def test_two_runs_of_half_the_length_are_the_whole_one(tmp_path: Path, what: str) -> None:
     """And they are not without moments, or this test could not fail."""
-    spec, folder = spec_of(tmp_path, num_stages=2, is_lora=is_lora)
+    spec, folder = spec_of(tmp_path, what, num_stages=2)
     state = tmp_path / "state"
     whole, weights = begun(changed(spec, {"optimizer": {"rounds": 2 * ROUNDS}}), state, folder)
     expected, last = trained(whole, weights=weights)
@@ -185,12 +188,12 @@ def test_two_runs_of_half_the_length_are_the_whole_one(tmp_path: Path, is_lora: 
     assert without[-1] != pytest.approx(expected[-1], rel=1e-3)
 
 
-@pytest.mark.parametrize("is_lora", [False, True], ids=["whole", "adapters"])
-def test_they_go_on_over_another_cut_and_back(tmp_path: Path, is_lora: bool) -> None:
+@pytest.mark.parametrize("what", WHAT)
+def test_they_go_on_over_another_cut_and_back(tmp_path: Path, what: str) -> None:
     """From 4 stages (3 of a model of so many layers) to 2 and back, with other shards: the losses
     of one run."""
-    most = 3 if is_lora else 4
-    spec, folder = spec_of(tmp_path, num_stages=most, is_lora=is_lora)
+    most = 3 if what == "adapters" else 4
+    spec, folder = spec_of(tmp_path, what, num_stages=most)
     states = [tmp_path / f"state-{i}" for i in range(3)]
     whole, weights = begun(changed(spec, {"optimizer": {"rounds": 3 * ROUNDS}}), states[0], folder)
     expected, last = trained(whole, weights=weights)
@@ -265,6 +268,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunSpec]:
     [
         ({"sync": {"mode": "local"}}, r"\[sync\] mode is local here, where each replica has its"),
         ({"optimizer": {"beta2": 0.9}}, r"\[optimizer\] beta2 is 0.95 there, 0.9 here"),
+        ({"optimizer": {"kind": "muon"}}, r"\[optimizer\] kind is adamw there, muon here"),
     ],
 )
 def test_moments_that_do_not_fit_begin_at_zero_and_a_line_says_why(

@@ -707,15 +707,29 @@ def test_a_run_that_is_stopped_again_and_again_keeps_its_moments(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("mode", "codec"),
-    [("zero", "none"), ("zero", "int8"), ("zero", "int4"), ("local", "topk"), ("local", "none")],
+    ("mode", "codec", "kind"),
+    [
+        ("zero", "none", "adamw"),
+        ("zero", "int8", "adamw"),
+        ("zero", "int4", "adamw"),
+        ("local", "topk", "adamw"),
+        ("local", "none", "adamw"),
+        ("zero", "int8", "muon"),
+        ("local", "int8", "muon"),
+        ("gossip", "none", "muon"),
+    ],
 )
-def test_a_run_that_was_killed_is_the_run_to_the_bit(tmp_path: Path, mode: str, codec: str) -> None:
+def test_a_run_that_was_killed_is_the_run_to_the_bit(
+    tmp_path: Path, mode: str, codec: str, kind: str
+) -> None:
     """What coding has lost of contributions, too, is in a checkpoint. A round is one microbatch, so
     that nothing is summed in another order."""
     sync: dict[str, Any] = {"mode": mode, "codec": codec}
-    sync |= {"local_steps": 2} if mode == "local" else {}
+    sync |= {"local_steps": 2} if mode != "zero" else {}
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync, global_batch=4)
+    values = spec.model_dump()
+    values["optimizer"]["kind"] = kind
+    spec = RunSpec.model_validate(values)
     models = []
 
     async def scenario(swarm: Swarm, folder: Path, *, is_killed: bool) -> None:

@@ -21,6 +21,8 @@ from swarmnet.errors import NotReady
 from swarmnet.methods.update import ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE, bitmap
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.update.exchange.auditing import UpdateAudits
+from swarmnet.swarm.update.exchange.shard_work import Result, ShardWork
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
@@ -60,13 +62,13 @@ class OneMicrobatch:
         return self.inner.microbatch(range(len(indices)))
 
 
-def spec_of(folder: Path, replication: int, mode: str = "zero") -> RunSpec:
+def spec_of(folder: Path, replication: int, mode: str = "zero", kind: str = "adamw") -> RunSpec:
     spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS, global_batch=32)
     values = spec.model_dump()
     values["model"]["num_hidden_layers"] = 1
     values["sync"] |= {"replication": replication, "mode": mode}
     values["sync"] |= {"local_steps": STRUCK + 1}  # there is an exchange in that round
-    values["optimizer"]["warmup_rounds"] = 0
+    values["optimizer"] |= {"warmup_rounds": 0, "kind": kind}
     return RunSpec.model_validate(values)
 
 
@@ -113,7 +115,9 @@ class Undisturbed:
 
 
 @functools.cache
-def undisturbed(folder: Path, replication: int, mode: str = "zero") -> Undisturbed:
+def undisturbed(
+    folder: Path, replication: int, mode: str = "zero", kind: str = "adamw"
+) -> Undisturbed:
     results: list[Undisturbed] = []
 
     async def scenario(swarm: Swarm) -> None:
@@ -143,7 +147,7 @@ def undisturbed(folder: Path, replication: int, mode: str = "zero") -> Undisturb
         }
         results.append(Undisturbed(state, parameters, owners, windows))
 
-    in_virtual_time(scenario, spec_of(folder, replication, mode))
+    in_virtual_time(scenario, spec_of(folder, replication, mode, kind))
     return results[0]
 
 
@@ -173,11 +177,48 @@ def deaths() -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("moment", [2, *range(5, len(MOMENTS), 2)])
+def test_muons_owners_may_die_at_any_moment(
+    folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a primary dies before it gives its result out, a backup makes the rest of the step."""
+    monkeypatch.setattr(UpdateAudits, "draws", lambda *_: False)  # else it is made anyway
+    all_but_one_die(folder, "zero", 2, moment, "muon")
+
+
+def test_somebody_makes_the_rest_of_a_step_whose_primary_died(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the test above proves nothing."""
+    made: list[int] = []
+    complete = ShardWork.complete
+
+    async def counted(self: ShardWork, exchange: int, shard: int, result: Result) -> None:
+        if result.rest is not None:
+            made.append(shard)
+        await complete(self, exchange, shard, result)
+
+    monkeypatch.setattr(ShardWork, "complete", counted)
+    monkeypatch.setattr(UpdateAudits, "draws", lambda *_: False)
+    for moment in range(6, len(MOMENTS)):
+        all_but_one_die(folder, "zero", 2, moment, "muon")
+        if made:
+            return
+    raise AssertionError("nobody")
+
+
 @pytest.mark.parametrize(("mode", "replication", "moment"), deaths())
 def test_all_owners_but_one_may_die_at_any_moment(
     folder: Path, mode: str, replication: int, moment: int
 ) -> None:
-    calm = undisturbed(folder, replication, mode)
+    all_but_one_die(folder, mode, replication, moment)
+
+
+def all_but_one_die(
+    folder: Path, mode: str, replication: int, moment: int, kind: str = "adamw"
+) -> None:
+    """Owners of one shard; the run ends as if nobody had."""
+    calm = undisturbed(folder, replication, mode, kind)
     owners = calm.owners[moment % len(calm.owners)]
     survivor = owners[-1 - moment // len(calm.owners) % replication]  # the last backup, most often
     victims = [name for name in owners if name != survivor]
@@ -195,7 +236,7 @@ def test_all_owners_but_one_may_die_at_any_moment(
         for name, values in calm.parameters.items():
             assert (found[name] - values).norm() <= 1e-3 * values.norm(), name
 
-    in_virtual_time(scenario, spec_of(folder, replication, mode))
+    in_virtual_time(scenario, spec_of(folder, replication, mode, kind))
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 3.0, 30.0])

@@ -10,6 +10,7 @@ import pytest
 from swarmnet.protocol.audit import Draw
 from swarmnet.protocol.planning.exchange import exchanged_bytes
 from swarmnet.spec import RunSpec
+from swarmnet.training.models.registry import stage_matrix_parameters
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 NUM_REPLICAS = 4
@@ -56,25 +57,35 @@ def test_bytes_of_an_update(tmp_path: Path, replication: int) -> None:
 
 @pytest.mark.parametrize("num_replicas", [pytest.param(3, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize(
-    ("mode", "codec"),
+    ("mode", "codec", "kind"),
     [
-        ("delayed", "none"),
-        ("zero", "int4"),
-        ("local", "topk"),
-        ("gossip", "int8"),
-        *(pytest.param(mode, "none", marks=pytest.mark.long) for mode in ("local", "gossip")),
-        *(pytest.param(mode, "int8", marks=pytest.mark.long) for mode in ("zero", "delayed")),
+        ("delayed", "none", "adamw"),
+        ("zero", "int4", "adamw"),
+        ("local", "topk", "adamw"),
+        ("gossip", "int8", "adamw"),
+        *(
+            pytest.param(mode, "none", "adamw", marks=pytest.mark.long)
+            for mode in ("local", "gossip")
+        ),
+        *(
+            pytest.param(mode, "int8", "adamw", marks=pytest.mark.long)
+            for mode in ("zero", "delayed")
+        ),
+        ("zero", "int8", "muon"),
+        ("gossip", "none", "muon"),
     ],
 )
 def test_bytes_of_a_round_in_the_other_modes(
-    tmp_path: Path, mode: str, codec: str, num_replicas: int
+    tmp_path: Path, mode: str, codec: str, kind: str, num_replicas: int
 ) -> None:
     """On average over two exchanges of everything; what `swarmnet plan` says."""
     local_steps = 2
     sync = {"mode": mode, "local_steps": local_steps, "codec": codec, "shard_parameters": SHARD}
     values = tiny_spec(tmp_path, num_stages=1, rounds=12, num_layers=3, sync=sync).model_dump()
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
+    values["optimizer"]["kind"] = kind
     spec = RunSpec.model_validate(values)
+    num_muon = stage_matrix_parameters(spec, 0)
     first, last = 4, 4 + 2 * local_steps
 
     async def scenario(swarm: Swarm) -> None:
@@ -99,7 +110,9 @@ def test_bytes_of_a_round_in_the_other_modes(
         measured = (sent() - before) / (last - first) / num_replicas
         num_parameters = swarm.flat("peer-0").numel()
         plain, formula = (
-            exchanged_bytes(num_parameters, num_replicas, 2, mode, local_steps, c)[0]
+            exchanged_bytes(
+                num_parameters, num_replicas, 2, mode, local_steps, c, num_muon=num_muon
+            )[0]
             for c in ("none", codec)
         )
         print(

@@ -199,7 +199,9 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
-def large(folder: Path, precision: str, mode: str = "zero", codec: str = "none") -> RunSpec:
+def large(
+    folder: Path, precision: str, mode: str = "zero", codec: str = "none", kind: str = "adamw"
+) -> RunSpec:
     """Large enough for parameters to be what counts, in many shards."""
     spec = tiny_spec(folder, num_stages=1, num_layers=3)
     values = spec.model_dump()
@@ -207,7 +209,7 @@ def large(folder: Path, precision: str, mode: str = "zero", codec: str = "none")
     values["pipeline"]["precision"] = precision
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
     values["sync"] |= {"shard_parameters": 2048, "mode": mode, "local_steps": 2, "codec": codec}
-    values["optimizer"]["warmup_rounds"] = 0
+    values["optimizer"] |= {"warmup_rounds": 0, "kind": kind}
     return RunSpec.model_validate(values)
 
 
@@ -240,20 +242,22 @@ def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("mode", "codec"),
+    ("mode", "codec", "kind"),
     [
-        pytest.param("local", "none", marks=pytest.mark.long),
-        ("gossip", "none"),
-        pytest.param("zero", "int8", marks=pytest.mark.long),
-        ("zero", "int4"),
-        ("local", "topk"),
-        ("gossip", "int8"),
+        pytest.param("local", "none", "adamw", marks=pytest.mark.long),
+        ("gossip", "none", "adamw"),
+        pytest.param("zero", "int8", "adamw", marks=pytest.mark.long),
+        ("zero", "int4", "adamw"),
+        ("local", "topk", "adamw"),
+        ("gossip", "int8", "adamw"),
+        ("zero", "none", "muon"),
+        ("local", "none", "muon"),
     ],
 )
 def test_other_modes_and_codecs_hold_what_the_plan_says(
-    tmp_path: Path, mode: str, codec: str
+    tmp_path: Path, mode: str, codec: str, kind: str
 ) -> None:
-    spec = large(tmp_path, "fp32", mode, codec)
+    spec = large(tmp_path, "fp32", mode, codec, kind)
     (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
 
     async def scenario(swarm: Swarm) -> None:

@@ -15,7 +15,12 @@ from swarmnet.training.memory.activation_choice import (
 )
 from swarmnet.training.memory.plan import BF16, FP32, Precision, base_bytes, state_bytes
 from swarmnet.training.memory.stage_table import MachineMemory, StageTable
-from swarmnet.training.models.registry import model_plan, split_stages, stage_parameter_ranges
+from swarmnet.training.models.registry import (
+    model_plan,
+    split_stages,
+    stage_matrix_parameters,
+    stage_parameter_ranges,
+)
 from tests.training.specs import small_spec
 
 GB = 1e9
@@ -32,15 +37,21 @@ def ranges(spec: RunSpec) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("precision", [FP32, BF16])
 @pytest.mark.parametrize("subspace", [0, 8])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_range_of_layers_needs_what_a_stage_of_them_does(
-    num_stages: int, precision: Precision, subspace: int
+    num_stages: int, precision: Precision, subspace: int, kind: str
 ) -> None:
-    spec = small_spec(model={"subspace": subspace}, pipeline={"num_stages": num_stages})
+    spec = small_spec(
+        model={"subspace": subspace}, pipeline={"num_stages": num_stages}, optimizer={"kind": kind}
+    )
     table = StageTable(spec)
     for k, (first, end) in enumerate(ranges(spec)):
         needs = table.needs(first, end, precision)
         trained = stage_parameter_ranges(spec, k)[-1].stop
-        state = state_bytes(trained, 1, 2, precision, spec.sync.mode, spec.sync.codec)
+        muon = stage_matrix_parameters(spec, k)
+        state = state_bytes(trained, 1, 2, precision, spec.sync.mode, spec.sync.codec, muon)
+        plain = state_bytes(trained, 1, 2, precision, spec.sync.mode, spec.sync.codec)
+        assert needs.optimizer == plain[2] - 4 * muon
         assert (needs.weights, needs.gradients, needs.optimizer, needs.exchange) == state
         assert needs.activations == known_activations(spec, k, precision)
         assert needs.base >= base_bytes(spec, k, precision)

@@ -98,6 +98,7 @@ class UpdateAudits:
     def __post_init__(self) -> None:
         self.draw = Draw.beside(self.rng, UPDATE_RATE)
         self.looks = Draw.beside(self.rng, LOOK_RATE)
+        self.repeats = Draw.beside(self.rng, UPDATE_RATE)
         self.withheld = Withheld()
         transport = self.gossip.transport
         serve(transport, GIVEN, self._on_given)
@@ -249,6 +250,13 @@ class UpdateAudits:
 
     # ---- as contributor and backup: the result ----------------------------------------------
 
+    def draws(self, copy: Result) -> bool:
+        """Whether the rest of a step is made here too, which the primary alone has to make. Else
+        its result is believed, as by who is no backup."""
+        if copy.rest is not None and self.repeats.is_drawn():
+            copy.is_audited = True
+        return copy.is_audited
+
     def came(
         self,
         exchange: int,
@@ -299,7 +307,7 @@ class UpdateAudits:
             self._not_shown(look.sender, look.shard)
             return
         self.withheld.shown(look.sender, look.shard)
-        if why or look.copy is not None:
+        if why or (look.copy is not None and look.copy.parameters is not None):
             self._concluded(said, why)
         if why and look.summed is not None and look.proof is not None:
             self._tell(Finding(said.stage, look.summed, (look.proof,)))

@@ -492,6 +492,8 @@ class Exchange:
         sender is dead for this exchange; `NotReady` where there is no copy."""
         shard = self._machines[j].shard
         copy: Result | None = shard.result if shard.state is State.COPIED else None
+        if copy is not None and copy.rest is not None and not copy.is_audited:
+            copy = None  # there is nothing to compare with
         if values is None:
             if copy is None or copy.values is None or copy.parameters is None:
                 raise NotReady("the copy was given up")  # and is not told of again
@@ -539,6 +541,7 @@ class Exchange:
         if put is None or j in self.done or j not in self._calls.tokens:
             return  # where the own contribution is still to come, it goes on then
         try:
+            await self._work.complete(self.number, j, result)
             await self._work.put(j, result, put, is_in_stage=self._stays_in_stage)
         except Exception as e:
             if not isinstance(e, SwarmnetError):
@@ -618,12 +621,22 @@ class Exchange:
         try:
             for event in await work():
                 self.feed(j, event)
+                if isinstance(event, on.Stepped) and self._audits.draws(event.result):
+                    # The worker makes it before it puts the primary's result.
+                    self._tasks.start(self._complete(j, event.result))
         except UserError as e:
             self._states.fail(e)
             self.fail(e)
         except Exception as e:
             log.warning("round %d shard %d: no step here: %s", self.number, j, e)
             self.feed(j, on.StepFailed(attempt))
+
+    async def _complete(self, j: int, copy: Result) -> None:
+        """Makes the rest of a step that was followed, to be compared with the primary's."""
+        try:
+            await self._work.complete(self.number, j, copy)
+        except SwarmnetError as e:
+            log.debug("round %d shard %d is not audited: %s", self.number, j, e)
 
     async def _mirror(
         self, j: int, backup: str, command: do.Mirror, before: asyncio.Future[Before]

@@ -183,6 +183,7 @@ class ExchangeService:
             raise _redirect(j, answer)
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
+        await self.work.complete(asked, j, answer.result)
         digest = b"" if push.is_whole else answer.result.digest
         proof = self.proofs.stepped(asked, j, exchange.ballot(j).term, answer.result.hash)
         if self.books.takes_copy(asked, j, remote, digest):
@@ -235,6 +236,7 @@ class ExchangeService:
         answer = await exchange.answer(j, lambda call: on.Pushed(call, remote, ballot, 0, None))
         if not isinstance(answer, do.Give):
             raise _redirect(j, answer)
+        await self.work.complete(r, j, answer.result)
         is_alike = await self.tied.is_alike(j, push.digest)
         values = await self.work.copy_of(r, j, answer.result, is_whole=not is_alike)
         await self.pace.turn(values.num_bytes)
@@ -270,6 +272,7 @@ class ExchangeService:
         exchange = self.exchange.now()
         answer = await exchange.answer(j, lambda call: on.Asked(call, remote, ballot, is_final))
         if isinstance(answer, do.Give):
+            await self.work.complete(asked, j, answer.result)
             proof = self.proofs.stepped(asked, j, exchange.ballot(j).term, answer.result.hash)
             values = await self.work.copy_of(asked, j, answer.result)
             return ballot, (self.books.told(asked, j, remote, proof=proof), values)

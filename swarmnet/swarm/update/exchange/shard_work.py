@@ -20,7 +20,7 @@ import xxhash
 from swarmnet.errors import NotReady, ProtocolViolation
 from swarmnet.methods.update import MirrorRequest
 from swarmnet.methods.update_proof import Entry, Proof
-from swarmnet.ports import CodingErrors
+from swarmnet.ports import CodingErrors, Rest
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.sync_modes import SyncPlan
@@ -90,6 +90,10 @@ class Result:
     """Norm of the change of the parameters, where it is a backup's."""
     is_placed: bool = False
     """It has been put where it goes."""
+    rest: Rest | None = None
+    """Makes the values, where the step was followed here and the primary's result is to come."""
+    is_audited: bool = False
+    """It is made all the same, to be compared with that."""
 
     @property
     def is_coded(self) -> bool:
@@ -362,15 +366,20 @@ class ShardWork:
         def work() -> Result:
             present = replica.common_shard(shard)
             is_delayed = self.plan.is_delayed(exchange)
-            total = decoded
+            total, optimizer = decoded, replica.optimizer
             if total is None:
-                total = replica.optimizer.codec.decoded_sum(shard, gradient)
-            made = replica.optimizer.step(
-                shard, present, total, before.scale, exchange, is_delayed, has_others
-            )
+                total = optimizer.codec.decoded_sum(shard, gradient)
+            about = total, before.scale, exchange, is_delayed
+            is_followed = is_copy and not optimizer.is_repeatable(shard)
+            if is_followed:
+                rest = optimizer.follow(shard, *about)
+            else:
+                made = optimizer.step(shard, present, *about, has_others)
             # The codes of a replica that is alone may not have been made, and are not for this.
             seen = gradient.data if has_others else f"{own} {before.scale}".encode()
             self._states.stepped(shard, exchange, descended(before.lineage, exchange, seen))
+            if is_followed:
+                return Result(None, rest=rest)
             values, parameters = made
             digest = xxhash.xxh3_64_digest(values.data) if has_others else b""
             size = replica.optimizer.distance(parameters, present) if is_copy else 0.0
@@ -392,7 +401,7 @@ class ShardWork:
         return ""
 
     async def repeat(self, mirror: MirrorRequest, gradient: Array, maker: str) -> Result:
-        """The same step as the primary's, bit for bit."""
+        """The same step as the primary's, bit for bit; or its part that is (`Optimizer.follow`)."""
         before = Before(mirror.scale, mirror.steps, mirror.lineage)
         result = await self._step(mirror.round, mirror.shard, gradient, before, is_copy=True)
         self._books.stepped(mirror.round, mirror.shard, mirror.num_tokens)
@@ -400,6 +409,29 @@ class ShardWork:
             self._norms.heard(mirror.round, mirror.norm)
         self._makers[mirror.shard] = maker
         return replace(result, counted=True)  # as far as is known
+
+    async def complete(self, exchange: int, shard: int, result: Result) -> None:
+        """Makes the rest of a step that was followed here, for an audit, or because there is no
+        primary to have its result from. Raises `NotReady` where the parameters before it are gone,
+        and `ProtocolViolation` where there is no such step."""
+        if result.rest is None:
+            return
+        replica = self._replica
+
+        def work() -> None:
+            rest = result.rest
+            if rest is None:
+                return  # another task has waited for it too
+            if replica.current_exchange != exchange:
+                raise NotReady("the round is over here")
+            present = replica.common_shard(shard)
+            values, parameters = rest(present, True)
+            result.values, result.parameters, result.rest = values, parameters, None
+            result.digest = xxhash.xxh3_64_digest(values.data)
+            result.size = replica.optimizer.distance(parameters, present)
+            result.hash = hash_of(values)
+
+        await replica.worker.run(work)
 
     # ---- results ----------------------------------------------------------------------------
 

@@ -1,0 +1,104 @@
+"""A swarm with Muon makes the updates of a plain loop that orthogonalizes by singular values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.protocol.update.pairing import partner
+from swarmnet.spec import RunSpec
+from tests.numerics.test_sync_modes import start_together
+from tests.oracles.reference_modes import DelayedReference, GossipReference, LocalReference
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 8
+
+
+def muon_spec(folder: Path, num_stages: int, **sync: Any) -> RunSpec:
+    spec = tiny_spec(folder, num_stages=num_stages, rounds=ROUNDS, num_layers=2, sync=sync)
+    values = spec.model_dump()
+    values["optimizer"] |= {"kind": "muon", "learning_rate": 3e-3}
+    return RunSpec.model_validate(values)
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (1, 3)])
+def test_the_update_is_that_of_one_machine(
+    tmp_path: Path, num_stages: int, num_replicas: int
+) -> None:
+    spec = muon_spec(tmp_path, num_stages)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(num_stages, num_replicas)
+        await swarm.until_round(ROUNDS)
+        wanted = replay(spec, swarm.counted, ROUNDS).state_dict()
+        assert relative_difference(swarm.parameters(), wanted) < 1e-5
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+def test_with_codes_the_update_is_near_it_and_replicas_are_the_same(
+    tmp_path: Path, mode: str
+) -> None:
+    spec = muon_spec(tmp_path, 1, mode=mode, codec="int8", local_steps=2, warmup_rounds=3)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(ROUNDS)
+        found = swarm.parameters()  # asserts that they are the same
+        if mode == "zero":
+            wanted = replay(spec, swarm.counted, ROUNDS).state_dict()
+            assert 1e-5 < relative_difference(found, wanted) < 0.05
+
+    in_virtual_time(scenario, spec)
+
+
+def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(tmp_path: Path) -> None:
+    spec = muon_spec(tmp_path, 2, mode="delayed", warmup_rounds=2)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(ROUNDS)
+        oracle = DelayedReference(spec)
+        for r in range(ROUNDS):
+            oracle.step(r, sorted(swarm.counted[r]))
+        oracle.finish()
+        assert relative_difference(swarm.parameters(), oracle.trainer.state_dict()) < 1e-5
+
+    in_virtual_time(scenario, spec)
+
+
+def test_own_steps_are_those_of_as_many_models_in_one_process(tmp_path: Path) -> None:
+    spec = muon_spec(tmp_path, 2, mode="local", local_steps=3, warmup_rounds=1)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_together(swarm, 2, 2)
+        await swarm.until_round(ROUNDS)
+        stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
+        oracle = LocalReference(spec, stages)
+        for r in range(ROUNDS):
+            oracle.step(r, swarm.paths[r])
+        assert relative_difference(swarm.parameters(), oracle.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_pairs_average_moments(tmp_path: Path, codec: str) -> None:
+    spec = muon_spec(tmp_path, 1, mode="gossip", local_steps=3, warmup_rounds=1, codec=codec)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_together(swarm, 1, 2)
+        await swarm.until_round(ROUNDS)
+        stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
+        oracle = GossipReference(spec, stages)
+        for r in range(ROUNDS):
+            partners = {n: partner(n, list(stages), 0, r) for n in stages}
+            oracle.step(r, swarm.paths[r], partners)
+        for name in stages:
+            difference = relative_difference(swarm.named(name), oracle.state_dict(name))
+            assert difference < (1e-4 if codec == "none" else 0.1)
+
+    in_virtual_time(scenario, spec)

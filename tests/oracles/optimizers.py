@@ -1,0 +1,82 @@
+"""The optimizers of a plain loop, by `[optimizer]`: torch's AdamW, and Muon written out in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.spec import OptimizerSpec
+from swarmnet.training.optimizer.rates import learning_rate
+
+
+class PlainMuon(torch.optim.Optimizer):
+    """One matrix after the other. `state[p]["momentum"]`: the running mean of the gradient."""
+
+    def __init__(self, matrices: Iterable[nn.Parameter], spec: OptimizerSpec) -> None:
+        super().__init__(list(matrices), {"lr": spec.learning_rate})
+        self._spec = spec
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        beta = self._spec.momentum
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.copy_(beta * momentum + (1 - beta) * p.grad)
+                ahead = beta * momentum + (1 - beta) * p.grad
+                size = 0.2 * max(p.shape) ** 0.5
+                p.mul_(1 - group["lr"] * self._spec.weight_decay)
+                p.sub_(group["lr"] * size * nearly_orthogonal(ahead))
+
+
+def nearly_orthogonal(matrix: Tensor) -> Tensor:
+    """By five iterations on the singular values, which is what they do to a matrix."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.square().sum().sqrt().clamp(min=1e-7)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return (left * values @ right).float()
+
+
+class Optimizers:
+    """Of the parameters of a model, each by its own."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> None:
+        self._spec = spec
+        self.matrices = {
+            name: p
+            for name, p in named.items()
+            if spec.kind == "muon" and name.startswith("model.layers.") and p.ndim == 2
+        }
+        others = [p for name, p in named.items() if name not in self.matrices]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": spec.weight_decay},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        betas = spec.beta1, spec.beta2
+        self._all: list[torch.optim.Optimizer] = []
+        if groups := [group for group in groups if group["params"]]:
+            self._all.append(
+                torch.optim.AdamW(groups, lr=spec.learning_rate, betas=betas, eps=spec.eps)
+            )
+        if self.matrices:
+            self._all.append(PlainMuon(self.matrices.values(), spec))
+
+    def state(self, p: nn.Parameter) -> dict[str, Any]:
+        """Of one parameter."""
+        [found] = [o.state[p] for o in self._all if p in o.state]
+        return found
+
+    def step(self, round_index: int, spec: OptimizerSpec | None = None) -> None:
+        """With the rate of a round. `spec`: of the run that goes on now."""
+        for one in self._all:
+            for group in one.param_groups:
+                group["lr"] = learning_rate(spec or self._spec, round_index)
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self._all:
+            one.zero_grad()
