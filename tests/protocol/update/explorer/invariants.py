@@ -99,8 +99,19 @@ def check_end(net: Interned, world: int) -> None:
         return
     if len(results) > 1 and not is_parted(net, world):
         raise Broken(f"two results: {results}")
+    if net.scenario.loses_nothing:
+        check_samples(net, results)
     if results and not is_parted(net, world):
         check_moments(net, world, found, results.pop())
+
+
+def check_samples(net: Interned, results: set[Any]) -> None:
+    """Where no time has passed and nobody has died, every contribution is in the sum, whatever
+    records have said."""
+    due = tuple(p for p, n in zip(net.peers, net.scenario.tokens) if n)
+    for _, total in results:
+        if (total or ()) != due:
+            raise Broken(f"the sum has {total}, and {due} have given")
 
 
 def check_moments(net: Interned, world: int, found: list[Local], result: Any) -> None:

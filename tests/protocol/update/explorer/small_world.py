@@ -47,6 +47,8 @@ class Scenario:
     tokens: tuple[int, ...] = (1, 1, 1)
     primaries: str = ""
     """By peer, who is the primary by its records; the first peer where left out."""
+    misnamed: str = ""
+    """A peer that others may name there, by an old record: it holds the state no more."""
     crashes: int = 0
     drops: int = 0
     suspicions: int = 0
@@ -83,6 +85,13 @@ class Scenario:
     @property
     def holders(self) -> str:
         return self.peers[: self.replication]
+
+    @property
+    def loses_nothing(self) -> bool:
+        """All that have tokens live, and are waited for."""
+        faults = self.crashes + self.suspicions + self.deadlines + self.failures + self.strays
+        others = self.hangs or self.stops or self.mute or self.cut or self.pulls
+        return not faults and not others
 
 
 class Message(NamedTuple):
@@ -350,7 +359,8 @@ def start(scenario: Scenario) -> list[Actor]:
     actors = []
     for i, me in enumerate(peers):
         primary = scenario.primaries[i] if scenario.primaries else peers[0]
-        ballot = first_ballot(primary, is_holder=primary in holders)
+        known = (*holders, primary) if primary == scenario.misnamed else tuple(holders)
+        ballot = first_ballot(primary, is_holder=primary in known)
         backups = tuple(holders)
         if scenario.pulls:
             ballot, backups = first_ballot(me, is_holder=True), tuple(peers)
@@ -358,7 +368,7 @@ def start(scenario: Scenario) -> list[Actor]:
         roster = Roster(
             ballot,
             order,
-            tuple(p for p in order if p in holders),
+            tuple(p for p in order if p in known),
             backups,
             me in holders or scenario.pulls,
             clips=scenario.clips,
