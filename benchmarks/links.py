@@ -176,7 +176,7 @@ def cells() -> list[Cell]:
 
 def write_spec(cell: Cell, path: Path) -> dict[str, Any]:
     """The run of a cell as a run.toml; returns what is in it."""
-    spec = tomllib.loads((ROOT / "peer" / "default.toml").read_text())
+    spec = tomllib.loads((ROOT / "swarmnet" / "runtime" / "default.toml").read_text())
     for table, values in RUNS[cell.run].items():
         spec[table] |= values
     spec["optimizer"]["rounds"] = ROUNDS

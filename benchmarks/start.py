@@ -23,8 +23,8 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from peer.options import default_spec_path
 from swarmnet.needs import APART, DISTRIBUTION
+from swarmnet.runtime.options import default_spec_path
 
 TRIES = 5
 IDLE_AFTER_S = 20.0

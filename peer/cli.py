@@ -3,12 +3,11 @@ work is elsewhere, and imported only when it is needed, so that `--help` is quic
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -23,7 +22,6 @@ from peer.options import (
     DiskOptions,
     DoctorOptions,
     ExportLinkOptions,
-    ExportModelOptions,
     ExportSourceOptions,
     InviteOptions,
     LimitOptions,
@@ -37,7 +35,7 @@ from peer.options import (
     TextOptions,
 )
 from swarmnet.errors import FinalError, NotNow, SwarmnetError, UsageError, UserError
-from swarmnet.runtime.options import PeerChoices
+from swarmnet.runtime.options import ExportModelOptions, PeerChoices
 from swarmnet.system import WINDOWS, end_with_parent
 from swarmnet.version import __version__
 
@@ -141,9 +139,7 @@ def local(options: LocalOptions) -> None:
     """
     from peer.commands.local import run_local
 
-    num_ranks = options.num_peers * (options.tp or 1)
-    threads = options.threads or max(1, (os.cpu_count() or 1) // num_ranks)
-    _run(run_local(replace(options, threads=threads)))
+    _run(run_local(options))
 
 
 @command(app, _errors_told)
@@ -302,7 +298,7 @@ def export(source: ExportSourceOptions, model: ExportModelOptions, link: ExportL
         raise UsageError("--run-id goes with --state-dir; an address is of one run")
     if model.best and model.round is not None:
         raise UsageError("give --round or --best, not both")
-    from peer.commands.export import Wanted, export_checkpoints, export_live
+    from swarmnet.runtime.exporting.models import Wanted, export_checkpoints, export_live
 
     base = "" if model.weights is None else str(model.weights)
     wanted = Wanted(**asdict(model), base=base)

@@ -88,18 +88,6 @@ def parameters(options: type[Any]) -> Iterator[Parameter]:
         )
 
 
-def arguments_for(options: Any, group: type[Any]) -> list[str]:
-    """What says on a command line what `options` have of a group, but for defaults."""
-    words: list[str] = []
-    for p in parameters(group):
-        value = getattr(options, p.name)
-        if value != p.default:
-            words.append(p.flag)
-            if not isinstance(value, bool):
-                words.append(str(value))
-    return words
-
-
 def command(
     app: typer.Typer, around: Callable[[bool], AbstractContextManager[None]]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

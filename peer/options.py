@@ -12,13 +12,15 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from swarmnet.runtime.options import (
+    LOOPBACK,
     MACHINE,
     MAX_PORT,
+    NOTIFY_VARIABLE,
     RUN,
-    ComputeOptions,
     DeviceOption,
+    DtypeOption,
     InviteOption,
-    LinkOptions,
+    LocalChoices,
     RoundsOption,
     SeedOption,
     TransportOption,
@@ -28,22 +30,12 @@ ScreenName = Literal["auto", "plain", "shared", "quiet"]
 """`auto`: live where there is a terminal, else plain lines. `shared`: plain lines, where one peer
 of all prints those about the run. `quiet`: the address only."""
 
-LOOPBACK = "127.0.0.1"
 LIMITS, OUTPUT = "Limits", "Output"
 
 DebugOption = Annotated[
     bool, typer.Option(help="Show a traceback with an error, and more of the log.")
 ]
 PlainOption = Annotated[bool, typer.Option(help="Plain lines instead of the live screen.")]
-DtypeOption = Annotated[
-    Literal["", "fp32", "bf16", "fp16"],
-    typer.Option(
-        metavar="DTYPE",
-        help="Of the weights that are written: fp32, bf16 or fp16. Default: that of the model "
-        "which the run began from, else fp32.",
-        show_default=False,
-    ),
-]
 DashboardOption = Annotated[
     int | None,
     typer.Option(min=0, max=MAX_PORT, metavar="PORT", help="Show the run as a web page; 0 = any."),
@@ -80,8 +72,6 @@ MetricsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
 ]
-NOTIFY_VARIABLE = "SWARMNET_NOTIFY"
-"""Of the environment: what `--notify` says, unseen by the machine's other users."""
 NotifyOption = Annotated[
     str,
     typer.Option(
@@ -100,11 +90,6 @@ LogToOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-
-
-def default_spec_path() -> Path:
-    """The embedded spec of `swarmnet local`."""
-    return Path(__file__).with_name("default.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,26 +245,18 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalRunOptions:
-    """Which run `swarmnet local` makes, of how many peers."""
+class LocalOptions(LocalChoices):
+    """Options of `swarmnet local`."""
 
-    panel: ClassVar[str] = RUN
+    panel: ClassVar[str] = OUTPUT
 
-    num_peers: Annotated[
-        int, typer.Option("--peers", min=1, max=256, metavar="N", help="Peer processes to start.")
-    ] = 4
-    spec: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The run. Default: a small language model."),
-    ] = None
-    rounds: RoundsOption = None
-    seed: SeedOption = None
     state_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help="Keep the peers' checkpoints and logs here, and go on from them the next time. "
             "Default: a temporary folder.",
+            rich_help_panel=RUN,
         ),
     ] = None
     chaos: Annotated[
@@ -287,26 +264,9 @@ class LocalRunOptions:
         typer.Option(
             metavar="RATES",
             help="Harm peers at random while you watch: kill=6/min, or kill=6/min,stop=2/min.",
+            rich_help_panel=RUN,
         ),
     ] = ""
-    invite: InviteOption = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalOptions(LocalRunOptions, LinkOptions, ComputeOptions):
-    """Options of `swarmnet local`; link and computing are those of each peer."""
-
-    panel: ClassVar[str] = OUTPUT
-
-    threads: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Threads of each peer; 0 = this machine's cores, shared out.",
-            rich_help_panel=MACHINE,
-        ),
-    ] = 0
     out: Annotated[
         Path | None,
         typer.Option(
@@ -792,40 +752,6 @@ class ExportSourceOptions:
             "every stage is there.",
         ),
     ] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportModelOptions:
-    """Which model is meant, and how it is written."""
-
-    round: Annotated[
-        int | None,
-        typer.Option(min=0, help="Of the rounds that were saved, this one. Default: the newest."),
-    ] = None
-    best: Annotated[bool, typer.Option(help="The saved round with the lowest held-out loss.")] = (
-        False
-    )
-    dtype: DtypeOption = ""
-    merge: Annotated[
-        bool,
-        typer.Option(
-            help="Where adapters are trained ([lora]), write the whole model: adapters are added "
-            "to the weights. Without it they are written alone, as a PEFT adapter.",
-        ),
-    ] = False
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="For adapters: where this machine has their model. An adapter names it as its "
-            "base. With --merge it is read, else it comes from the peers, or from what they have "
-            "kept.",
-        ),
-    ] = None
-    run_id: Annotated[
-        str,
-        typer.Option(help="Of the run (its beginning will do), where the folders hold several."),
-    ] = ""
 
 
 @dataclass(frozen=True, slots=True)

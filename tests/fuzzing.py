@@ -377,7 +377,7 @@ def fuzz(all_targets: list[Target], inputs: int, seed: int) -> Counter[str]:
 
 
 def main() -> None:
-    from peer.options import default_spec_path
+    from swarmnet.runtime.options import default_spec_path
     from swarmnet.spec import load_spec
 
     parser = argparse.ArgumentParser(description=__doc__)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet.errors import SpecError
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import (
     MAX_SPEC_BYTES,
     TABLES,
@@ -340,9 +341,7 @@ def test_a_description_is_one_line() -> None:
 
 
 def test_the_embedded_default_is_a_valid_spec() -> None:
-    import peer
-
-    spec = load_spec(Path(peer.__file__).with_name("default.toml"))
+    spec = load_spec(default_spec_path())
     assert spec.data.paths == ("python-stdlib",)
 
 

@@ -15,10 +15,10 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from peer.processes import ChildPeer, PeerProcesses
 from swarmnet.errors import UsageError
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.joining.ready import read_ready_file
+from swarmnet.runtime.local.processes import ChildPeer, PeerProcesses
 
 KINDS = ("kill", "stop")
 UNIT_S = {"s": 1.0, "min": 60.0, "h": 3600.0}

@@ -13,9 +13,9 @@ from peer.console import say
 from peer.observe.dashboard.app import is_loopback, replay_app
 from peer.observe.dashboard.replay import check_file, make_film
 from peer.observe.dashboard.server import listen, serving
-from peer.observe.observing import JoinRun, wait_for_run
-from peer.observe.report import monitor_of, open_page
+from peer.observe.report import open_page
 from peer.options import DashboardOptions
+from swarmnet.runtime.observing import JoinRun, monitor_of, wait_for_run
 
 LOOK_EVERY_S = 0.5
 """Longest time between looks."""

@@ -7,31 +7,20 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from peer.console import put
 from peer.options import LOOPBACK, TextOptions
-from swarmnet.errors import UsageError, UserError
-from swarmnet.parsing.frames import given
+from swarmnet.errors import UsageError
 from swarmnet.runtime.observer import Observer
-from swarmnet.runtime.text_codec import TOKENIZER, FileCodec, text_codec_of
-from swarmnet.runtime.writing.chat import Message, chat_prompt, chat_template
+from swarmnet.runtime.texts import answer, continue_text, open_writer
+from swarmnet.runtime.writing.chat import Message, chat_template
 from swarmnet.runtime.writing.sampling import Sampling
-from swarmnet.runtime.writing.writer import Writer, longest_text
-from swarmnet.training.models.model_folder import read_bounded
-from swarmnet.training.tokenizer_files import (
-    GENERATION_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_CONFIG_FILE,
-)
+from swarmnet.runtime.writing.writer import Text, Writer, longest_text
 
 log = logging.getLogger("swarmnet.generate")
-
-BESIDE = (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, GENERATION_FILE)
-"""Files that count where they lie beside a tokenizer that a person names."""
 
 Put = Callable[[str], None]
 
@@ -63,27 +52,7 @@ async def generate_text(text: TextOptions, options: Mapping[str, Any]) -> None:
         elif text.chat:
             await converse(writer, sampling, text.prompt, text.system, put=put)
         else:
-            encode = writer.codec.encode
-            prompt = await asyncio.to_thread(encode, text.prompt or "", adds_special=True)
-            await _write(writer, prompt, sampling, put)
-
-
-async def open_writer(observer: Observer, tokenizer: Path | None, *, exact: bool = True) -> Writer:
-    """By the tokenizer that a person named, or the run's. `exact`: as `Writer`. Raises
-    `SwarmnetError`."""
-    spec = observer.spec
-    if tokenizer is None:
-        files = await observer.fetch_files()
-        codec = await asyncio.to_thread(text_codec_of, spec, files)
-        if codec is None:
-            name = Path(spec.data.tokenizer).name
-            raise UserError(f"the run's tokenizer is a file: name it (--tokenizer {name})")
-    else:
-        beside = (tokenizer.with_name(name) for name in BESIDE)
-        found = {p.name: read_bounded(p) for p in beside if p.is_file()}
-        files = given(found | {TOKENIZER: read_bounded(tokenizer)})
-        codec = await asyncio.to_thread(FileCodec, files)
-    return await asyncio.to_thread(Writer, spec, observer.gossip, codec, files, exact=exact)
+            await _write(await continue_text(writer, text.prompt or "", sampling, _tell), put)
 
 
 async def converse(
@@ -95,17 +64,12 @@ async def converse(
     line: str | None = prompt if prompt is not None else await typed()
     while line is not None:
         said.append({"role": "user", "content": line})
-        prompted = await asyncio.to_thread(chat_prompt, writer.files, said)
-        tokens = await asyncio.to_thread(writer.codec.encode, prompted)
-        answer = await _write(writer, tokens, sampling, put, is_answer=True)
-        said.append({"role": "assistant", "content": answer})
+        answered = await _write(await answer(writer, said, sampling, _tell), put)
+        said.append({"role": "assistant", "content": answered})
         line = None if prompt is not None else await typed()
 
 
-async def _write(
-    writer: Writer, prompt: Sequence[int], sampling: Sampling, put: Put, *, is_answer: bool = False
-) -> str:
-    text = writer.text(prompt, sampling, tell=_tell, is_answer=is_answer)
+async def _write(text: Text, put: Put) -> str:
     pieces = []
     async for piece in text:
         put(piece)

@@ -9,12 +9,17 @@ import time
 from rich.console import Console
 from rich.live import Live
 
-from peer.observe.observing import JoinRun, RunObserver, join_run, wait_for_run
-from peer.observe.report import monitor_of
 from peer.observe.screen import dashboard
-from peer.observe.view_model import ViewModel
 from peer.options import StatusOptions
+from swarmnet.observe.view_model import ViewModel
 from swarmnet.printable import printable
+from swarmnet.runtime.observing import (
+    JoinRun,
+    RunObserver,
+    join_run,
+    monitor_of,
+    wait_for_run,
+)
 from swarmnet.spec import describe
 
 LOOK_S = 3.0

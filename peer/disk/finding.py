@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peer.disk.items import CHECKPOINTS, COUNTED, FILES, LOCAL, TOKENS, WEIGHTS, Item
-from peer.processes import is_of_living
 from swarmnet.errors import UserError
 from swarmnet.files import older
 from swarmnet.runtime.counted import COUNTED_FILE
 from swarmnet.runtime.joining.beside import needs_of, run_in
+from swarmnet.runtime.local.processes import is_of_living
 from swarmnet.runtime.run_files import FOLDER as FILES_FOLDER
 from swarmnet.runtime.state_dir import LOCK_NAME, SEAT_FOLDER, is_claimed
 from swarmnet.system import is_locked, try_lock

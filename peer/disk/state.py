@@ -14,9 +14,9 @@ from peer.disk.finding import Found, find, folders_of, remove
 from peer.disk.items import CHECKPOINTS, Item, beyond, named
 from peer.observe.layout import Column
 from peer.observe.table import FittedTable
-from peer.observe.text import size
 from peer.options import DiskOptions
 from swarmnet.errors import UsageError, UserError
+from swarmnet.observe.text import size
 from swarmnet.protocol.resource_limits import parse_size
 from swarmnet.runtime.state_dir import state_root
 from swarmnet.training.data.cache import cache_root

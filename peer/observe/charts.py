@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from peer.observe.events import (
+from swarmnet.errors import UsageError, UserError
+from swarmnet.needs import install_command
+from swarmnet.observe.events import (
     Event,
     HeldOut,
     Migrated,
@@ -23,10 +25,8 @@ from peer.observe.events import (
     PeerPaused,
     RoundFinished,
 )
-from peer.observe.text import sentence
-from peer.observe.view_model import ViewModel
-from swarmnet.errors import UsageError, UserError
-from swarmnet.needs import install_command
+from swarmnet.observe.text import sentence
+from swarmnet.observe.view_model import ViewModel
 from swarmnet.protocol.trouble import Trouble
 from swarmnet.spec import RunSpec
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peer.observe.events import Event
 from swarmnet.errors import UserError
 from swarmnet.files import LinesFile
+from swarmnet.observe.events import Event
 
 MAX_METRICS_BYTES = 512 << 20
 """Of the file; with the one that was set aside before it there are twice as many at most."""

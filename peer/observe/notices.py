@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from peer.observe.view_model import StageRow, ViewModel
+from swarmnet.observe.view_model import StageRow, ViewModel
 
 LASTING_S = 60.0
 """How long a stage is about to be lost before that is told: one that restarts is back by then."""

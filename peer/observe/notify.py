@@ -15,8 +15,8 @@ from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from peer.observe.notices import Notice, Notices
-from peer.observe.view_model import ViewModel
 from swarmnet.errors import UsageError
+from swarmnet.observe.view_model import ViewModel
 from swarmnet.printable import printable
 
 log = logging.getLogger("swarmnet.peer")

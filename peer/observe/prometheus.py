@@ -24,8 +24,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from peer.observe.monitor import newest_held_out, owners_by_shard
 from swarmnet.errors import PortTaken, UserError
+from swarmnet.observe.monitor import newest_held_out, owners_by_shard
 from swarmnet.printable import printable
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.membership.records import STATES

@@ -14,21 +14,21 @@ from peer.console import make_console
 from peer.log import sum_up
 from peer.observe.charts import Charts
 from peer.observe.dashboard.hub import Hub, state_of
-from peer.observe.events import Event, PeerJoined
 from peer.observe.metrics import MetricsFile
-from peer.observe.monitor import RunMonitor
 from peer.observe.notices import Notices
 from peer.observe.notify import Notifier, sending
 from peer.observe.screen import PeerConsole, Screen
-from peer.observe.text import short_id
-from peer.observe.view_model import ViewModel
 from peer.options import ScreenName
 from swarmnet.errors import UserError
+from swarmnet.observe.events import Event, PeerJoined
+from swarmnet.observe.text import short_id
+from swarmnet.observe.view_model import ViewModel
 from swarmnet.printable import printable
 from swarmnet.protocol.dialing.addresses import others_to_name, peer_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.trouble import Trouble
+from swarmnet.runtime.observing import monitor_of
 from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec, describe
 
@@ -49,18 +49,6 @@ MAX_OTHERS_CHARS = 400
 """Of the list of a peer's further addresses."""
 PLAIN_WIDTH = 120
 """Columns of output that goes to no terminal."""
-
-
-def monitor_of(spec: RunSpec) -> RunMonitor:
-    """A monitor for a run."""
-    return RunMonitor(
-        num_stages=spec.pipeline.num_stages,
-        global_batch=spec.pipeline.global_batch,
-        samples_per_slot=spec.pipeline.microbatch,
-        rounds=spec.optimizer.rounds,
-        replication=spec.sync.replication,
-        measures=spec.data.measures,
-    )
 
 
 def speaks_for_all(view: View, now: float) -> bool:
@@ -100,6 +88,7 @@ class Reporter:
     def look(self, view: View, now: float, unix_s: float, limits: str = "") -> list[Event]:
         """Tells screen and file what is new in `view`. `now`: the clock of the view, seconds;
         `unix_s`: for the events; `limits`: of this machine's peer."""
+        sum_up(time.monotonic())
         events = self.monitor.look(view, now, unix_s)
         model = self.monitor.view_model()
         if self.metrics is not None:
@@ -238,7 +227,6 @@ async def report_peer(
         try:
             while True:
                 reporter.look(running.view, loop.time(), time.time(), keeper.line)
-                sum_up(time.monotonic())
                 if reporter.monitor.done:
                     done_at = min(done_at, loop.time())
                     is_all = reporter.monitor.all_told or loop.time() - done_at > LAST_WORDS_S

@@ -16,12 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from peer.observe.events import Event, RoundFinished, is_for_programs
 from peer.observe.layout import Column, first_that_fits, fitting
 from peer.observe.table import GAP, FittedTable
-from peer.observe.text import coverage, number, sentence, short_id, size
-from peer.observe.view_model import PeerRow, StageRow, ViewModel
 from peer.options import ScreenName
+from swarmnet.observe.events import Event, RoundFinished, is_for_programs
+from swarmnet.observe.text import coverage, number, sentence, short_id, size
+from swarmnet.observe.view_model import PeerRow, StageRow, ViewModel
 from swarmnet.printable import printable
 from swarmnet.spec import RunSpec
 

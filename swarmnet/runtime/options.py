@@ -4,9 +4,10 @@ are made of these classes (`peer.option_groups`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from swarmnet.errors import UsageError
 from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
@@ -17,13 +18,17 @@ LocalName = Literal["tensor", "fsdp"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
+DtypeName = Literal["", "fp32", "bf16", "fp16"]
 OptimizerMemoryName = Literal["auto", "device", "host", "disk"]
 
 AUTO_STAGES = "auto"
 """As `PeerOptions.stages`: by what this machine has and the swarm needs."""
 MAX_PORT = 65_535
+LOOPBACK = "127.0.0.1"
 INVITE_VARIABLE = "SWARMNET_INVITE"
 """Of the environment: what `--invite` says, unseen by the machine's other users."""
+NOTIFY_VARIABLE = "SWARMNET_NOTIFY"
+"""Likewise, of `--notify`."""
 
 RUN, MODEL, NETWORK, MACHINE = "This run", "Model and data", "Network", "This machine"
 
@@ -56,6 +61,15 @@ InviteOption = Annotated[
         envvar=INVITE_VARIABLE,
         show_envvar=False,
         help="The invite to a closed run, or the file that holds it.",
+    ),
+]
+DtypeOption = Annotated[
+    DtypeName,
+    Option(
+        metavar="DTYPE",
+        help="Of the weights that are written: fp32, bf16 or fp16. Default: that of the model "
+        "which the run began from, else fp32.",
+        show_default=False,
     ),
 ]
 DeviceOption = Annotated[
@@ -326,6 +340,81 @@ class PeerChoices(
     """All that a person may choose of a peer."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LocalRunOptions:
+    """A run whose peers are all on this machine."""
+
+    panel: ClassVar[str] = RUN
+
+    num_peers: Annotated[
+        int, Option("--peers", min=1, max=256, metavar="N", help="Peer processes to start.")
+    ] = 4
+    spec: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="The run. Default: a small language model."),
+    ] = None
+    rounds: RoundsOption = None
+    seed: SeedOption = None
+    invite: InviteOption = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPeerOptions(LinkOptions, ComputeOptions):
+    """What each of several peers on one machine is told."""
+
+    panel: ClassVar[str] = MACHINE
+
+    threads: Annotated[
+        int,
+        Option(
+            min=0, metavar="N", help="Threads of each peer; 0 = this machine's cores, shared out."
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalChoices(LocalRunOptions, LocalPeerOptions):
+    """All that a person may choose of a swarm on one machine."""
+
+    @property
+    def threads_each(self) -> int:
+        """Threads of each peer."""
+        num_ranks = self.num_peers * (self.tp or 1)
+        return self.threads or max(1, (os.cpu_count() or 1) // num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportModelOptions:
+    """Which model is meant, and how it is written."""
+
+    round: Annotated[
+        int | None,
+        Option(min=0, help="Of the rounds that were saved, this one. Default: the newest."),
+    ] = None
+    best: Annotated[bool, Option(help="The saved round with the lowest held-out loss.")] = False
+    dtype: DtypeOption = ""
+    merge: Annotated[
+        bool,
+        Option(
+            help="Where adapters are trained ([lora]), write the whole model: adapters are added "
+            "to the weights. Without it they are written alone, as a PEFT adapter.",
+        ),
+    ] = False
+    weights: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="For adapters: where this machine has their model. An adapter names it as its "
+            "base. With --merge it is read, else it comes from the peers, or from what they have "
+            "kept.",
+        ),
+    ] = None
+    run_id: Annotated[
+        str,
+        Option(help="Of the run (its beginning will do), where the folders hold several."),
+    ] = ""
+
+
 @dataclass(frozen=True)
 class PeerOptions(PeerChoices):
     """Options of one peer. Exactly one of `spec` and `join` is given."""
@@ -380,3 +469,32 @@ def with_overrides(spec: RunSpec, *, rounds: int | None, seed: int | None) -> Ru
     if seed is not None:
         spec = spec.with_seed(seed)
     return spec
+
+
+def default_spec_path() -> Path:
+    """The run of a swarm on one machine where no other is named."""
+    return Path(__file__).with_name("default.toml")
+
+
+def group_of(options: Any, group: type[Any]) -> dict[str, Any]:
+    """What `options` have of a group, by name."""
+    return {each.name: getattr(options, each.name) for each in fields(group)}
+
+
+def arguments_for(options: Any, group: type[Any]) -> list[str]:
+    """What says on a command line what `options` have of a group, but for defaults."""
+    hints = get_type_hints(group, include_extras=True)
+    words: list[str] = []
+    for field_of in fields(group):
+        value = getattr(options, field_of.name)
+        option = next(o for o in hints[field_of.name].__metadata__ if isinstance(o, Option))
+        if value == field_of.default or value is None:
+            continue
+        flag = option.flags[0] if option.flags else f"--{field_of.name.replace('_', '-')}"
+        if isinstance(value, bool):  # a flag `--no-...` alone stands for a field that is true
+            yes, _, no = flag.partition("/")
+            words.append(yes if value or not no else no)
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            words += [flag, str(one)]
+    return words

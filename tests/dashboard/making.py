@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peer.observe.dashboard.hub import Hub
-from peer.observe.monitor import RunMonitor
+from swarmnet.observe.monitor import RunMonitor
 from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record
 from swarmnet.spec import RunSpec, parse_spec
 from tests.protocol.making import counted

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, MAX_ROUNDS_KEPT
 from peer.observe.dashboard.replay import MAX_FRAMES, check_file, make_film
-from peer.observe.events import (
+from peer.observe.metrics import MetricsFile
+from peer.observe.report import Reporter
+from swarmnet.errors import UserError
+from swarmnet.observe.events import (
     Counted,
     Event,
     HeldOut,
@@ -21,9 +24,6 @@ from peer.observe.events import (
     RoundFinished,
     event_from_json,
 )
-from peer.observe.metrics import MetricsFile
-from peer.observe.report import Reporter
-from swarmnet.errors import UserError
 from tests.dashboard.making import feeder, replica, spec_of
 
 

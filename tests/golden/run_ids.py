@@ -11,7 +11,7 @@ from swarmnet.training.resolving import resolve
 
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("run_ids.json")
-WHERE = ("examples/*.toml", "peer/*.toml", "tests/golden/specs/*.toml")
+WHERE = ("examples/*.toml", "swarmnet/runtime/*.toml", "tests/golden/specs/*.toml")
 
 
 def kept() -> dict[str, Any]:

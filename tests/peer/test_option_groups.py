@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from peer.option_groups import arguments_for, command
+from peer.option_groups import command
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,6 @@ def test_what_is_not_said_has_its_default_and_what_has_none_must_be_said() -> No
     assert CliRunner().invoke(app_of(Journey, seen=seen), []).exit_code == 0
     assert seen == [Journey()]
     assert CliRunner().invoke(app_of(WithCargo, seen=seen), []).exit_code == 2
-
-
-def test_options_are_said_again_but_for_defaults() -> None:
-    assert arguments_for(Journey(), Journey) == []
-    journey = Journey(port=2, fast=True, lights=False, seats=3)
-    assert arguments_for(journey, Where) == ["--port", "2"]
-    assert arguments_for(journey, How) == ["--fast", "--no-lights"]
-    assert arguments_for(journey, Journey)[-2:] == ["--seats", "3"]
 
 
 def test_the_command_runs_in_the_context_of_its_debug() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.commands.export import export_checkpoints
+from swarmnet.runtime.exporting.models import export_checkpoints
 from swarmnet.runtime.joining.starting import start_run
 from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
 from tests.swarm.harness import relative_difference, replay

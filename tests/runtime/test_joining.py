@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 
-from peer.options import default_spec_path
 from swarmnet.errors import AddressError, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import SpecReply
@@ -42,7 +41,7 @@ from swarmnet.runtime.joining.known_peers import MAX_KNOWN, KnownPeers
 from swarmnet.runtime.joining.ready import write_ready_file
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.net import Net
-from swarmnet.runtime.options import PeerOptions
+from swarmnet.runtime.options import PeerOptions, default_spec_path
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec
 from swarmnet.transport.base import Request

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
-from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import ProtocolViolation, SpecError
+from swarmnet.runtime.exporting.model_folder import Trained, write_folder
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing

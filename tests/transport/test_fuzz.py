@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peer.options import default_spec_path
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec
 from tests.fuzzing import fuzz, spec_target, targets
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from peer.observe.events import Event, HeldOut, RoundFinished, is_for_programs
-from peer.observe.text import sentence
-from peer.observe.view_model import PeerRow, ViewModel
+from swarmnet.observe.events import Event, HeldOut, RoundFinished, is_for_programs
+from swarmnet.observe.text import sentence
+from swarmnet.observe.view_model import PeerRow, ViewModel
 from swarmnet.printable import printable
 from swarmnet.spec import RunSpec, describe
 

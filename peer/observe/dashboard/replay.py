@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, event_json, shown, thin
-from peer.observe.events import Event, event_from_json, is_for_programs
 from swarmnet.errors import UserError
 from swarmnet.files import older
+from swarmnet.observe.events import Event, event_from_json, is_for_programs
 from swarmnet.spec import MAX_STAGES
 
 MAX_FILE_BYTES = 1 << 30

@@ -16,13 +16,13 @@ import pytest
 from peer.commands import doctor, doctor_report
 from peer.commands.doctor import BAD, GOOD, SKIPPED, WARNING
 from peer.commands.doctor_nat import check_nat, is_on
-from peer.options import default_spec_path
 from swarmnet.errors import Busy, Unreachable
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import BandwidthRequest, DialBackReply, DialBackRequest
 from swarmnet.methods.method import PROBES
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.population import OpenSigner
 from swarmnet.spec import load_spec

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from peer.cli import run_command
-from peer.commands.export import Wanted, export_checkpoints, fetch_named
-from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.exporting.model_folder import Trained, write_folder
+from swarmnet.runtime.exporting.models import Wanted, export_checkpoints, fetch_named
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.checkpointing import Disk

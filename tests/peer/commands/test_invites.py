@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from peer.commands.invites import issue_invite, parse_duration_s
-from peer.options import InviteOptions, default_spec_path
+from peer.options import InviteOptions
 from swarmnet.admission import Invite
 from swarmnet.errors import SpecError, UserError
 from swarmnet.identity import Identity
 from swarmnet.runtime.admission import INVITE_FILE, admit
 from swarmnet.runtime.joining.starting import start_run
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import RunSpec, load_spec
 
 PEER = Identity(b"p" * 32).peer_id

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer.commands import local
 from peer.commands.local import run_local
-from peer.options import LocalOptions, default_spec_path
-from peer.processes import kept_folder, remove_stale_folders
+from peer.options import LocalOptions
 from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.runtime.joining.starting import start_run
+from swarmnet.runtime.local.processes import kept_folder, remove_stale_folders
+from swarmnet.runtime.local.swarm import first_arguments, joiner_arguments
 from swarmnet.runtime.observer import sample_token
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.arrays import from_numpy
 from tests.peer.fakes import FakeObserver, fake_command
@@ -120,8 +121,9 @@ def test_peers_may_save_before_they_are_ended_and_nothing_saved_is_lost(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("peer.processes", "peer.commands.local"):
-        monkeypatch.setattr(f"{module}.STOP_STEPS", QUICK_STEPS)
+    for module in ("processes", "swarm"):
+        monkeypatch.setattr(f"swarmnet.runtime.local.{module}.STOP_STEPS", QUICK_STEPS)
+    monkeypatch.setattr("peer.commands.local.STOP_STEPS", QUICK_STEPS)
     run(tmp_path, "saves", FakeObserver(spec, last_round=ROUNDS), out=tmp_path / "model")
     out = " ".join(capsys.readouterr().out.split())
     assert "waiting until the peers have saved the model" in out
@@ -151,13 +153,13 @@ def test_joiners_are_told_where_the_data_is_and_only_the_first_gets_the_spec(
     path.write_text(text)
     opts = options(spec=path)
     own = load_spec(path)
-    first = local.first_arguments(opts)
-    joiner = local.joiner_arguments(opts, own, "/fake")
+    first = first_arguments(opts)
+    joiner = joiner_arguments(opts, own, "/fake")
     assert first[:4] == ["--spec", str(path), "--rounds", str(ROUNDS)]
     assert joiner[:6] == ["--join", "/fake", "--data", "/corpus", "--data", "b.txt"]
-    assert "--data" not in local.joiner_arguments(opts, spec, "/fake")
+    assert "--data" not in joiner_arguments(opts, spec, "/fake")
     path.write_text(text.replace('tokenizer = "bytes"', 'tokenizer = "/t.json"'))
-    joiner = local.joiner_arguments(opts, load_spec(path), "/fake")
+    joiner = joiner_arguments(opts, load_spec(path), "/fake")
     assert joiner[joiner.index("--tokenizer") + 1] == "/t.json"
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from peer.options import default_spec_path
 from swarmnet.errors import UserError
 from swarmnet.runtime.joining.beside import tell_run
 from swarmnet.runtime.joining.past import unused_states
@@ -24,7 +23,7 @@ from swarmnet.runtime.joining.ready import (
     remove_stale,
     write_ready_file,
 )
-from swarmnet.runtime.options import PeerOptions, with_overrides
+from swarmnet.runtime.options import PeerOptions, default_spec_path, with_overrides
 from swarmnet.runtime.state_dir import claimed_state_dir, next_incarnation
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 

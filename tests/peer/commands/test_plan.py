@@ -14,7 +14,7 @@ from swarmnet.spec import load_spec, parse_spec
 from swarmnet.training.memory.plan import MODES
 from swarmnet.training.resolving import resolve
 
-SPEC = Path(__file__).parents[3] / "peer" / "default.toml"
+SPEC = Path(__file__).parents[3] / "swarmnet" / "runtime" / "default.toml"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from peer.console import make_console, never_fail, without_controls
 from peer.log import sum_up
 from peer.observe.report import report_peer
 from peer.observe.screen import Screen, dashboard
-from peer.observe.view_model import StageRow, ViewModel
+from swarmnet.observe.view_model import StageRow, ViewModel
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.trouble import LINES_AT_ONCE, SUM_UP_S
 from swarmnet.simulation.clock import run as run_virtual
@@ -257,8 +257,8 @@ def run(*_, **__):
     thread.join()
     raise EVIL_ERROR
 
-import peer.commands.export
-peer.commands.export.export_checkpoints = run
+from swarmnet.runtime.exporting import models
+models.export_checkpoints = run
 cli.main()
 """
 

@@ -26,7 +26,7 @@ from peer.machine.limits import (
 )
 from peer.machine.memory_cap import MemoryCap, StageNeed, stage_needs
 from peer.machine.others_load import OthersLoad, load_of_others
-from peer.options import LimitOptions, default_spec_path
+from peer.options import LimitOptions
 from swarmnet.errors import UserError
 from swarmnet.protocol.resource_limits import (
     BUSY_AFTER_S,
@@ -34,6 +34,7 @@ from swarmnet.protocol.resource_limits import (
     QUIET_AFTER_S,
     OwnerLimits,
 )
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec
 from swarmnet.swarm.resource_limits import ResourceLimits
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from peer.observe.charts import Charts, charts_folder
-from peer.observe.events import HeldOut, PeerLost, RoundFinished
-from peer.options import default_spec_path
 from swarmnet.errors import UsageError, UserError
+from swarmnet.observe.events import HeldOut, PeerLost, RoundFinished
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec
 from tests.peer.observe.test_layout import MODEL
 

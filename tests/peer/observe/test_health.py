@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.observe.events import PeerJoined
 from peer.observe.health import STANDS_STILL_S, USUAL_ROUNDS, RoundsSeen, judge_health
 from peer.observe.report import Reporter, speaks_for_all
-from peer.options import ScreenName, default_spec_path
+from peer.options import ScreenName
+from swarmnet.observe.events import PeerJoined
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec
 
 ROUNDS = 100

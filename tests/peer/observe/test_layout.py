@@ -13,8 +13,8 @@ from rich.console import Console
 
 from peer.observe.layout import Column, first_that_fits, fitting
 from peer.observe.screen import dashboard
-from peer.observe.view_model import PeerRow, StageRow, ViewModel
-from peer.options import default_spec_path
+from swarmnet.observe.view_model import PeerRow, StageRow, ViewModel
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec
 
 SPEC = load_spec(default_spec_path())

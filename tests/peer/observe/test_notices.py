@@ -15,8 +15,8 @@ import pytest
 
 from peer.observe.notices import DONE, LASTING_S, STAGE, STILL, STILL_S, Notice, Notices
 from peer.observe.notify import MAX_WAITING, Notifier, check_url, form_of, post, sending
-from peer.observe.view_model import StageRow, ViewModel
 from swarmnet.errors import UsageError
+from swarmnet.observe.view_model import StageRow, ViewModel
 
 
 def model(

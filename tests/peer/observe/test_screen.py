@@ -14,18 +14,19 @@ from rich.console import Console
 
 from peer.commands.status import show_status, watch_status
 from peer.observe.dashboard.replay import make_film
-from peer.observe.events import HeldOut, PeerJoined, RoundFinished
 from peer.observe.metrics import MetricsFile
-from peer.observe.monitor import RunMonitor
 from peer.observe.report import Reporter
 from peer.observe.screen import PeerConsole, Screen
-from peer.observe.text import sentence, size
-from peer.observe.view_model import ViewModel
-from peer.options import StatusOptions, default_spec_path
+from peer.options import StatusOptions
 from swarmnet.errors import UserError
 from swarmnet.files import older
+from swarmnet.observe.events import HeldOut, PeerJoined, RoundFinished
+from swarmnet.observe.monitor import RunMonitor
+from swarmnet.observe.text import sentence, size
+from swarmnet.observe.view_model import ViewModel
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.options import default_spec_path
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, load_spec
 from tests.peer.fakes import FakeObserver

@@ -19,7 +19,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peer.commands.export import Wanted, export_checkpoints
 from swarmnet.errors import NotNow, NotReady, RemoteError
 from swarmnet.methods.microbatch import GenerateRequest
 from swarmnet.protocol.generation import (
@@ -31,6 +30,7 @@ from swarmnet.protocol.generation import (
 )
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.exporting.models import Wanted, export_checkpoints
 from swarmnet.runtime.writing.sampling import read_logits
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from peer.commands.base_weights import fetch_base, kept_base
-from peer.commands.export import Wanted, export_checkpoints
-from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import SpecError, UserError
+from swarmnet.runtime.exporting.base_weights import fetch_base, kept_base
+from swarmnet.runtime.exporting.model_folder import Trained, write_folder
+from swarmnet.runtime.exporting.models import Wanted, export_checkpoints
 from swarmnet.runtime.joining.past import open_ended, open_past
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.simulation.device import InlineWorker

@@ -11,10 +11,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from peer.commands.base_weights import fetch_base
-from peer.commands.export import Wanted, export_checkpoints
-from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import UserError
+from swarmnet.runtime.exporting.base_weights import fetch_base
+from swarmnet.runtime.exporting.model_folder import Trained, write_folder
+from swarmnet.runtime.exporting.models import Wanted, export_checkpoints
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.recovery.checkpointing import Disk

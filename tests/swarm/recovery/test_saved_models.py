@@ -11,11 +11,11 @@ import pytest
 import torch
 import xxhash
 
-from peer.commands.export import DiskParts, Wanted, fetch_trained
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.records import OBSERVING, HeldOut, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.held_out import turn
+from swarmnet.runtime.exporting.models import DiskParts, Wanted, fetch_trained
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery import model_fetch, saved_models

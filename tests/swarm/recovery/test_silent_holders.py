@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from peer.commands.export import DiskParts
 from swarmnet.errors import Busy, UserError
 from swarmnet.ports import Saved, Snapshot
 from swarmnet.protocol.membership.records import ACTIVE, LEFT, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.saved_rounds import MAX_KEPT, OVERDUE_S, Key
+from swarmnet.runtime.exporting.models import DiskParts
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.ports import StageResult
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, TOKEN_BYTES, row_bytes
+from swarmnet.runtime.exporting.model_folder import Trained, write_folder
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.continuing import other_model

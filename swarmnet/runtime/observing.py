@@ -1,20 +1,33 @@
-"""The observer as the commands see it: a peer that serves no stage and watches.
+"""The observer as whoever watches a run sees it: a peer that serves no stage and watches.
 
 `swarmnet.runtime.observer.Observer` is the real one; tests pass their own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from swarmnet.observe.events import Event
+from swarmnet.observe.monitor import RunMonitor
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.options import TransportName
 from swarmnet.spec import RunSpec
 
+if TYPE_CHECKING:
+    from swarmnet.swarm.membership.gossip import Gossip
+    from swarmnet.transport.base import Transport
+
+Say = Callable[[str], None]
+"""Takes a line for people."""
+
 
 class RunObserver(Protocol):
     """A joined observer."""
+
+    gossip: Gossip
+    transport: Transport
 
     @property
     def spec(self) -> RunSpec: ...
@@ -27,6 +40,9 @@ class RunObserver(Protocol):
 
     async def generate(self, prompt: str, num_tokens: int, seconds: float) -> str:
         """Continues `prompt` through the swarm's stages. Raises `SwarmnetError`."""
+
+    async def fetch_files(self) -> dict[str, bytes]:
+        """The run's files, by name. Raises `SwarmnetError`."""
 
     async def close(self) -> None: ...
 
@@ -53,3 +69,30 @@ async def wait_for_run(
     from swarmnet.runtime.observer import Observer
 
     return await Observer.join(addresses, transport=transport, invite=invite, patience_s=None)
+
+
+def with_invite(join: JoinRun, invite: str) -> JoinRun:
+    """The same, with an invite, where there is one."""
+    return functools.partial(join, invite=invite) if invite else join
+
+
+class Onlooker(Protocol):
+    """Whom each look at a run is for."""
+
+    @property
+    def monitor(self) -> RunMonitor: ...
+
+    def look(self, view: View, now: float, unix_s: float) -> list[Event]:
+        """Takes a view in. `now`: the clock of the view, seconds; `unix_s`: for the events."""
+
+
+def monitor_of(spec: RunSpec) -> RunMonitor:
+    """A monitor for a run."""
+    return RunMonitor(
+        num_stages=spec.pipeline.num_stages,
+        global_batch=spec.pipeline.global_batch,
+        samples_per_slot=spec.pipeline.microbatch,
+        rounds=spec.optimizer.rounds,
+        replication=spec.sync.replication,
+        measures=spec.data.measures,
+    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peer.observe.events import (
+from swarmnet.observe.events import (
     COUNTED,
     ContributionDropped,
     Counted,
@@ -31,8 +31,8 @@ from peer.observe.events import (
     RoundFinished,
     SyncMode,
 )
-from peer.observe.text import short_id
-from peer.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
+from swarmnet.observe.text import short_id
+from swarmnet.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
 from swarmnet.printable import printable
 from swarmnet.protocol.membership.assignment import measurers_among
 from swarmnet.protocol.membership.data_holders import only_holder

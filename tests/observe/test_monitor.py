@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from peer.commands.local import summary_table
-from peer.observe.events import (
+from swarmnet.observe.events import (
     ContributionDropped,
     Counted,
     Event,
@@ -23,8 +23,8 @@ from peer.observe.events import (
     RoundFinished,
     SyncMode,
 )
-from peer.observe.monitor import MAX_FORGOTTEN, RunMonitor, newest_held_out
-from peer.observe.text import sentence
+from swarmnet.observe.monitor import MAX_FORGOTTEN, RunMonitor, newest_held_out
+from swarmnet.observe.text import sentence
 from swarmnet.protocol.membership.assignment import measurers, measurers_among
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -298,7 +298,7 @@ def test_a_counted_event_has_its_name_in_the_metrics() -> None:
 
 
 def test_event_names_are_those_of_the_contract() -> None:
-    from peer.observe import events
+    from swarmnet.observe import events
 
     names = {Counted(0.0, what, "a", 1).to_json()["event"] for what in events.COUNTED.values()}
     names |= {PeerJoined(0.0, "a", 1).name, PeerLost(0.0, "a", 1, True).name}

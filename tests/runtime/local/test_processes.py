@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from peer.processes import PeerProcesses, remove_stale_folders, run_folder
-from swarmnet.errors import SwarmnetError
+import swarmnet
+from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.files import older
-
-from .fakes import fake_command, until
+from swarmnet.runtime.local.processes import PeerProcesses, remove_stale_folders, run_folder
+from tests.peer.fakes import fake_command, until
 
 QUICK_STEPS = ((signal.SIGINT, 0.2), (signal.SIGTERM, 0.2), (signal.SIGKILL, 5.0))
 
@@ -73,6 +73,41 @@ def test_a_death_is_told_once(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_child_finds_the_packages_where_this_process_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    program = "import swarmnet, sys; sys.exit(f'swarmnet: {swarmnet.__file__}')"
+
+    async def scenario() -> None:
+        processes = PeerProcesses(tmp_path, (sys.executable, "-S", "-c", program))
+        child = await processes.start("peer-1", [])
+        with pytest.raises(UserError, match=str(swarmnet.__file__)):
+            await processes.wait_ready(child)
+
+    asyncio.run(scenario())
+
+
+def test_a_child_gets_its_environment_and_a_state_folder_only_where_it_has_none(
+    tmp_path: Path,
+) -> None:
+    program = "import os, sys; sys.exit(f'swarmnet: {os.environ[\"WORD\"]} {sys.argv[1:]}')"
+
+    async def said(keeps_state: bool) -> str:
+        command = (sys.executable, "-c", program)
+        processes = PeerProcesses(tmp_path, command, environment={"WORD": "secret"})
+        child = await processes.start("peer-1", [], keeps_state=keeps_state)
+        with pytest.raises(UserError) as error:
+            await processes.wait_ready(child)
+        return str(error.value)
+
+    own = asyncio.run(said(keeps_state=False))
+    assert own.startswith("secret")
+    assert f"'--state-dir', '{tmp_path / 'peer-1'}'" in own
+    assert "--state-dir" not in asyncio.run(said(keeps_state=True))
+
+
 def test_folders_of_dead_predecessors_are_removed_and_others_are_not(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -97,7 +132,7 @@ def test_the_folder_is_removed_after_success(tmp_path: Path) -> None:
 def test_a_log_is_bounded_while_its_peer_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peer.processes.MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr("swarmnet.runtime.local.processes.MAX_LOG_BYTES", 1000)
     program = "import time\nwhile True: print('a line ' * 9, flush=True); time.sleep(0.01)"
 
     async def scenario() -> None:

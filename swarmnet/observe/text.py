@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peer.observe.events import (
+from swarmnet.observe.events import (
     ContributionDropped,
     Counted,
     Event,
@@ -15,7 +15,7 @@ from peer.observe.events import (
     RoundFinished,
     SyncMode,
 )
-from peer.observe.view_model import ViewModel
+from swarmnet.observe.view_model import ViewModel
 from swarmnet.protocol.membership.peer_ids import SEPARATOR
 
 ID_CHARACTERS = 8

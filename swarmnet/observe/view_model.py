@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from peer.observe.events import HeldOut
+from swarmnet.observe.events import HeldOut
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""The peer processes of `swarmnet local`: start, watch, stop, and leave nothing behind.
+"""Peers in processes of their own: start, watch, stop, and leave nothing behind.
 
 Every child is a real `swarmnet peer` in a session of its own, so that Ctrl-C reaches the parent
 only, which then ends the children in order. If the parent is killed the kernel ends them
-(`swarmnet.system.end_with_parent`), and the folder is removed by the next `swarmnet local`.
+(`swarmnet.system.end_with_parent`), and the folder is removed by whoever makes the next one. On
+Linux they end with the *thread* that has started them: it has to live for as long as they do.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peer.options import NOTIFY_VARIABLE
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.files import older
 from swarmnet.runtime.joining.ready import Ready, read_ready_file
+from swarmnet.runtime.options import NOTIFY_VARIABLE
 from swarmnet.system import try_lock
 
 PEER_COMMAND = (sys.executable, "-m", "peer", "peer")
@@ -38,6 +39,8 @@ STOP_STEPS: tuple[tuple[signal.Signals, float], ...] = (
 MAX_LOG_BYTES = 64 << 20
 """Of a peer's log; what is older is kept once more."""
 LOCK_FILE = "local.lock"
+KILLED_S = 5.0
+"""For the kernel to end what it was told to end."""
 LOG_TAIL_BYTES = 1 << 14
 LOG_TAIL_LINES = 12
 FOLDER_PATTERN = re.compile(r"swarmnet-local-(\d+)-.+")
@@ -85,13 +88,18 @@ class PeerProcesses:
     folder: Path
     command: Sequence[str] = PEER_COMMAND
     stop_steps: Sequence[tuple[signal.Signals, float]] = STOP_STEPS
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of the children, beside that of this process."""
     children: list[ChildPeer] = field(default_factory=list)
 
-    async def start(self, name: str, arguments: Sequence[str]) -> ChildPeer:
-        """Starts a peer. `arguments` come after those that tie it to this process."""
+    async def start(
+        self, name: str, arguments: Sequence[str], *, keeps_state: bool = False
+    ) -> ChildPeer:
+        """Starts a peer. `arguments` come after those that tie it to this process. `keeps_state`:
+        its state folder is its own choice; else it is in `folder`, and ends with that."""
         log, ready_file = self.folder / f"{name}.log", self.folder / f"{name}.json"
         ties = ("--ready-file", str(ready_file), "--parent-pid", str(os.getpid()))
-        state = ("--state-dir", str(self.folder / name))
+        state = () if keeps_state else ("--state-dir", str(self.state_dir(name)))
         log.unlink(missing_ok=True)
         ready_file.unlink(missing_ok=True)  # of the time before
         with log.open("ab") as output:  # where it is cut, what comes later goes on from there
@@ -104,11 +112,15 @@ class PeerProcesses:
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                env=_environment(),
+                env=_environment(self.environment),
             )
         child = ChildPeer(name, process, log, ready_file)
         self.children.append(child)
         return child
+
+    def state_dir(self, name: str) -> Path:
+        """Of a child that has it in `folder`."""
+        return self.folder / name
 
     async def wait_ready(self, child: ChildPeer, timeout_s: float = READY_WAIT_S) -> Ready:
         """Waits until a child listens. Raises `UserError` with what the child said, or
@@ -157,6 +169,7 @@ class PeerProcesses:
                 await self._wait_all(grace_s)
         finally:
             self._signal(signal.SIGKILL)
+            await self._wait_all(KILLED_S)
 
     def _signal(self, number: signal.Signals) -> None:
         for child in self.children:
@@ -175,10 +188,11 @@ class PeerProcesses:
                 wait.cancel()
 
 
-def _environment() -> dict[str, str]:
-    """Of a peer: it writes as `log_tail` reads, and sends no messages that its parent sends."""
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Of a peer: it writes as `log_tail` reads, and sends no messages that its parent sends.
+    `more`: in place of what this process has."""
     own = {key: value for key, value in os.environ.items() if key != NOTIFY_VARIABLE}
-    return own | {"PYTHONIOENCODING": "utf-8"}
+    return _with_own_place({**own, "PYTHONIOENCODING": "utf-8", **more})
 
 
 def _last_words(child: ChildPeer) -> str:
@@ -190,9 +204,16 @@ def _last_words(child: ChildPeer) -> str:
     return f"{child.name} {child.how_it_ended()} before it listened{said}"
 
 
+def _with_own_place(environment: dict[str, str]) -> dict[str, str]:
+    """A child finds the packages where this process has found them, however it did."""
+    root = str(Path(__file__).resolve().parents[3])
+    paths = [path for path in (environment.get("PYTHONPATH"), root) if path]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 @contextlib.contextmanager
 def run_folder(base: Path | None = None) -> Iterator[Path]:
-    """A temporary folder for one `swarmnet local`. Removed at the end, except after a failure, when
+    """A temporary folder for the peers of one run. Removed at the end, except after a failure, when
     its logs stay; folders of dead predecessors are removed first."""
     base = base or Path(tempfile.gettempdir())
     remove_stale_folders(base)
@@ -234,12 +255,12 @@ def kept_folder(folder: Path, run_id: str) -> Iterator[Path]:
 
 
 def keep_folder(folder: Path) -> Path:
-    """Of `run_folder`: it stays, under a name that no `swarmnet local` removes; returns that."""
+    """Of `run_folder`: it stays, under a name that nobody removes; returns that."""
     return folder.rename(folder.with_name(folder.name.replace("-local-", "-kept-", 1)))
 
 
 def remove_stale_folders(base: Path) -> list[Path]:
-    """Removes this user's folders whose `swarmnet local` is gone; returns them."""
+    """Removes this user's folders whose process is gone; returns them."""
     removed = []
     for path in sorted(base.glob("swarmnet-local-*")):
         if FOLDER_PATTERN.fullmatch(path.name) is None or is_of_living(path):

@@ -1,4 +1,4 @@
-"""`swarmnet export`: the model as a Hugging Face folder, from a live swarm or from checkpoints."""
+"""The model as a Hugging Face folder, from a live swarm or from checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from peer.commands.base_weights import fetch_base, has_base, kept_base
-from peer.commands.model_folder import Trained, check_out, write_folder
-from peer.options import ExportModelOptions
 from swarmnet.errors import UserError
 from swarmnet.files import write_whole
 from swarmnet.ports import Worker
 from swarmnet.protocol.saved_rounds import Key
-from swarmnet.runtime.options import TransportName
+from swarmnet.runtime.exporting.base_weights import fetch_base, has_base, kept_base
+from swarmnet.runtime.exporting.model_folder import Trained, check_out, write_folder
+from swarmnet.runtime.observing import RunObserver
+from swarmnet.runtime.options import ExportModelOptions, TransportName
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.runtime.seats import further_seats
 from swarmnet.spec import RunSpec
@@ -91,28 +91,35 @@ async def export_live(
     """Writes the model of the run behind an address; returns what was done, in a line. What has
     come stays beside `out` where this is stopped, and is not fetched again. Raises `UserError`."""
     from swarmnet.runtime.observer import Observer
-    from swarmnet.training.device import WorkerThread
 
     check_out(out)
     async with await Observer.join(addresses, transport=transport, invite=invite) as observer:
-        spec, gossip = observer.spec, observer.gossip
-        wanted.check(spec)
-        parts = DiskParts(out.with_name(f".{out.name}{PARTS}"), spec.run_id)
-        disk = WorkerThread("disk")
-        try:
-            trained = await fetch_trained(spec, observer.transport, gossip, parts, disk, wanted)
-            files = await observer.fetch_files()
-            trained = replace(trained, files=files, base=wanted.base)
-            if wanted.is_whole(spec):
-                base = await fetch_base(
-                    spec, observer.transport, gossip, disk, trained.files, wanted.weights
-                )
-                trained = trained.whole(base)
-        finally:
-            await disk.close()
-        line = write_folder(out, trained, wanted.dtype)
-        parts.drop()
-        return line
+        return await export_observed(observer, out, wanted)
+
+
+async def export_observed(observer: RunObserver, out: Path, wanted: Wanted = Wanted()) -> str:
+    """The same, of a run that is looked at already."""
+    from swarmnet.training.device import WorkerThread
+
+    check_out(out)
+    spec, gossip = observer.spec, observer.gossip
+    wanted.check(spec)
+    parts = DiskParts(out.with_name(f".{out.name}{PARTS}"), spec.run_id)
+    disk = WorkerThread("disk")
+    try:
+        trained = await fetch_trained(spec, observer.transport, gossip, parts, disk, wanted)
+        files = await observer.fetch_files()
+        trained = replace(trained, files=files, base=wanted.base)
+        if wanted.is_whole(spec):
+            base = await fetch_base(
+                spec, observer.transport, gossip, disk, trained.files, wanted.weights
+            )
+            trained = trained.whole(base)
+    finally:
+        await disk.close()
+    line = write_folder(out, trained, wanted.dtype)
+    parts.drop()
+    return line
 
 
 async def fetch_trained(
