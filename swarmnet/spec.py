@@ -59,6 +59,7 @@ MAX_LIST = 1024
 """Entries of one list in a spec."""
 MAX_STAGES = 4096
 BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY = "[pipeline] codec", "[sync] codec"
+CODEC_TABLES = ("pipeline", "sync")
 CODEC_KEYS = {BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY}
 MAX_FILE_BYTES = 64 << 20
 """Of a tokenizer or another file of a run."""
@@ -1109,29 +1110,48 @@ TABLES: dict[str, type[_Table]] = {
 
 
 def load_spec(path: Path) -> RunSpec:
-    """Reads a `run.toml`. Raises `SpecError`."""
+    """Reads a `run.toml`, or the same tables as JSON where the name ends in `.json`. Raises
+    `SpecError`."""
+    return spec_of_values(read_values(path), path.name)
+
+
+def read_values(path: Path) -> Any:
+    """What such a file says, unchecked. Raises `SpecError`."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_SPEC_BYTES + 1)
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
-    return parse_spec(text_of(raw, path, SpecError), source=path.name)
+    text = text_of(raw, path, SpecError)
+    return _values_of(text, path.name, is_json=path.suffix == ".json")
 
 
 def parse_spec(text: str, source: str = "run.toml") -> RunSpec:
     """The spec that a TOML text describes. Raises `SpecError`; `source` begins its line."""
+    return spec_of_values(_values_of(text, source, is_json=False), source)
+
+
+def _values_of(text: str, source: str, *, is_json: bool) -> Any:
     if len(text.encode()) > MAX_SPEC_BYTES:
         raise SpecError(f"{source}: longer than {MAX_SPEC_BYTES} bytes; a spec is a short file")
     try:
-        values = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise SpecError(f"{source}: not valid TOML: {one_line(error, MAX_TEXT)}") from None
-    if isinstance(values.get("pipeline"), dict):
+        return json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        name = "JSON" if is_json else "TOML"
+        raise SpecError(f"{source}: not valid {name}: {one_line(error, MAX_TEXT)}") from None
+
+
+def spec_of_values(values: Any, source: str) -> RunSpec:
+    """The spec that tables describe, as people write them: what they leave out is the program's to
+    choose. Raises `SpecError`; `source` begins its line."""
+    if not isinstance(values, dict):
+        raise SpecError(f"{source}: a spec is a table")
+    values = dict(values)
+    for table in CODEC_TABLES:
         # A canonical spec that does not say has `none`, for ever; who writes a file leaves it open.
-        values["pipeline"].setdefault("codec", AUTO)
-    sync = values.setdefault("sync", {})
-    if isinstance(sync, dict):
-        sync.setdefault("codec", AUTO)
+        given = values.get(table, {} if table == "sync" else None)
+        if isinstance(given, dict):
+            values[table] = {"codec": AUTO, **given}
     spec = _validate(values, source)
     if spec.is_endless and "warmup_rounds" not in values["optimizer"]:
         raise SpecError(
@@ -1139,6 +1159,15 @@ def parse_spec(text: str, source: str = "run.toml") -> RunSpec:
             "(rounds = 0); 0 for none"
         )
     return spec
+
+
+def values_of_spec(spec: RunSpec) -> dict[str, Any]:
+    """What makes the same run by `spec_of_values`: plain values, for JSON."""
+    values: dict[str, Any] = from_json(spec.canonical())
+    for table in CODEC_TABLES:
+        values[table] = {"codec": getattr(spec, table).codec, **values.get(table, {})}
+    values["optimizer"]["warmup_rounds"] = spec.optimizer.warmup_rounds
+    return values
 
 
 def describe(spec: RunSpec) -> str:

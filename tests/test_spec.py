@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from swarmnet.spec import (
     describe,
     load_spec,
     parse_spec,
+    spec_of_values,
+    values_of_spec,
 )
 
 LLAMA = """
@@ -333,6 +337,32 @@ def test_every_field_is_documented() -> None:
     for name, table in TABLES.items():
         for field, info in table.model_fields.items():
             assert info.description, f"[{name}] {field}"
+
+
+def test_a_spec_may_be_json(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(tomllib.loads(LLAMA)))
+    assert load_spec(path) == parse_spec(LLAMA)
+    for text, line in (
+        ("{", r"^run\.json: not valid JSON: "),
+        ("[]", r"^run\.json: a spec is a table$"),
+        ('{"seed": NaN}', r"^run\.json: "),
+        ("[" * 60_000, r"^run\.json: not valid JSON: "),
+        (LLAMA, r"^run\.json: not valid JSON: "),
+    ):
+        path.write_text(text)
+        with pytest.raises(SpecError, match=line):
+            load_spec(path)
+
+
+def test_the_values_of_a_spec_make_it_again() -> None:
+    endless = 'rounds = 0\nschedule = "constant"'
+    without_end = LLAMA.replace("rounds = 50", endless).replace("_rounds = 5", "_rounds = 0")
+    for text in (LLAMA, CUSTOM, without_end):
+        for codecs in ("", '[sync]\ncodec = "none"\n'):
+            spec = parse_spec(text if "[sync]" in text else text + codecs)
+            values = json.loads(json.dumps(values_of_spec(spec)))
+            assert spec_of_values(values, "x") == spec
 
 
 def test_a_description_is_one_line() -> None:
