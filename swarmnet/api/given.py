@@ -1,0 +1,113 @@
+"""A run as a program gives it (a path, tables, a spec, data of its own) as the files of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from swarmnet.errors import DataError, SpecError
+from swarmnet.runtime.options import default_spec_path
+from swarmnet.spec import (
+    DEFAULT_TEXT_FIELD,
+    RunSpec,
+    read_values,
+    spec_of_values,
+    values_of_spec,
+)
+
+SpecLike = str | os.PathLike[str] | Mapping[str, Any] | RunSpec
+"""A `run.toml` (or `.json`), its tables, or what `swarmnet.load_spec` returns."""
+
+
+class Numbered(Protocol):
+    """Samples by their numbers, as a torch `Dataset` has them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+DataLike = Iterable[Mapping[str, Any]] | Numbered
+"""Samples: texts or dialogues, in the fields that `[data]` names."""
+SPEC_FILE, DATA_FILE = "run.json", "data.jsonl"
+SOURCE = "the spec"
+"""In errors about one that is no file."""
+
+
+def spec_file(spec: SpecLike | None, data: DataLike | None, folder: Path) -> Path:
+    """The file of a run that peers begin from: the given one, or one that is written into `folder`.
+    None: the default run. Reads `data` once, and blocks for as long as that takes. Raises
+    `SpecError` or `DataError`."""
+    if spec is None:
+        spec = default_spec_path()
+    if isinstance(spec, (str, os.PathLike)):
+        path = Path(os.fspath(spec))
+        if data is None:
+            return path
+        values, source = read_values(path), path.name
+    else:
+        values, source = _values(spec), SOURCE
+    if data is not None:
+        values = _with_data(values, data, folder / DATA_FILE, source)
+    spec_of_values(values, source)  # what is wrong is known here, by its own name
+    written = folder / SPEC_FILE
+    try:
+        written.write_text(json.dumps(values))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SpecError(f"{source}: plain values only, as in a run.toml ({error})") from None
+    return written
+
+
+def _values(spec: Mapping[str, Any] | RunSpec) -> dict[str, Any]:
+    if isinstance(spec, RunSpec):
+        return values_of_spec(spec)
+    if not isinstance(spec, Mapping):
+        kind = type(spec).__name__
+        raise SpecError(f"{SOURCE}: a path, tables or a RunSpec, and not a {kind}")
+    return dict(spec)
+
+
+def _with_data(values: dict[str, Any], data: DataLike, path: Path, source: str) -> dict[str, Any]:
+    """With `data`, written to `path`, as the only paths of the run."""
+    table = values.get("data", {})
+    if not isinstance(table, dict) or table.get("source"):
+        raise SpecError(
+            f"{source}: samples of a program take the place of [data] paths; leave "
+            "[[data.source]] out"
+        )
+    messages_field = table.get("messages_field", "")
+    field = messages_field or table.get("text_field", DEFAULT_TEXT_FIELD)
+    num = 0
+    with path.open("w", encoding="utf-8") as file:
+        for num, sample in enumerate(_samples(data), 1):
+            file.write(_line(sample, num, str(field), is_dialogue=bool(messages_field)) + "\n")
+    if not num:
+        raise DataError("data: there is no sample")
+    return {**values, "data": {**table, "paths": [str(path)]}}
+
+
+def _samples(data: DataLike) -> Iterator[Any]:
+    if isinstance(data, Iterable):
+        return iter(data)
+    return (data[k] for k in range(len(data)))
+
+
+def _line(sample: Any, num: int, field: str, *, is_dialogue: bool) -> str:
+    """Of JSON. `num`: of the sample, from 1."""
+    if not isinstance(sample, Mapping):
+        kind = type(sample).__name__
+        raise DataError(f'data: sample {num} is a {kind}; give tables such as {{"{field}": ...}}')
+    wanted: type = list if is_dialogue else str
+    value = sample.get(field)
+    if is_dialogue and isinstance(value, tuple):
+        value = list(value)
+    if not isinstance(value, wanted):
+        what = "list of messages" if is_dialogue else "text"
+        raise DataError(f"data: sample {num} has no {what} in {field!r}")
+    try:
+        return json.dumps({field: value}, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"data: sample {num}: {error}") from None

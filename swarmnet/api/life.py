@@ -1,0 +1,202 @@
+"""A session on a thread with an event loop of its own.
+
+So it does not matter whether the caller has a loop (a notebook has one, which runs all the time),
+nor how long the caller's keeps still: whoever looks at a run has to hear of it all the while. The
+kernel ends peers and daemons with the thread that has started them, and this one outlives them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, suppress
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+from swarmnet.api.session import Session
+from swarmnet.errors import SwarmnetError, UsageError
+from swarmnet.parsing.process import parsing
+from swarmnet.system import fastest_loop
+
+T = TypeVar("T")
+STOPPED = "the run was stopped; open it again"
+KILL_WAIT_S = 5.0
+"""For what is left of a session, when its processes were killed."""
+
+_living: dict[Life, None] = {}
+"""Those that the end of the process has to stop, in the order of their beginning."""
+
+
+class Life:
+    """Opens a session, keeps it until it is stopped, and closes it. Its public methods are for
+    other threads."""
+
+    def __init__(self, opening: Callable[[], AbstractAsyncContextManager[Session]]) -> None:
+        self._opening = opening
+        self._pid = os.getpid()
+        self._loop = (fastest_loop() or asyncio.new_event_loop)()
+        self._is_stopping = asyncio.Event()
+        self._submitting = Lock()
+        """What is submitted is so before the loop begins to end, or not at all."""
+        self._task: asyncio.Task[None] | None = None
+        self._work: set[asyncio.Task[Any]] = set()
+        self._failure: Exception | None = None
+        self._opened: Future[Session] = Future()
+        self._ended: Future[None] = Future()
+
+    # ---- for other threads ------------------------------------------------------------------
+
+    def start(self) -> Future[Session]:
+        """What it opens; the future has the error where that fails."""
+        _living[self] = None
+        Thread(target=self._run, name="swarmnet", daemon=True).start()
+        return self._opened
+
+    def submit(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Work with the session, on its loop; to cancel the future cancels it. Raises `UsageError`
+        where the session is closed; the future does where it is closed meanwhile."""
+        session = self._opened.result()
+        with self._submitting:
+            if self._is_stopping.is_set():
+                raise UsageError(STOPPED)
+            return asyncio.run_coroutine_threadsafe(self._do(work, session), self._loop)
+
+    def stop(self) -> Future[None]:
+        """Begins to close the session, also one that is being opened. The future is done when all
+        is gone; it has the error that the session ended by, if any."""
+        self._tell(self._stop)
+        return self._ended
+
+    def hurry(self) -> None:
+        """Of one that is being closed: its processes are killed."""
+        self._tell(self._cancel)
+
+    @property
+    def is_over(self) -> bool:
+        """All is gone, and so is the thread."""
+        return self._ended.done()
+
+    def wait_end(self) -> None:
+        """Stops it and waits; Ctrl-C kills what is left. Raises the error that it ended by."""
+        try:
+            self.stop().result()
+        except KeyboardInterrupt:
+            self.hurry()
+            with suppress(Exception):
+                self._ended.result(KILL_WAIT_S)
+            raise
+
+    async def ended(self) -> None:
+        """Likewise, on the caller's loop; cancelled, it kills what is left."""
+        try:
+            await asyncio.shield(asyncio.wrap_future(self.stop()))
+        except asyncio.CancelledError:
+            self.hurry()
+            raise
+
+    @property
+    def is_here(self) -> bool:
+        """This process has begun it, and was not forked from that one."""
+        return os.getpid() == self._pid
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(what)
+
+    # ---- on its own thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._live())
+        except asyncio.CancelledError:
+            error = SwarmnetError(STOPPED)
+        except BaseException as e:
+            error = e
+        _living.pop(self, None)
+        if not _living:
+            parsing().close()  # its child would stay for minutes
+        if not self._opened.done():
+            self._opened.set_exception(error or SwarmnetError(STOPPED))
+        if isinstance(error, Exception) and self._opened.exception() is None:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    async def _live(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        threads = ThreadPoolExecutor(thread_name_prefix="swarmnet")
+        loop.set_default_executor(threads)
+        try:
+            if not self._is_stopping.is_set():
+                async with self._opening() as session:
+                    await self._keep(session)
+        finally:
+            # What a thread still does (it may tokenize gigabytes) is of no use to anybody.
+            threads.shutdown(wait=False, cancel_futures=True)
+            loop.set_default_executor(ThreadPoolExecutor(1))
+
+    async def _keep(self, session: Session) -> None:
+        self._opened.set_result(session)
+        self._begin(self._watch(session))
+        try:
+            await self._is_stopping.wait()
+        finally:
+            for task in self._work:
+                task.cancel()
+            await asyncio.gather(*self._work, return_exceptions=True)
+            session.history.end()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _watch(self, session: Session) -> None:
+        try:
+            await session.watch()
+        except Exception as error:
+            self._failure = error
+        session.history.end(self._failure)
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._loop.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    async def _do(self, work: Callable[[Session], Coroutine[Any, Any, T]], session: Session) -> T:
+        if self._is_stopping.is_set():
+            raise UsageError(STOPPED)
+        task = self._begin(work(session))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.cancel()  # this one was cancelled, or that one
+            if self._is_stopping.is_set():
+                raise UsageError(STOPPED) from None
+            raise
+
+    def _stop(self) -> None:
+        with self._submitting:
+            self._is_stopping.set()
+        if not self._opened.done():
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _stop_all() -> None:
+    lives = [life for life in _living if life.is_here]
+    for life in lives:
+        life.stop()
+    for life in lives:
+        with suppress(Exception):
+            life.wait_end()
+
+
+atexit.register(_stop_all)

@@ -1,0 +1,184 @@
+"""How a program opens a run."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
+from types import TracebackType
+
+from swarmnet.api.given import DataLike, SpecLike
+from swarmnet.api.life import Life
+from swarmnet.api.runs import AsyncRun, Run
+from swarmnet.api.session import Session, local_session, peer_session, watching_session
+from swarmnet.errors import UsageError
+from swarmnet.runtime.options import (
+    LocalChoices,
+    LocalPeerOptions,
+    PeerChoices,
+    TransportName,
+    group_of,
+)
+
+
+class Opening:
+    """A run that is to be opened: `with` it for a `Run`, `async with` it for an `AsyncRun`; both
+    stop the run at the end of the block. `open()` leaves that to `Run.stop`, or to the end of the
+    program, for notebooks whose cells share a run. One of the three, once."""
+
+    def __init__(self, session: Callable[[], AbstractAsyncContextManager[Session]]) -> None:
+        self._session = session
+        self._life: Life | None = None
+
+    def open(self) -> Run:
+        """Opens it, and waits until it is. Raises `SwarmnetError` with the line that the command
+        would print."""
+        life, opened = self._begin()
+        try:
+            return Run(life, opened.result())
+        except BaseException:
+            with suppress(Exception):
+                life.wait_end()
+            raise
+
+    def _begin(self) -> tuple[Life, Future[Session]]:
+        if self._life is not None:
+            raise UsageError("it is open already, or was: call the function again")
+        self._life = Life(self._session)
+        return self._life, self._life.start()
+
+    def __enter__(self) -> Run:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._life is not None
+        if error is None:
+            self._life.wait_end()
+            return
+        with suppress(Exception):  # the first error is the one to tell
+            self._life.wait_end()
+
+    async def __aenter__(self) -> AsyncRun:
+        life, opened = self._begin()
+        try:
+            return AsyncRun(life, await asyncio.wrap_future(opened))
+        except BaseException:
+            with suppress(Exception):
+                await life.ended()
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._life is not None
+        if error is None:
+            await self._life.ended()
+            return
+        with suppress(Exception):
+            await self._life.ended()
+
+
+def local(
+    spec: SpecLike | None = None,
+    peers: int = 4,
+    *,
+    rounds: int | None = None,
+    seed: int | None = None,
+    data: DataLike | None = None,
+    invite: str = "",
+    options: LocalPeerOptions | None = None,
+) -> Opening:
+    """A whole swarm on this machine, as `swarmnet local`: a process for each peer.
+
+    Args:
+        spec: the run; a small language model by default.
+        peers: processes, at least one for each stage.
+        rounds, seed: in place of the spec's.
+        data: samples in place of `[data] paths`: tables with the run's `text_field` or
+            `messages_field`, read once.
+        invite: to a closed run.
+        options: what each peer is told of links and computing.
+    """
+    choices = LocalChoices(
+        num_peers=peers,
+        rounds=rounds,
+        seed=seed,
+        invite=invite,
+        **group_of(options or LocalPeerOptions(), LocalPeerOptions),
+    )
+    return Opening(functools.partial(local_session, spec, data, choices))
+
+
+def start(
+    spec: SpecLike,
+    *,
+    rounds: int | None = None,
+    seed: int | None = None,
+    data: DataLike | None = None,
+    options: PeerChoices | None = None,
+) -> Opening:
+    """Starts a run that other machines join (`Run.address`), as `swarmnet peer --spec`: this
+    machine's peer, in a process of its own.
+
+    Args:
+        spec, rounds, seed, data: as for `local`. Other machines have `data` where this peer gives
+            it to them (`serve_data`), or from files of their own.
+        options: of this machine's peer; `spec` and `join` are left out.
+    """
+    choices = replace(_without_run(options), rounds=rounds, seed=seed)
+    return Opening(functools.partial(peer_session, spec, data, choices))
+
+
+def join(address: str | Sequence[str], *, options: PeerChoices | None = None) -> Opening:
+    """Takes part in a run with this machine, as `swarmnet peer --join`: its peer is a process of
+    its own.
+
+    Args:
+        address: of any peer of the run, or several.
+        options: of this machine's peer; `spec` and `join` are left out. Its `data`, `tokenizer`
+            and `builder` name files of this machine: none is chosen by the network.
+    """
+    choices = replace(_without_run(options), join=_addresses(address))
+    return Opening(functools.partial(peer_session, None, None, choices))
+
+
+def watch(
+    address: str | Sequence[str], *, transport: TransportName = "auto", invite: str = ""
+) -> Opening:
+    """Looks at a run without taking part, as `swarmnet status`, `export` and `generate` do.
+
+    Args:
+        address: of any peer of the run, or several.
+        transport: what carries the bytes.
+        invite: to a closed run, for texts and parameters.
+    """
+    return Opening(functools.partial(watching_session, _addresses(address), transport, invite))
+
+
+def _addresses(address: str | Sequence[str]) -> tuple[str, ...]:
+    found = (address,) if isinstance(address, str) else tuple(address)
+    if not found:
+        raise UsageError("give an address of a peer of the run")
+    return found
+
+
+def _without_run(options: PeerChoices | None) -> PeerChoices:
+    """Raises `UsageError` where options say what arguments do."""
+    if options is None:
+        return PeerChoices()
+    if options.spec is not None or options.join:
+        raise UsageError("the run is an argument of its own: leave spec and join out of options")
+    if options.rounds is not None or options.seed is not None:
+        raise UsageError("rounds and seed are arguments of their own: leave them out of options")
+    return options

@@ -1,0 +1,203 @@
+"""A run as a program has it open: this machine's peers, if any, and an observer. Lives on the loop
+of a `Life`; each function here opens one kind, and closes it at the end of its block."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from swarmnet.api.given import DataLike, SpecLike, spec_file
+from swarmnet.api.history import History
+from swarmnet.observe.events import Event
+from swarmnet.observe.monitor import RunMonitor
+from swarmnet.observe.view_model import ViewModel
+from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.local.processes import PEER_COMMAND, PeerProcesses, run_folder
+from swarmnet.runtime.local.swarm import (
+    SAVING_STEPS,
+    LocalSwarm,
+    begin_local,
+    invite_in,
+    local_processes,
+)
+from swarmnet.runtime.local.watching import watch_run
+from swarmnet.runtime.observing import (
+    JoinRun,
+    RunObserver,
+    join_run,
+    monitor_of,
+    with_invite,
+)
+from swarmnet.runtime.options import (
+    LocalChoices,
+    PeerChoices,
+    TransportName,
+    arguments_for,
+)
+from swarmnet.spec import RunSpec
+
+log = logging.getLogger("swarmnet.api")
+
+PEER = "peer"
+"""Name of the only one that a program starts."""
+
+
+def _say(line: str) -> None:
+    log.info("%s", line)
+
+
+def _warn(line: str) -> None:
+    log.warning("%s", line)
+
+
+@dataclass
+class Session:
+    """What is open; an `Onlooker` of its run."""
+
+    observer: RunObserver
+    address: str
+    """For others to join the run by."""
+    monitor: RunMonitor
+    processes: PeerProcesses | None = None
+    state_dirs: Sequence[Path] = ()
+    """Of this machine's peers, where a model of code can be had from them only."""
+    base: str = ""
+    """The model that the run began from, where this machine knows that."""
+    history: History = field(default_factory=History)
+    _writer: Any = None
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.observer.spec
+
+    async def watch(self) -> None:
+        """Tells the history what happens, until the run has done its rounds. Raises
+        `SwarmnetError` where no peer of this machine is left."""
+        await watch_run(self.observer, self, self.processes, _warn)
+
+    def look(self, view: View, now: float, unix_s: float) -> list[Event]:
+        events = self.monitor.look(view, now, unix_s)
+        self.history.add(events)
+        return events
+
+    async def status(self, unix_s: float) -> ViewModel:
+        """As of now."""
+        self.look(self.observer.view, asyncio.get_running_loop().time(), unix_s)
+        return self.monitor.view_model()
+
+    async def export(self, out: Path, options: Mapping[str, Any]) -> str:
+        """Writes the model; returns what was done, in a line. `options`: of `Wanted`."""
+        from swarmnet.runtime.exporting.models import (
+            Wanted,
+            export_checkpoints,
+            export_observed,
+        )
+
+        weights = options.get("weights")
+        wanted = Wanted(**options, base=self.base if weights is None else str(weights))
+        if self.spec.model.kind == "custom" and self.state_dirs:
+            return await asyncio.to_thread(export_checkpoints, self.state_dirs, out, wanted)
+        return await export_observed(self.observer, out, wanted)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        options: Mapping[str, Any],
+        stops: Sequence[str],
+    ) -> str:
+        """A text that goes on with the prompt, or an answer to the last of some messages.
+        `options`: of `Sampling`, None for what was not said."""
+        from swarmnet.runtime.texts import answer, continue_text, open_writer
+        from swarmnet.runtime.writing.sampling import Sampling
+        from swarmnet.runtime.writing.writer import longest_text
+
+        Sampling().with_options(options)  # wrong ones are known at once
+        longest_text(self.spec)
+        if self._writer is None:
+            self._writer = await open_writer(self.observer)
+        sampling = self._writer.sampling.with_options(options)
+        if isinstance(prompt, str):
+            text = await continue_text(self._writer, prompt, sampling, _warn, stops)
+        else:
+            text = await answer(self._writer, prompt, sampling, _warn, stops)
+        return "".join([piece async for piece in text])
+
+
+@asynccontextmanager
+async def local_session(
+    spec: SpecLike | None,
+    data: DataLike | None,
+    choices: LocalChoices,
+    *,
+    command: Sequence[str] = PEER_COMMAND,
+    join: JoinRun = join_run,
+) -> AsyncIterator[Session]:
+    """A swarm on this machine. `choices.spec` is set here. `command` and `join` are there for
+    tests."""
+    with run_folder() as folder:
+        path = await asyncio.to_thread(spec_file, spec, data, folder)
+        started, choices = await begin_local(replace(choices, spec=path))
+        processes = local_processes(folder, choices, command)
+        swarm = LocalSwarm(started, choices, processes)
+        try:
+            observer = await swarm.start(_say, join)
+            try:
+                yield Session(
+                    observer,
+                    swarm.address,
+                    monitor_of(started.spec),
+                    processes,
+                    swarm.state_dirs,
+                    started.model,
+                )
+            finally:
+                await observer.close()
+        finally:
+            await processes.stop()
+
+
+@asynccontextmanager
+async def peer_session(
+    spec: SpecLike | None,
+    data: DataLike | None,
+    choices: PeerChoices,
+    *,
+    command: Sequence[str] = PEER_COMMAND,
+    join: JoinRun = join_run,
+) -> AsyncIterator[Session]:
+    """One peer of this machine, which starts a run or joins one (`choices.join`)."""
+    with run_folder() as folder:
+        if not choices.join:
+            path = await asyncio.to_thread(spec_file, spec, data, folder)
+            choices = replace(choices, spec=path)
+        processes = PeerProcesses(folder, command, SAVING_STEPS, invite_in(choices.invite))
+        words = arguments_for(replace(choices, invite=""), PeerChoices)
+        try:
+            child = await processes.start(PEER, ["--plain", *words], keeps_state=True)
+            ready = await processes.wait_ready(child, timeout_s=math.inf)
+            look = with_invite(join, choices.invite)
+            observer = await look(list(ready.addresses), choices.transport)
+            try:
+                yield Session(observer, ready.address, monitor_of(observer.spec), processes)
+            finally:
+                await observer.close()
+        finally:
+            await processes.stop()
+
+
+@asynccontextmanager
+async def watching_session(
+    addresses: Sequence[str], transport: TransportName, invite: str, *, join: JoinRun = join_run
+) -> AsyncIterator[Session]:
+    """A run elsewhere, without taking part."""
+    observer = await with_invite(join, invite)(list(addresses), transport)
+    try:
+        yield Session(observer, addresses[0], monitor_of(observer.spec))
+    finally:
+        await observer.close()

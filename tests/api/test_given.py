@@ -1,0 +1,123 @@
+"""A run as a program gives it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from swarmnet.api.given import spec_file
+from swarmnet.errors import DataError, SpecError
+from swarmnet.runtime.joining.starting import start_run
+from swarmnet.runtime.options import default_spec_path
+from swarmnet.spec import load_spec, parse_spec, read_values
+
+DEFAULT = default_spec_path()
+TEXTS = [f"a text of some length, and number {k} of those to learn\n" * 8 for k in range(12)]
+
+
+class Numbered(Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return len(TEXTS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"text": TEXTS[index], "id": index}
+
+
+class Endless(IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({"text": text} for text in TEXTS)
+
+
+def test_a_path_stays_what_it_is_and_none_is_the_default(tmp_path: Path) -> None:
+    assert spec_file("there/run.toml", None, tmp_path) == Path("there/run.toml")
+    assert spec_file(None, None, tmp_path) == DEFAULT
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make", [read_values, load_spec, lambda path: start_run(path).spec])
+def test_tables_and_specs_make_the_run_of_their_file(make: Any, tmp_path: Path) -> None:
+    path = spec_file(make(DEFAULT), None, tmp_path)
+    assert path.parent == tmp_path
+    assert start_run(path).spec.run_id == start_run(DEFAULT).spec.run_id
+
+
+def test_a_codec_that_was_chosen_stays(tmp_path: Path) -> None:
+    text = DEFAULT.read_text().replace("[pipeline]", '[pipeline]\ncodec = "none"')
+    spec = parse_spec(text.replace("[sync]", '[sync]\ncodec = "none"'))
+    again = load_spec(spec_file(spec, None, tmp_path))
+    assert (again.pipeline.codec, again.sync.codec) == ("none", "none")
+    assert again == spec
+
+
+@pytest.mark.parametrize(
+    "data",
+    [[{"text": text} for text in TEXTS], Numbered(), Endless()],
+    ids=lambda d: type(d).__name__,
+)
+def test_samples_of_a_program_are_the_data_of_the_run(data: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    spec = start_run(spec_file(DEFAULT, data, folder)).spec
+    (path,) = spec.data.paths
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == [
+        {"text": t} for t in TEXTS
+    ]
+    plain = tmp_path / "texts.jsonl"
+    plain.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    text = DEFAULT.read_text().replace('"python-stdlib"', json.dumps(str(plain)))
+    from_file = tmp_path / "run.toml"
+    from_file.write_text(text)
+    assert spec.data.fingerprint == start_run(from_file).spec.data.fingerprint
+
+
+def test_dialogues_are_in_the_field_that_the_run_names(tmp_path: Path) -> None:
+    values = read_values(DEFAULT)
+    values["data"]["messages_field"] = "talk"
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path = spec_file(values, [{"talk": tuple(said)}], tmp_path)
+    (data,) = load_spec(path).data.paths
+    assert json.loads(Path(data).read_text()) == {"talk": said}
+    with pytest.raises(DataError, match="sample 1 has no list of messages in 'talk'"):
+        spec_file(values, [{"talk": "Hi"}], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ([], "data: there is no sample"),
+        ([{"text": "x"}, {"txt": "y"}], "data: sample 2 has no text in 'text'"),
+        (["a text"], 'data: sample 1 is a str; give tables such as {"text": ...}'),
+        ([{"text": 3}], "data: sample 1 has no text in 'text'"),
+    ],
+)
+def test_samples_that_are_none_are_named(data: Any, line: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        spec_file(DEFAULT, data, tmp_path)
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        (3, "the spec: a path, tables or a RunSpec, and not a int"),
+        ({"model": {"kind": "llama"}, "optimiser": {}}, "optimiser"),
+        ({**read_values(DEFAULT), "seed": object()}, "seed"),
+    ],
+)
+def test_what_is_no_spec_is_told_before_anything_starts(
+    spec: Any, line: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError, match=line):
+        spec_file(spec, None, tmp_path)
+
+
+def test_several_sources_are_no_place_for_samples(tmp_path: Path) -> None:
+    values = read_values(DEFAULT)
+    values["data"] = {"source": [{"paths": ["python-stdlib"]}]}
+    with pytest.raises(SpecError, match=r"leave \[\[data.source\]\] out"):
+        spec_file(values, [{"text": "x"}], tmp_path)
