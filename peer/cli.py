@@ -8,6 +8,7 @@ import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -21,6 +22,7 @@ from peer.options import (
     DataOptions,
     DiskOptions,
     DoctorOptions,
+    ExampleOptions,
     ExportLinkOptions,
     ExportSourceOptions,
     InviteOptions,
@@ -166,6 +168,17 @@ def generate(text: TextOptions, sampling: SamplingOptions) -> None:
 
     check_options(text)
     _run(generate_text(text, asdict(sampling)))
+
+
+@command(app, _errors_told)
+def example(options: ExampleOptions) -> None:
+    """Write an example of the documentation into the folder examples, to be tried and changed."""
+    from peer.commands.example import EXAMPLES, write_example
+
+    if options.name is None:
+        say("\n".join(EXAMPLES))
+    else:
+        say(write_example(options.name, Path()))
 
 
 @command(app, _errors_told)

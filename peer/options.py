@@ -736,6 +736,14 @@ class DashboardOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ExampleOptions:
+    """Which example `swarmnet example` writes."""
+
+    name: Annotated[str | None, typer.Argument(help="Leave it out for a list.")] = None
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExportSourceOptions:
     """Where `swarmnet export` has the model from, and the folder that it makes."""
 

@@ -22,7 +22,7 @@ from tests.processes.running import Machine, processes_of, sockets_in, tiny_run
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 ANSWER_S = 240.0
 """Of a kernel; never waited for in full on success."""
