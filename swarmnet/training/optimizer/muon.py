@@ -10,7 +10,7 @@ every owner: each of its operations is one that IEEE 754 defines. A product of m
 libraries and processors add in other orders. So the primary of a shard alone makes its step, and
 the backups follow it: they step the momentum, and take its result. Where that does not come, one of
 them makes the rest of the step from the momentum that it has
-(docs/decisions/0022-the-primary-alone-orthogonalizes.md).
+(docs/decisions/0023-the-primary-alone-orthogonalizes.md).
 
 Where exchanges are delayed, matrices are not ahead of what the optimizer has: AdamW's lead
 (`shards`) needs a second moment, and Muon suffers little from a step of delay.
