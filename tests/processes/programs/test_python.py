@@ -75,14 +75,16 @@ def kernel(running: Machine) -> Iterator[tuple[Any, Any]]:
         manager.shutdown_kernel(now=True)
 
 
-def printed(client: Any, text: str) -> None:
-    """Waits until a cell has printed it."""
+def printed(client: Any, cell: str, text: str) -> None:
+    """Waits until a cell, by the id of its message, has printed it."""
     seen = ""
     while text not in seen:
         try:
             message = client.get_iopub_msg(timeout=ANSWER_S)
         except queue.Empty:
             raise AssertionError(f"not printed: {text}; but: {seen}") from None
+        if message["parent_header"].get("msg_id") != cell:
+            continue  # of one before
         seen += message["content"].get("text", "") + "\n".join(
             message["content"].get("traceback", ())
         )
@@ -93,23 +95,23 @@ def test_an_interrupted_cell_leaves_nothing(running: Machine) -> None:
     """Of the block that opened the run; the kernel goes on. Its loop runs while a cell waits."""
     spec = tiny_run(running.folder, rounds=100_000)
     with kernel(running) as (manager, client):
-        client.execute(
+        cell = client.execute(
             "import swarmnet\n"
             f"with swarmnet.local({str(spec)!r}, peers=2) as run:\n"
             "    for done in run.rounds():\n"
             "        print('round', done.round, flush=True)\n"
         )
-        printed(client, "round")
+        printed(client, cell, "round")
         assert len(peers_in(running.folder)) >= 3  # two peers, and the daemons
         manager.interrupt_kernel()
         reply = client.get_shell_msg(timeout=ANSWER_S)["content"]
         assert reply["ename"] == "KeyboardInterrupt"
         assert peers_in(running.folder) == {}
-        client.execute(
+        cell = client.execute(
             f"async with swarmnet.local({str(spec)!r}, peers=2, rounds=3) as run:\n"
             "    print('told', len([done async for done in run.rounds()]) > 0)\n"
         )
-        printed(client, "told True")
+        printed(client, cell, "told True")
         assert client.get_shell_msg(timeout=ANSWER_S)["content"]["status"] == "ok"
         assert peers_in(running.folder) == {}
 
