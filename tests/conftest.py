@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what is in its background. Tests send themselves a Ctrl-C, and what they
+    # start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000, 20, 50)
 settings.register_profile("swarmnet", deadline=None, print_blob=True)
 settings.load_profile("swarmnet")

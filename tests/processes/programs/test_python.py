@@ -117,14 +117,12 @@ def test_an_interrupted_cell_leaves_nothing(running: Machine) -> None:
 
 
 LEAVES = """
-import signal, sys, swarmnet
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import sys, swarmnet
 run = swarmnet.local(sys.argv[1], peers=2).open()
 print(next(run.rounds()).round, flush=True)
 if sys.argv[2] == "waits":
     list(run.rounds())
 """
-"""Where the tests run in the background of a shell, Ctrl-C is ignored by what they start."""
 
 
 @pytest.mark.parametrize("how", ["ends", "waits"])
