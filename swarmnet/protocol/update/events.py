@@ -36,8 +36,6 @@ class Seen:
     is_kept: bool = False
     """The optimizer state, which this replica lacks, is with one that lives, and that it cannot
     call; or so it may be."""
-    first: str = ""
-    """Who would be the primary if the exchange began now; "" where nobody has asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,6 @@ class Denied:
 
     sender: str
     ballot: Ballot
-    asked: Ballot | None = None
-    """Of the call which it answers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,6 @@ from swarmnet.protocol.update.shard_state import (
     ShardState,
 )
 
-MAX_RISE = 16
-"""So far a ballot rises by the word of others while its primary stays: each that was named for it
-by mistake raises it by two."""
-
 # ---- guards -------------------------------------------------------------------------------------
 
 
@@ -41,12 +37,8 @@ def leads(u: ShardState) -> bool:
 
 def is_misnamed(u: ShardState) -> bool:
     """The ballot takes this replica for a holder of the state, and it is none."""
-    return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not has_state(u)
-
-
-def has_state(u: ShardState) -> bool:
-    """It holds the optimizer state of the shard as the others have it."""
-    return u.roster.is_holder and not u.is_spoiled
+    is_holder = u.roster.is_holder and not u.is_spoiled
+    return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not is_holder
 
 
 def is_next(u: ShardState) -> bool:
@@ -150,8 +142,7 @@ def take_over(u: ShardState) -> None:
 
 def nominate(u: ShardState) -> None:
     """The next ballot is that of a holder; its own, where none is known to live."""
-    passed = {u.me, *u.disowned}
-    holder = next((p for p in u.roster.holders if p not in passed and not u.is_dead(p)), None)
+    holder = next((p for p in u.roster.holders if p != u.me and not u.is_dead(p)), None)
     is_holder = holder is not None
     go_by(u, u.ballot.next_of(u.me if holder is None else holder, is_holder=is_holder))
 
@@ -217,16 +208,16 @@ def begin(u: ShardState, event: on.Begun) -> None:
 
 def note(u: ShardState, event: on.Seen) -> None:
     u.members, u.counted, u.is_kept = event.members, event.counted, event.is_kept
-    u.first = event.first
 
 
 def take_push(u: ShardState, event: on.Pushed) -> None:
-    if follows_up(u, event.sender, event.ballot) and u.state is FOLLOWING:
+    if may_go_by(u, event.ballot):
+        go_by(u, event.ballot)
         if is_misnamed(u):
             nominate(u)
         elif leads(u):  # the sender knew it before
             lead(u)
-    if not u.is_under(event.ballot):
+    if event.ballot != u.ballot:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
     if event.call is not None:
@@ -249,14 +240,11 @@ def hold(u: ShardState, event: on.Pushed | on.Asked) -> None:
 
 def vote(u: ShardState, event: on.Asked) -> None:
     if event.is_final:
-        if event.ballot.primary == event.sender:
-            follows_up(u, event.sender, event.ballot)
+        if event.ballot.primary == event.sender and may_go_by(u, event.ballot):
+            go_by(u, event.ballot)
         is_promised = event.ballot == u.ballot
-        if is_promised:
-            u.agreed_to = None  # what it said before that of another one
     else:
         is_promised = would_promise(u, event.ballot)
-        u.agreed_to = event.ballot if is_promised else u.agreed_to
     answer = do.Agree if is_promised else do.Deny
     u.commands.append(answer(event.call, event.ballot if is_promised else u.ballot))
 
@@ -264,21 +252,19 @@ def vote(u: ShardState, event: on.Asked) -> None:
 def vote_with_copy(u: ShardState, event: on.Asked) -> None:
     """The primary of the copied step has the promise. Who has that of all others instead would
     make another step."""
-    if not event.is_final or event.ballot.primary == u.ballot.primary:
-        vote(u, event)
-    elif believed(u, event.sender, event.ballot) is not None:
+    if event.is_final and event.ballot != u.ballot:
         use_copy(u)
         give(u, event)
     else:
-        deny(u, event)
+        vote(u, event)
 
 
 def hold_for_primary(u: ShardState, event: on.Pushed) -> None:
     """Whoever goes by the same ballot cannot reach the primary, and waits here for its result. By a
     higher one the primary has been overthrown."""
-    if event.ballot.primary == u.ballot.primary:
+    if event.ballot == u.ballot:
         hold(u, event)
-    elif believed(u, event.sender, event.ballot) is not None:
+    elif event.ballot > u.ballot:
         use_copy(u)
         give(u, event)
     else:
@@ -300,25 +286,23 @@ def count_agreed(u: ShardState, event: on.Agreed) -> None:
 
 
 def denied(u: ShardState, event: on.Denied) -> None:
-    is_copy = u.state in (COPYING, COPIED)
-    if not is_copy and follows_up(u, event.sender, event.ballot):
-        if event.sender == u.pushing:
-            give_up_push(u)  # it is made anew
-    elif not is_copy and is_disowned(u, event):
-        fall_back(u, event.ballot)
-    elif u.state is CANVASSING:
+    if u.state not in (COPYING, COPIED) and may_go_by(u, event.ballot):
+        return go_by(u, event.ballot)
+    if u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
         pause(u)
     else:
         push_failed(u, on.PushFailed(event.sender))
+    return None
 
 
 def copy(u: ShardState, event: on.MirrorCame) -> None:
-    fits = event.fits and u.state not in HAS_STEPPED
-    follows_up(u, event.sender, event.ballot)
-    if event.ballot != u.ballot or event.ballot.primary != event.sender:
+    if event.ballot < u.ballot or event.ballot.primary != event.sender:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
+    fits = event.fits and u.state not in HAS_STEPPED
+    if event.ballot > u.ballot:
+        go_by(u, event.ballot)
     if not fits:
         u.commands.append(do.Refuse(event.call))
         return
@@ -342,7 +326,7 @@ def refuse(u: ShardState, event: on.MirrorCame) -> None:
 def adopt(u: ShardState, event: on.ResultCame) -> None:
     """Who has promised a higher ballot since may be counted on for that one: nothing that an older
     call still brings may part it from the others."""
-    if event.ballot < u.ballot and not u.is_under(event.ballot):
+    if event.ballot < u.ballot:
         return
     u.state, u.result = ADOPTED, event.result
     end_with(u, is_own=False)
@@ -389,13 +373,11 @@ def again(u: ShardState, event: on.Again) -> None:
 
 
 def remind(u: ShardState) -> None:
-    """Members that have closed the round and go by another ballot, or whose promise was lost; all
-    others too, where one says that it goes by a higher ballot."""
-    late = {p for p in u.waits_for() if u.members[p].declared is not None}
-    if u.claimants():
-        late.update(u.not_claiming())
+    """Members that have closed the round and go by another ballot, or whose promise was
+    lost."""
+    late = [p for p in u.waits_for() if u.members[p].declared is not None]
     if late and not u.roster.pulls:
-        u.commands.append(do.Ask(tuple(sorted(late)), u.ballot, is_final=True, count=u.count))
+        u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True, count=u.count))
     pause(u)
 
 
@@ -524,112 +506,11 @@ def may_go_by(u: ShardState, ballot: Ballot) -> bool:
     return u.ballot < ballot and ballot.term <= min(MAX_TERM, u.ballot.term + MAX_LEAD)
 
 
-def follows_up(u: ShardState, sender: str, ballot: Ballot) -> bool:
-    """`sender` goes by a ballot, as it says. Whether this replica goes by a higher one now."""
-    found = believed(u, sender, ballot)
-    if must_yield(u, sender, ballot):
-        found = u.ballot.next_of(sender, is_holder=ballot.term % 2 == 1)
-    if found is None:
-        return False
-    if found.primary == u.ballot.primary and u.state is not CANVASSING:
-        rise(u, found)
-    else:
-        go_by(u, found)
-    return True
-
-
-def believed(u: ShardState, sender: str, ballot: Ballot) -> Ballot | None:
-    """The higher ballot by which this replica has to go, now that `sender` says that it goes by
-    this one; None where that shows nothing. It is noted then, and looked into."""
-    if not may_go_by(u, ballot):
-        return None
-    if is_shown(u, sender, ballot):
-        return ballot
-    if sender not in u.members or ballot.primary == u.me:
-        return None
-    is_first = sender not in u.claimants()
-    u.claims = tuple(sorted({**dict(u.claims), sender: ballot}.items()))
-    most = u.most_claimed()
-    if most is None:
-        look_into_claim(u, is_first=is_first)
-    return most
-
-
-def is_shown(u: ShardState, sender: str, ballot: Ballot) -> bool:
-    """A higher ballot holds, whatever others say: its primary is one of the members, and no other
-    one is overthrown with which this replica could go on. That is the same, or is dead to it, or
-    was when it was asked, or says so itself. Or the new one has begun as the primary, and is it by
-    the records of now."""
-    if sender == u.ballot.primary:
-        return True
-    if sender not in u.members or ballot.primary not in (u.me, *u.members):
-        return False
-    if ballot.primary == u.ballot.primary:
-        return ballot.term <= u.lowest().term + MAX_RISE
-    began = ballot.is_first and sender == ballot.primary == u.first
-    return began or ballot == u.agreed_to or u.is_dead(u.ballot.primary)
-
-
-def must_yield(u: ShardState, sender: str, ballot: Ballot) -> bool:
-    """It began as the primary, and so did another one, which is it by the records of now."""
-    both_began = ballot < u.ballot and u.ballot.is_first and u.state not in HAS_STEPPED
-    return both_began and u.ballot.primary == u.me and sender == ballot.primary == u.first
-
-
-def is_disowned(u: ShardState, event: on.Denied) -> bool:
-    """Its own primary, to which it has pushed under the present ballot, goes by one of another; or
-    who comes after a dead one does. Where it has been led there before it asks again: the other one
-    finds out as well."""
-    is_answer = event.asked == u.ballot and event.ballot.primary != u.ballot.primary
-    is_news = u.led_to is None or u.led_to < event.ballot
-    is_due = event.sender == u.ballot.primary or u.is_dead(u.ballot.primary)
-    return is_answer and is_news and is_due
-
-
-def fall_back(u: ShardState, ballot: Ballot) -> None:
-    """Goes to where its primary goes that is none, or to one that holds the state, if that is of
-    none: by a higher ballot, for it contributes to no lower one. That overthrows nobody."""
-    u.disowned |= {u.ballot.primary}
-    u.led_to = ballot
-    holders = [u.me] * has_state(u) + [p for p in u.roster.holders if not u.is_dead(p)]
-    known = [p for p in holders if p not in u.disowned]
-    if ballot.term % 2 == 0 and known:
-        ballot = Ballot(1, known[0])
-    go_by(u, u.ballot.next_of(ballot.primary, is_holder=ballot.term % 2 == 1))
-
-
-def look_into_claim(u: ShardState, *, is_first: bool) -> None:
-    """A follower finds out whether its primary lives; a primary whether the others go by its ballot
-    yet, before it gives a result out."""
-    if u.ballot.primary != u.me:
-        u.commands.append(do.LookInto(u.ballot.primary))
-    elif u.state in HAS_STEPPED and is_first:
-        count_again(u)
-    else:
-        u.has_stood_still |= u.state not in HAS_STEPPED
-        if not u.is_paused:
-            others = tuple(u.not_claiming())
-            u.commands.append(do.Ask(others, u.ballot, is_final=True, count=u.count))
-            pause(u)
-
-
-def rise(u: ShardState, ballot: Ballot) -> None:
-    """Promises a higher ballot of the same primary: what was done under the one before holds. But
-    who has contributed to that may have promised another one meanwhile."""
-    u.risen_from = u.lowest()
-    u.ballot, u.agreed_to = ballot, None
-    if u.state in HAS_STEPPED:
-        count_again(u)
-    else:
-        u.has_stood_still = True
-
-
 def go_by(u: ShardState, ballot: Ballot) -> None:
     """Promises a higher ballot: what was done under the one before does not hold."""
     if u.state in HAS_STEPPED:
         spoil(u)
     u.state, u.ballot, u.has_norm = FOLLOWING, ballot, False
-    u.risen_from, u.agreed_to = None, None
     u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None
     u.total, u.result, u.pending, u.unmirrored = None, None, frozenset(), frozenset()
     u.promised, u.asked = frozenset(), frozenset()

@@ -58,14 +58,6 @@ class ShardState:
     """Tokens that contributions have to come up to."""
     is_kept: bool = False
     """The state that is not here is with a replica that lives: nobody else may begin a new one."""
-    risen_from: Ballot | None = None
-    """The lowest ballot since which the primary has been the present one."""
-    first: str = ""
-    """Who would be the primary, by the records of now."""
-    disowned: frozenset[str] = frozenset()
-    """Who was taken here for the primary, and says that it is none."""
-    led_to: Ballot | None = None
-    """The highest ballot to which one of these has led."""
     has_norm: bool = False
     """Of a primary that has a sum: nothing else keeps it from the step."""
     parts: tuple[tuple[str, Contribution], ...] = ()
@@ -96,8 +88,7 @@ class ShardState:
     """Of a primary that has closed its sum: who promised its ballot, by a contribution or by an
     answer. Who was not waited for may follow another primary."""
     has_stood_still: bool = False
-    """This replica has, since it leads, or one member has another ballot: others may have promised
-    that since theirs."""
+    """This replica has, since it leads: others may have promised another ballot since theirs."""
     count: int = 0
     """How often promises were counted anew."""
     lost: frozenset[str] = frozenset()
@@ -110,10 +101,6 @@ class ShardState:
     """A step was made here that does not hold."""
     copied_for: Call | None = None
     """The primary's call, while this backup makes its step."""
-    agreed_to: Ballot | None = None
-    """What it has said that it would promise: its primary was dead to it then."""
-    claims: tuple[tuple[str, Ballot], ...] = ()
-    """By which higher ballot members go, as they say, that is not believed here; by peer."""
     commands: list[Command] = field(default_factory=list)
 
     @property
@@ -128,62 +115,26 @@ class ShardState:
 
     def waits_for(self) -> list[str]:
         """Members that live and have not contributed, ascending: of a primary that gathers."""
-        given, elsewhere = {peer_id for peer_id, _ in self.parts}, self.elsewhere()
+        given = {peer_id for peer_id, _ in self.parts}
         return [
             peer_id
             for peer_id, status in sorted(self.members.items())
             if status.is_waited_for
             and peer_id not in given
             and peer_id not in self.lacking
-            and peer_id not in elsewhere
             and status.declared != 0
         ]
 
     def awaited(self) -> list[str]:
         """Backups that live and have not confirmed their copy; in gossip averaging the partner,
         as long as it has not pulled everything."""
-        elsewhere = self.claimants()
-        return [p for p in self.pending if not self.is_dead(p) and p not in elsewhere]
+        return [p for p in self.pending if not self.is_dead(p)]
 
     def back(self) -> frozenset[str]:
-        """Members that live, if only for a question, and have promised nothing: neither the ballot
-        that this replica goes by, nor, as they say, a higher one."""
+        """Members that live, if only for a question, and have promised nothing."""
         if self.roster.pulls:
             return frozenset()
-        return frozenset(self.not_claiming()) - self.promised
-
-    def claimants(self) -> frozenset[str]:
-        """Members that go by a higher ballot, as they say, and are not believed."""
-        return frozenset(p for p, ballot in self.claims if ballot > self.ballot)
-
-    def elsewhere(self) -> frozenset[str]:
-        """Those of them that have taken over, as they say, and those that follow these. Another one
-        comes here when its primary has told it that it is none, or records are known."""
-        leading = {p for p, ballot in self.claims if ballot.primary == p}
-        found = (p for p, b in self.claims if b.primary in leading and not b.is_first)
-        return self.claimants().intersection(found)
-
-    def not_claiming(self) -> list[str]:
-        """Members that answer, without these."""
-        claimants = self.claimants()
-        return [p for p in self.answering() if p not in claimants]
-
-    def most_claimed(self) -> Ballot | None:
-        """The ballot of a primary by which more than half of the members that answer go, as they
-        say; of several the lowest."""
-        answering, higher = self.answering(), self.claimants()
-        said = sorted(b for p, b in self.claims if p in higher and p in answering)
-        primaries = [b.primary for b in said]
-        return next((b for b in said if 2 * primaries.count(b.primary) > len(answering)), None)
-
-    def lowest(self) -> Ballot:
-        """That from which the present ballot has risen."""
-        return self.risen_from or self.ballot
-
-    def is_under(self, ballot: Ballot) -> bool:
-        """It is the present ballot, or one from which that has risen."""
-        is_between = self.lowest() <= ballot <= self.ballot
-        return ballot.primary == self.ballot.primary and is_between
+        return frozenset(self.answering()) - self.promised
 
     def is_dead(self, peer_id: str) -> bool:
         """To this replica; a stranger to the exchange is as good as dead."""

@@ -35,18 +35,6 @@ result (a backup, or one to which the result was given), and that answers with i
 that live has it, all of them promise the new ballot, and none takes the old primary's step or
 result any more: its backups deny it.
 
-Who says that it takes over is believed by those to whom their primary is dead, or was when they
-were asked, and by all others when that primary says the same, or more than half of the members that
-answer name the same one. A primary that hears it of fewer has all others promise once more, and
-goes on without those: who has promised it then follows no other one as long as it lives to them,
-and who follows another one gives no result out without them.
-
-Where records differ, one may have promised a ballot to a replica that does not lead. That says
-where it goes itself, and the other one goes there by a higher ballot (`fall_back`). A higher ballot
-of the same primary overthrows nobody: what was done under the one before holds, and promises are
-counted anew (`rise`). Of two that have begun as primaries one yields, by the records of now
-(`must_yield`). So a refusal costs a delay, and no contribution.
-
 A contribution is a promise, and so is the answer to an announcement. The answer to a question binds
 nobody. Who has not contributed may follow another primary, though it lives and had no tokens or not
 enough time: it is asked before the result is given out. Who was dead to a primary may have led

@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.update.explorer.exploring import Wanderer, explore
-from tests.protocol.update.explorer.scenarios import ONE_OF_EACH, SMALL, any_scenario, with_liar
-from tests.protocol.update.explorer.small_world import Scenario
+from tests.protocol.update.explorer.scenarios import ONE_OF_EACH, SMALL, any_scenario
 
-WORLDS, WORLDS_WITH_LIARS, SCHEDULES = 60, 20, 30
+WORLDS, SCHEDULES = 60, 30
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_order_of_events_ends_with_one_result(name: str) -> None:
-    found = explore(SMALL[name], limit=1_000_000)
+    found = explore(SMALL[name], limit=300_000)
     print(f"{name}: {found.num_states} states")
     assert found.is_complete
 
@@ -38,19 +37,10 @@ def test_a_crash_a_lost_message_and_a_false_suspicion_in_every_order() -> None:
 
 @pytest.mark.parametrize("seed", range(WORLDS))
 def test_random_schedules_of_larger_swarms_end_with_one_result(seed: int) -> None:
-    wander(any_scenario(seed), seed, SCHEDULES)
-
-
-@pytest.mark.parametrize("seed", range(WORLDS_WITH_LIARS))
-def test_one_that_says_anything_at_any_time_changes_no_result(seed: int) -> None:
-    wander(with_liar(seed), seed, SCHEDULES)
-
-
-def wander(scenario: Scenario, seed: int, num_schedules: int) -> None:
-    wanderer = Wanderer(scenario)
-    for i in range(num_schedules):
+    wanderer = Wanderer(any_scenario(seed))
+    for i in range(SCHEDULES):
         try:
             wanderer.wander(random.Random(f"{seed} {i}"))
         except OverflowError:  # what it remembers fills it up
-            wanderer = Wanderer(scenario)
+            wanderer = Wanderer(any_scenario(seed))
             wanderer.wander(random.Random(f"{seed} {i}"))

@@ -142,12 +142,10 @@ class UpdateAudits:
             self._tasks.start(self._audit(summed, said, total))
 
     def _is_of_another(self, said: Summed, mirror: MirrorRequest, primary: str) -> bool:
-        where = said.run_id, said.peer_id, said.round, said.stage, said.shard
-        asked = self.proofs.run_id, primary, mirror.round, mirror.stage, mirror.shard
+        where = said.run_id, said.peer_id, said.round, said.stage, said.shard, said.term
+        asked = self.proofs.run_id, primary, mirror.round, mirror.stage, mirror.shard, mirror.term
         numbers = said.num_tokens, said.scale, said.steps
-        is_later = said.term > mirror.term  # its ballot may have risen since it was signed
-        is_other = numbers != (mirror.num_tokens, mirror.scale, mirror.steps)
-        return where != asked or is_other or is_later
+        return where != asked or numbers != (mirror.num_tokens, mirror.scale, mirror.steps)
 
     async def _audit(self, summed: Proof, said: Summed, total: Array) -> None:
         """Asks at once, for contributors keep what they gave until they have the result."""

@@ -163,8 +163,6 @@ class Exchange:
         self._stalled_s = gossip.liveness.stalled_s()
         self._members: dict[str, MemberStatus] = {}
         self._short_of = 0
-        self._first: dict[int, str] = {}
-        """By shard that another one says to lead: who would, by the records of then."""
         self._begun_at: float | None = None
         """When this replica closed its round, in seconds awake."""
         self._distrusted: set[str] = set()
@@ -264,7 +262,6 @@ class Exchange:
         try:
             while self._events:
                 j, next_event = self._events.pop(0)
-                self._note_first(j, next_event)
                 for command in self._machine(j).handle(next_event):
                     self._carry_out(j, command)
         finally:
@@ -276,24 +273,9 @@ class Exchange:
             roster = self._ownership.roster(self.number, shard)
             machine = ShardUpdate(self._gossip.own.peer_id, roster)
             self._machines[shard] = machine
-            for command in machine.handle(self._seen(shard, is_kept=False)):
+            for command in machine.handle(on.Seen(self._members, self._short_of)):
                 self._carry_out(shard, command)
         return machine
-
-    def _seen(self, shard: int, *, is_kept: bool) -> on.Seen:
-        first = self._first.get(shard, "")
-        return on.Seen(self._members, self._short_of, is_kept, first)
-
-    def _note_first(self, j: int, event: on.Event) -> None:
-        """Others may have begun with a primary of which this replica had no news then."""
-        if not isinstance(event, on.Pushed | on.Asked | on.Denied | on.MirrorCame):
-            return
-        shard, sender = self._machine(j).shard, event.sender
-        says_so = event.ballot.is_first and event.ballot.primary == sender
-        if says_so and sender != shard.ballot.primary:
-            self._first[j] = self._ownership.roster(self.number, j).ballot.primary
-            for command in self._machine(j).handle(self._seen(j, is_kept=shard.is_kept)):
-                self._carry_out(j, command)
 
     async def answer(self, shard: int, make: Callable[[on.Call], on.Event]) -> do.Command:
         """What a call of another replica is answered with. `make(call)`: the event that it is.
@@ -329,7 +311,7 @@ class Exchange:
         if any(s.life == SUSPECT for s in members.values()):
             self.progress.waits()
         for j, machine in list(self._machines.items()):
-            self.feed(j, self._seen(j, is_kept=machine.shard.is_kept))
+            self.feed(j, on.Seen(members, counted, machine.shard.is_kept))
 
     def _counted(self, members: Mapping[str, MemberStatus]) -> int:
         """Tokens that members have to contribute together, because somebody who holds some may not
@@ -363,7 +345,7 @@ class Exchange:
             log.info("round %d shard %d: who has its optimizer state is waited for", self.number, j)
             self._kept_since[j] = Since(now)
         if is_kept != self._machines[j].shard.is_kept:
-            self.feed(j, self._seen(j, is_kept=is_kept))
+            self.feed(j, on.Seen(self._members, self._short_of, is_kept))
 
     # ---- who gets nothing done --------------------------------------------------------------
 
@@ -499,7 +481,7 @@ class Exchange:
         if has_moved_on(self.number, error):
             self.feed(shard, on.MovedOn())
         elif denied is not None:
-            self.feed(shard, on.Denied(call.target, denied, call.ballots[shard]))
+            self.feed(shard, on.Denied(call.target, denied))
         else:
             self.feed(shard, on.PushFailed(call.target))
 
@@ -604,7 +586,7 @@ class Exchange:
             elif answer.ballot == asked.ballot:
                 self.feed(j, on.Agreed(member, asked.ballot, is_final, asked.count))
             else:
-                self.feed(j, on.Denied(member, answer.ballot, asked.ballot))
+                self.feed(j, on.Denied(member, answer.ballot))
 
     def _is_overdue(self, member: str) -> bool:
         """A member that lives refuses its promise as long as a contribution may take."""
@@ -685,10 +667,7 @@ class Exchange:
             self._gossip.liveness.probe(backup)
             return on.MirrorFailed(backup, attempt)
         denied = ballot_in(error)
-        if denied is None:
-            return on.Refused(backup, attempt)
-        self.feed(shard, on.Denied(backup, denied))
-        return on.MirrorFailed(backup, attempt)  # it is asked again where this one goes on
+        return on.Refused(backup, attempt) if denied is None else on.Denied(backup, denied)
 
     # ---- time -------------------------------------------------------------------------------
 

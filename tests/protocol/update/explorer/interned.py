@@ -20,9 +20,7 @@ from tests.protocol.update.explorer.small_world import (
     Outcome,
     Scenario,
     attempt_of,
-    false_ballot,
     is_settled,
-    question_of,
     settle,
     start,
 )
@@ -33,8 +31,6 @@ MASK = (1 << BITS) - 1
 GONE = 0
 """The number of every peer that has crashed."""
 NOBODY = -1
-LIVES_ON = MemberStatus(declared=0)
-"""What is known of the liar."""
 
 
 class Numbers(Generic[K]):
@@ -63,7 +59,6 @@ class Rest(NamedTuple):
     deadlines: int
     failures: int
     strays: int
-    lies: int
     hangs: bool
     stops: bool
     hung: bool = False
@@ -138,12 +133,11 @@ class Interned:
             s.deadlines,
             s.failures,
             s.strays,
-            s.lies,
             bool(s.hangs),
             bool(s.stops),
         )
         actors = start(s)
-        numbers = [GONE if a.me == s.liar else self.freeze(a) for a in actors]
+        numbers = [self.freeze(a) for a in actors]
         sent = tuple(self.message(m) for a in actors for m in a.sent)
         bag = self.mix(self.bag(()), self.sent.number(sent), numbers)
         return self.pack(numbers, bag, self.rests.number(rest))
@@ -171,8 +165,6 @@ class Interned:
     def told_in(self, numbers: list[int], rest: Rest) -> list[int]:
         """What others can know of each peer."""
         told = [self.own[number] for number in numbers]
-        if self.scenario.liar:
-            told[-1] = self.status(LIVES_ON)
         if rest.stopped >= 0:
             told[rest.stopped] = self.dead
         return told
@@ -263,9 +255,6 @@ class Interned:
         while todo:
             m = todo.pop()
             message = self.messages.all[m]
-            if message.target == self.scenario.liar:
-                todo += () if message.is_reply else (self.lie_to(message),)
-                continue
             is_question = not message.is_reply and message.call[1] == "ask"
             if self.is_lost(message, numbers):
                 todo += self.sent.all[self.loss[m]]
@@ -273,19 +262,6 @@ class Interned:
                 kept.append(m)
         found = self.mixed[key] = self.bag(tuple(sorted(kept)))
         return found
-
-    def lie_to(self, message: Message) -> int:
-        """What the liar answers to a call, at once."""
-        caller, kind, liar = message.call[:3]
-        answer: Any = on.PushFailed(liar)
-        if self.scenario.denies:
-            answer = on.Denied(liar, false_ballot(liar))
-        elif kind == "ask":
-            is_final, count = question_of(message.call)
-            answer = on.Agreed(liar, message.event.ballot, is_final, count)
-        elif kind == "mirror":
-            answer = on.Confirmed(liar, attempt_of(message.call))
-        return self.message(Message(True, message.call, liar, caller, answer))
 
     def is_lost(self, message: Message, numbers: list[int]) -> bool:
         """A call that cannot come. It fails at once: nobody but its caller could see when, and the

@@ -18,12 +18,6 @@ from tests.protocol.update.explorer.small_world import Broken
 MOST_ROUNDS = 300
 STATE_RULES = (
     "waits_for",
-    "claimants",
-    "elsewhere",
-    "lowest",
-    "is_under",
-    "not_claiming",
-    "most_claimed",
     "awaited",
     "back",
     "answering",

@@ -67,13 +67,6 @@ class Scenario:
     """Peers that learn too late that others have a result, and that the stage has moved on."""
     mute: str = ""
     """A peer that lives and never closes its round. Deadlines pass then."""
-    liar: str = ""
-    """A peer, the last one, that says what it likes: it lives, has no tokens, and takes part in
-    nothing. It gives no result."""
-    lies: int = 0
-    """Calls of it, whatever they say."""
-    denies: bool = False
-    """It answers that it goes by a ballot of its own. Otherwise it agrees to everything."""
     cut: str = ""
     """Two peers that cannot reach each other, ever."""
     returns: bool = False
@@ -95,12 +88,10 @@ class Scenario:
 
     @property
     def loses_nothing(self) -> bool:
-        """All that have tokens live, and are waited for; and somebody takes itself for the primary.
-        (Where each takes another one for that, one that learns it last may come too late.)"""
+        """All that have tokens live, and are waited for."""
         faults = self.crashes + self.suspicions + self.deadlines + self.failures + self.strays
         others = self.hangs or self.stops or self.mute or self.cut or self.pulls
-        begins = not self.primaries or any(map(str.__eq__, self.peers, self.primaries))
-        return begins and not faults and not others
+        return not faults and not others
 
 
 class Message(NamedTuple):
@@ -150,17 +141,6 @@ def step_of(event: on.Stepped) -> Any:
 def question_of(call: Any) -> tuple[bool, int]:
     """Whether the call, an `Asked`, is an announcement; and its count."""
     return call[4], call[5]
-
-
-def ballot_of(call: Any) -> Ballot:
-    """Under which the call was made."""
-    found: Ballot = call[3]
-    return found
-
-
-def false_ballot(liar: str) -> Ballot:
-    """With which a liar takes over, as it says."""
-    return Ballot(9, liar)
 
 
 def attempt_of(call: Any) -> int:
@@ -215,8 +195,7 @@ class Actor:
 
     def show(self) -> None:
         peers = zip(self.scenario.peers, self.seen)
-        members = {p: s for p, s in peers if p != self.me and s is not None}
-        self.handle(on.Seen(members, first=self.scenario.peers[0]))
+        self.handle(on.Seen({p: s for p, s in peers if p != self.me and s is not None}))
 
     def happen(self, event: Any) -> None:
         """What was under way comes."""
@@ -246,8 +225,6 @@ class Actor:
             fits = self.applied == UNTOUCHED and not is_busy
             event = replace(event, fits=fits and not self.is_told_spoiled)
         self.handle(event)
-        if isinstance(event, on.Denied) and message.call[1] == "mirror":
-            self.handle(on.MirrorFailed(message.source, attempt_of(message.call)))
 
     def handle(self, event: Any) -> None:
         found = self.machine.handle(event)
@@ -304,11 +281,11 @@ class Actor:
                 for p in backups:
                     self.mirror(p, total, ballot, attempt)
             case do.Give(call, result):
-                self.answer(call, on.ResultCame(me, result, ballot_of(call)))
+                self.answer(call, on.ResultCame(me, result, call[3]))
             case do.Agree(call, ballot):
                 self.answer(call, on.Agreed(me, ballot, *question_of(call)))
             case do.Deny(call, ballot):
-                self.answer(call, on.Denied(me, ballot, ballot_of(call)))
+                self.answer(call, on.Denied(me, ballot))
             case do.Confirm(call, _):
                 self.answer(call, on.Confirmed(me, attempt_of(call)))
             case do.Refuse(call):
@@ -354,8 +331,7 @@ class Actor:
         if self.scenario.pulls:  # the time that a partner has for its pull
             self.later(on.Refused(target, attempt))
             return
-        made = (e.result for e in self.under_way if isinstance(e, on.Stepped))
-        step = next(made, self.machine.shard.result)  # its ballot may have risen since
+        step = (ballot, total)
         self.call(
             target,
             "mirror",
@@ -404,8 +380,6 @@ def start(scenario: Scenario) -> list[Actor]:
         actor = Actor(scenario, local, ShardUpdate(me, roster))
         actor.show()
         n = scenario.tokens[i]
-        if scenario.liar:
-            actor.seen[-1] = replace(actor.seen[-1] or MemberStatus(), declared=0)
         if me != scenario.mute:
             actor.later(on.Begun(n, me if n else None))
         actors.append(actor)
