@@ -271,7 +271,7 @@ def test_no_way_to_the_terminal_is_raw() -> None:
         [sys.executable, "-c", f"EVIL = {evil!a}\n{WAYS_OUT}"],
         env={**os.environ, "PYTHONIOENCODING": "latin-1", "LC_ALL": "C"},
         capture_output=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     said = (ended.stdout + ended.stderr).decode("latin-1")
