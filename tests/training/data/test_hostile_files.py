@@ -62,11 +62,13 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def memory_is_bounded() -> Any:
-    """By what is promised, whatever the file."""
+    """By what is promised, whatever the file. Linux counts for a child what its parent had when it
+    was started: where this process is large itself, after other tests, that is the least."""
     before = largest_mib()
     yield
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     most = most_bytes(2 << 20, 1 << 20, os.cpu_count() or 1) / (1 << 20)
-    assert largest_mib() <= max(before, most)
+    assert largest_mib() <= max(before, most, own)
 
 
 @pytest.mark.parametrize("data", TOKENIZERS.values(), ids=TOKENIZERS)
