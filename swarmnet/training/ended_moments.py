@@ -89,7 +89,8 @@ class EndedMoments:
         """`stages`: the checkpoints of each of the old run's, of one round. `tied`: names of
         parameters that are another's, and that one's. Blocks for as long as the files' checksums
         take."""
-        self._old, self._new, self._tied = old, new, tied
+        self._old = old
+        self._new = new
         self._decays = optimizer.beta1, optimizer.beta2
         """Of AdamW's moments. Muon corrects nothing by the number of steps."""
         self._held = [
