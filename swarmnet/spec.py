@@ -411,9 +411,9 @@ def _check_include(include: tuple[str, ...]) -> None:
 
 
 class LoraSpec(_Table):
-    """`[lora]`: the model that `[model] from` names stays as it is, and adapters beside some of its
-    linear layers are trained (Hu et al., 2022). Names and defaults are those of PEFT's
-    `LoraConfig`."""
+    """`[lora]`: the model that `[model] from` names, or with which the run of `[model] continues`
+    ended, stays as it is, and adapters beside some of its linear layers are trained (Hu et al.,
+    2022). Names and defaults are those of PEFT's `LoraConfig`."""
 
     source: Text = Field(default="", alias="from")
     """A PEFT adapter's folder on the machine that starts the run, to go on from: `r`, `lora_alpha`,
@@ -442,7 +442,8 @@ class LoraSpec(_Table):
     bits. Left out: they are kept in the precision of the passes."""
 
     adapter: Digest = ""
-    """SHA-256 of the adapter that the run began from; empty for random ones. Filled in."""
+    """SHA-256 of the adapter that the run began from, or of the name of the run whose adapters and
+    base it began with; empty for random ones. Filled in."""
 
     @model_validator(mode="before")
     @classmethod
@@ -878,6 +879,12 @@ class RunSpec(_Table):
         return self.sync.warmup_rounds
 
     @property
+    def adapts_ended(self) -> bool:
+        """Adapters are trained beside what another run ended with, not beside a folder's model."""
+        is_named = bool(self.model.source or self.model.base)
+        return self.lora is not None and bool(self.model.continues) and not is_named
+
+    @property
     def open_keys(self) -> tuple[str, ...]:
         """The keys whose numbers are left to the program, such as `[pipeline] layers`; none in the
         spec of a run that was started."""
@@ -960,9 +967,15 @@ class RunSpec(_Table):
                 '[optimizer] kind = "muon" is for the matrices of decoder layers, which [lora] '
                 'does not train; write kind = "adamw"'
             )
-        if self.lora is not None and not (model.source or model.weights):
+        if self.lora is not None and not (model.source or model.weights or model.continues):
             raise ValueError(
-                "[lora] trains adapters beside a model's weights: name its folder with [model] from"
+                "[lora] trains adapters beside a model's weights: name its folder with [model] "
+                "from, or the run that ended with them with [model] continues"
+            )
+        if self.lora is not None and model.kind == "custom":
+            raise ValueError(
+                "[lora] is for models of known layers, not for those of a builder; give your "
+                "layers adapters of their own"
             )
         if model.kind != "custom" and not data.sources:
             raise ValueError(

@@ -128,6 +128,11 @@ def open_initial_weights(
         if options.weights is not None:
             raise UsageError("--weights: this run began from random weights; leave it out")
         return None
+    if spec.adapts_ended and options.weights is not None:
+        raise UsageError(
+            "--weights: this run's adapters are beside what another run ended with, "
+            "which no folder has; leave it out"
+        )
     from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
     from swarmnet.training.models.model_folder import find_folder
 

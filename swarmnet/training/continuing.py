@@ -123,10 +123,15 @@ class Ended:
             here = Layout(layout.trained, layout.trained_sizes, numbers)
             moments = EndedMoments(self.stages, cut, here, self.spec.optimizer, tied)
             no_moments = moments.lacks
-        buffers = self._buffers(spec) if layout.buffers and spec.lora is None else {}
-        return CheckpointWeights(
-            self.run_id, paths, layout.trained, tied, moments, no_moments, buffers
-        )
+        stages: Sequence[Sequence[ParameterRange]] = layout.trained
+        beside: dict[str, Tensor] = {}
+        if spec.adapts_ended and self.spec.lora is not None:
+            beside = self._base(spec)
+        elif layout.buffers and (spec.lora is None or spec.adapts_ended):
+            beside = self._buffers(spec)
+        if spec.adapts_ended and self.spec.lora is None:
+            stages = [[r for r in ranges if r.name not in beside] for ranges in layout.base]
+        return CheckpointWeights(self.run_id, paths, stages, tied, moments, no_moments, beside)
 
     def _buffers(self, new: RunSpec) -> dict[str, Tensor]:
         """What its model has beside its parameters, by name. `new`: the run that continues this
@@ -134,6 +139,12 @@ class Ended:
         spec = self.spec.with_builder(new.model.builder)
         if not InitialLayout.of(spec).buffers:
             return initial_buffers(model_plan(spec), spec.seed)
+        return self._base(new)
+
+    def _base(self, new: RunSpec) -> dict[str, Tensor]:
+        """What it began with and did not train, by name. `new`: as in `_buffers`. Raises
+        `SpecError`."""
+        spec = self.spec.with_builder(new.model.builder)
         folders = {saved[0].parents[2] for of_stage in self.stages for saved in of_stage}
         try:
             return read_base(spec, self._hashes(), sorted(folders))
@@ -188,16 +199,16 @@ class CheckpointWeights:
         tied: Mapping[str, str],
         moments: EndedMoments | None,
         no_moments: str,
-        buffers: Mapping[str, Tensor],
+        beside: Mapping[str, Tensor],
     ) -> None:
-        """`stages`: the trained parameters of each of the new run. `tied`: `tied_names` of its
-        model; files have such a name where the owner was in another stage. `no_moments`: as in
-        `EndedWeights`. `buffers`: of its base, by name. Raises `SpecError` where the parameters
-        are not exactly those of the files."""
+        """`stages`: the parameters of each of the new run that the files have. `tied`: `tied_names`
+        of its model; files have such a name where the owner was in another stage. `no_moments`: as
+        in `EndedWeights`. `beside`: what else its base has, by name. Raises `SpecError` where the
+        parameters are not exactly those of the files."""
         self._moments = moments
         self.no_moments = no_moments
         self._tied = tied
-        self._buffers = buffers
+        self._beside = beside
         stored = {one.name: one for path in paths for one in stored_tensors(path)}
         owned = {name: one for name, one in stored.items() if name not in tied}
         self._stored = {tied.get(name, name): one for name, one in stored.items()} | owned
@@ -217,8 +228,8 @@ class CheckpointWeights:
         return flat_of(ranges, start, stop, self._read)
 
     def _read(self, r: ParameterRange, first: int, last: int) -> Tensor:
-        if r.name in self._buffers:
-            return self._buffers[r.name].flatten()[first:last]
+        if r.name in self._beside:
+            return self._beside[r.name].flatten()[first:last]
         return self._files.read(self._stored[self._tied.get(r.name, r.name)], first, last)
 
     def moments(self, stage: int, shard: int) -> Tensor | None:
@@ -332,7 +343,7 @@ def other_model(old: RunSpec, new: RunSpec) -> str:
             key, there, here = f"config {names[0]}", there.get(names[0]), here.get(names[0])
         if there != here:
             return f"[model] {key} is {str(there)[:40]} there, {str(here)[:40]} here"
-    if (old.lora is None) != (new.lora is None):
+    if (old.lora is None) != (new.lora is None) and not new.adapts_ended:
         return "only one of the two trains adapters ([lora])"
     if old.lora is not None and new.lora is not None:
         for key in SAME_LORA:

@@ -170,6 +170,8 @@ class EndedMoments:
 def misfit(old: RunSpec, new: RunSpec) -> str:
     """Why the moments of a run are none for another of the same model, in words; empty where they
     fit."""
+    if (old.lora is None) != (new.lora is None):
+        return "the whole model was trained there, adapters beside it are here"
     for spec, where in ((old, "there"), (new, "here")):
         if spec.sync.mode not in OWNED:
             return f"[sync] mode is {spec.sync.mode} {where}, where each replica has its own"

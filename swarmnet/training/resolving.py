@@ -99,6 +99,9 @@ def resolve_run(
             return Resolved(begun[0], {**contents, WEIGHTS_FILE: begun[1]})
         ended = past.ended(written)
     spec = _with_subspace(spec, ended)
+    if ended is not None:
+        spec = _with_adapters_of(ended, spec)
+        model = spec.with_builder(model.model.builder)
     if spec.model.source or ended is not None:
         spec, contents = _with_weights(spec, model, adapter, ended, contents)
     return Resolved(spec.resolved(layers=layers, shard_parameters=size), contents)
@@ -115,6 +118,15 @@ def _with_subspace(spec: RunSpec, ended: Ended | None) -> RunSpec:
     return spec.model_copy(update={"model": model.model_copy(update={"subspace_seed": seed})})
 
 
+def _with_adapters_of(ended: Ended, spec: RunSpec) -> RunSpec:
+    """The spec that says whether its adapters are those that another run ended with, where that
+    had their base too."""
+    if spec.lora is None or not spec.adapts_ended or ended.spec.lora is None:
+        return spec
+    name = hashlib.sha256(ended.name.encode()).hexdigest()
+    return spec.model_copy(update={"lora": spec.lora.model_copy(update={"adapter": name})})
+
+
 def _with_weights(
     spec: RunSpec,
     model: RunSpec,
@@ -127,7 +139,10 @@ def _with_weights(
     folder = find_folder(spec.model.source) if spec.model.source else None
     layout = InitialLayout.of(model)
     trained = None if ended is None else ended.weights(model, layout)
-    if trained is not None and trained.no_moments:
+    are_new = layout.has_adapters and not any(layout.trained_sizes)
+    if are_new:
+        pass  # nothing has stepped them
+    elif trained is not None and trained.no_moments:
         log.warning("[model] continues: moments begin at zero: %s", trained.no_moments)
     elif trained is not None:
         layout = replace(layout, has_moments=True)
@@ -186,7 +201,7 @@ def described(spec: RunSpec) -> RunSpec:
         values: dict[str, Any] = {"config": read.values, "base": spec.model.source}
         spec = spec.model_copy(update={"model": spec.model.model_copy(update=values)})
         check_model(spec)
-        spec = _with_lora(spec)
+    spec = _with_lora(spec)
     if spec.data.sequence_length != AUTO:
         return spec
     from swarmnet.training.data.opening import Place
@@ -291,15 +306,13 @@ def _with_lora(spec: RunSpec) -> RunSpec:
     lora = spec.lora
     if lora is None:
         return spec
-    if spec.model.kind != "transformers":
-        raise SpecError("[lora] is for a model that [model] from names")
     if lora.source and spec.model.continues:
         raise SpecError(
             "[lora] from and [model] continues both say what adapters begin from; remove one"
         )
     if lora.source:
         lora = read_adapter(Path(lora.source).expanduser(), lora, spec.model.base)
-    kind = str(spec.model.config["model_type"])
+    kind = str(spec.model.config.get("model_type", spec.model.kind))
     values: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha}
     whole = model_plan(spec.model_copy(update={"lora": None}))
     usual = () if lora.target_modules else present(whole, family_targets(kind))

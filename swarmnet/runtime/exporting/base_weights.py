@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from swarmnet.training.models.initial_weights import ModelWeights
 
-WHERE = "name the model's folder with --weights, or the state folders of more peers"
+MORE_FOLDERS = "name the state folders of more peers"
+WHERE = f"name the model's folder with --weights, or {MORE_FOLDERS.removeprefix('name ')}"
 
 
 def kept_base(spec: RunSpec, state_dirs: Sequence[Path], folder: Path | None) -> dict[str, Tensor]:
@@ -42,7 +43,7 @@ def kept_base(spec: RunSpec, state_dirs: Sequence[Path], folder: Path | None) ->
     try:
         return read_base(spec, hashes, state_dirs, folder)
     except SpecError as e:
-        raise UserError(f"{e}; {WHERE}") from None
+        raise UserError(f"{e}; {MORE_FOLDERS if spec.adapts_ended else WHERE}") from None
 
 
 def has_base(spec: RunSpec) -> bool:
@@ -127,6 +128,7 @@ async def _one(
                     size,
                     WaitLimits().fetch_timeout_s,
                 )
-    raise UserError(
-        f"no peer gives the base of stage {stage}; name the model's folder with --weights"
-    )
+    what = "ask again when more peers are there"
+    if not weights.adapts_ended:
+        what = "name the model's folder with --weights"
+    raise UserError(f"no peer gives the base of stage {stage}; {what}")

@@ -33,6 +33,8 @@ WEIGHTS_LIST = "weights.sha256"
 """Of a run's files, the one that is no part of a model."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHOWN_PATHS = 5
+SHOWN_CHARACTERS = 16
+"""Of a run's id."""
 CARD = """---
 library_name: {library}
 {front}---
@@ -150,12 +152,12 @@ def _tensors(trained: Trained, dtype: Any) -> Mapping[str, Tensor]:
 
         whole = folded(trained.spec.model, whole)
     named = {n: t if n in trained.exact else t.to(dtype) for n, t in whole.items()}
-    if trained.spec.model.kind != "transformers":
-        return named
     if trained.is_adapter:
         from swarmnet.training.models.lora_folder import adapter_tensors
 
         return adapter_tensors(named)
+    if trained.spec.model.kind != "transformers":
+        return named
     from swarmnet.training.models.source_weights import TIED, saved_tensors
 
     config = trained.spec.model.config
@@ -283,9 +285,16 @@ def _about(trained: Trained) -> list[str]:
         licence = f" (licence: {model.license})" if model.license else " (licence: see there)"
         lines.append(f"Base model: {model.base}{licence}")
     if spec.lora is not None:
+        base = model.base
+        if spec.adapts_ended:
+            run, _, round_ = model.continues.partition("@")
+            base = (
+                f"the model that `swarmnet export` writes of round {round_} of run "
+                f"`{run[:SHOWN_CHARACTERS]}`"
+            )
         what = "merged into the weights"
         if trained.is_adapter:
-            what = f"which `peft` loads beside the base model. They need {model.base}, unchanged"
+            what = f"which `peft` loads beside the base model. They need {base}, unchanged"
         targets = ", ".join(spec.lora.target_modules)
         lines.append(f"LoRA adapters of rank {spec.lora.rank} on {targets}, {what}")
     if trained.is_adapter:

@@ -60,6 +60,11 @@ class Wanted(ExportModelOptions):
         given = "--merge" if self.merge else "--weights" if self.weights is not None else ""
         if given and spec.lora is None and (self.merge or not has_base(spec)):
             raise UserError(f"{given}: this run trains the whole model; leave it out")
+        if spec.adapts_ended and self.weights is not None:
+            raise UserError(
+                "--weights: this run's adapters are beside what another run ended with, which no "
+                "folder has; leave it out"
+            )
 
     def is_whole(self, spec: RunSpec) -> bool:
         """The whole model is written, and not adapters alone."""

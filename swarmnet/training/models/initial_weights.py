@@ -112,7 +112,8 @@ class InitialLayout:
         num_stages = spec.pipeline.num_stages
         stages = split_stages(plan, num_stages)
         sizes = [stage_shards(spec, plan, k) for k in range(num_stages)]
-        is_random = spec.lora is not None and not (spec.lora.adapter or spec.model.continues)
+        goes_on = bool(spec.model.continues) and not spec.adapts_ended
+        is_random = spec.lora is not None and not (spec.lora.adapter or goes_on)
         base = [describe_base(plan, layers) for layers in stages]
         frozen = {r.name for r in describe_frozen(plan.layers)}
         return cls(
@@ -190,7 +191,8 @@ class InitialSources:
         self._trained: Weights | None = self.model
         if spec.model.continues:
             self._trained = ended
-            self._base = self.model if layout.has_adapters else ended
+            has_folder = layout.has_adapters and not spec.adapts_ended
+            self._base = self.model if has_folder else ended
         elif layout.has_adapters:
             self._trained = None if adapter is None else AdapterWeights(adapter, layout.trained)
 
@@ -275,6 +277,7 @@ class ModelWeights:
         self.is_here = folder is not None or ended is not None or is_kept
         self.has_trained = any(layout.trained_sizes)
         self.has_moments = layout.has_moments
+        self.adapts_ended = spec.adapts_ended
         self._shard = lru_cache(maxsize=1)(self._read)
 
     def shard(self, stage_index: int, shard_index: int) -> Array | None:

@@ -21,6 +21,7 @@ from swarmnet.errors import SpecError
 from swarmnet.spec import ALL_LINEAR, LoraSpec
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
 from swarmnet.training.models.frozen import FrozenLinear
+from swarmnet.training.models.llama import Linear
 from swarmnet.training.models.packing import BITS, check_packing
 
 A, B = "lora_A", "lora_B"
@@ -162,7 +163,8 @@ def _all_linear(plan: ModelPlan) -> list[str]:
 def _linear_names(module: nn.Module) -> list[str]:
     """Of linear layers within a layer; not of those that do more than that by a class of their
     own, and not the layer itself."""
-    return [name for name, part in module.named_modules() if name and type(part) is nn.Linear]
+    plain = (nn.Linear, Linear)
+    return [name for name, part in module.named_modules() if name and type(part) in plain]
 
 
 # ---- the trained model ----------------------------------------------------------------------

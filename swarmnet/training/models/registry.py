@@ -51,13 +51,13 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         plan = checked(adapter_plan(spec.model, spec.sequence_length), spec.model.config)
         if spec.data.document_mask:
             check_documents_apart(spec.model.config, spec.sequence_length)
-        if spec.lora is not None:
-            from swarmnet.training.models.lora import lora_plan
-
-            plan = lora_plan(plan, spec.lora)
     else:
         plan = _call_builder(spec.model.builder, spec.model.options)
         _check_plan(plan, spec.model.builder)
+    if spec.lora is not None:
+        from swarmnet.training.models.lora import lora_plan
+
+        plan = lora_plan(plan, spec.lora)
     if spec.data.document_mask:
         check_document_mask(plan)
     model = spec.model

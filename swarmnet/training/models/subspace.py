@@ -38,7 +38,11 @@ from swarmnet.training.models.llama import (
 )
 
 EMBEDDING = "model.embed_tokens.weight"
-FOLDED = (".self_attn.o_proj.weight", ".mlp.down_proj.weight")
+FOLDED = tuple(
+    f".{name}{of}.weight"
+    for name in ("self_attn.o_proj", "mlp.down_proj")
+    for of in ("", ".lora_B")
+)
 WHOLE_END = 3
 """Layers that give the whole width, or take it: they are always one stage."""
 TABLE_BYTES = 64 << 20
@@ -172,7 +176,8 @@ def subspace_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
 
 def folded(model: ModelSpec, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Its parameters as those of an ordinary Llama, fp32: the fixed embedding is added to the
-    coordinates of each token, and matrices that give coordinates get rows of zeros."""
+    coordinates of each token, and matrices that give coordinates get rows of zeros. Likewise those
+    of adapters."""
     width, k = model.hidden_size, model.subspace
     found = dict(named)
     for name, values in named.items():
