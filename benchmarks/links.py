@@ -4,8 +4,9 @@
     python benchmarks/links.py --list           # the cells, and how often each was measured
     python benchmarks/links.py --show           # table and plots anew from what is there
 
-Four machines, each a network namespace with its own uplink (`tapnet.py`), two stages of two
-replicas. A cell is a run, a sync mode, codecs at both places (`[pipeline] codec` and `[sync]
+Four machines, each a network namespace with its own uplink (`tapnet.py`): two stages of two
+replicas, or four stages in the runs that are `wide` (`wide-80`: boundaries in a subspace of 80
+dimensions). A cell is a run, a sync mode, codecs at both places (`[pipeline] codec` and `[sync]
 codec`), a rate in Mbit/s and a delay in ms one way: `default/delayed/int8/20/12`. Rate `max` is a
 switch without a limit, and `loopback` no switch at all.
 
@@ -57,8 +58,6 @@ RESULTS = ROOT / "docs" / "links.json"
 PAGE = ROOT / "docs" / "wire.md"
 BEGIN, END = "<!-- links: begin -->", "<!-- links: end -->"
 NAMES = ("one", "two", "three", "four")
-STAGES = (0, 1, 0, 1)
-"""Of each machine."""
 MODES = ("zero", "delayed")
 CODECS = ("none", "int8", "int4")
 RATES = ("100", "50", "20", "10")
@@ -66,6 +65,15 @@ RATES = ("100", "50", "20", "10")
 NO_LIMIT, LOOPBACK = "max", "loopback"
 DELAYS = ("12", "50")
 """ms one way."""
+WIDE = {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 1408,
+}
+FOUR_STAGES = {"num_stages": 4, "evaluate_every": 0}
+"""A round of the wide model takes many seconds: no losses are measured between them."""
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {},
     "batch-256": {"pipeline": {"global_batch": 256}},
@@ -78,6 +86,8 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
             "intermediate_size": 864,
         }
     },
+    "wide": {"model": WIDE, "pipeline": FOUR_STAGES},
+    "wide-80": {"model": {**WIDE, "subspace": 80}, "pipeline": FOUR_STAGES},
 }
 """What is other than in the run of `swarmnet local`, by table."""
 ROUNDS = 1_000_000
@@ -194,9 +204,15 @@ class Swarm:
     """The peers of a measurement."""
 
     def __init__(
-        self, running: Machine, hosts: Sequence[Host | None], spec: Path, cores: str
+        self,
+        running: Machine,
+        hosts: Sequence[Host | None],
+        spec: Path,
+        num_stages: int,
+        cores: str,
     ) -> None:
         """`hosts`: None for a peer on loopback. `cores`: as of `measure`."""
+        self._num_stages = num_stages
         self._running = running
         self._pinning = ("taskset", "-c", cores) if cores else ()
         self._hosts = hosts
@@ -233,7 +249,7 @@ class Swarm:
             "--parent-pid",
             str(os.getpid()),
             "--stage",
-            str(STAGES[i]),
+            str(i % self._num_stages),
             "--metrics-port",
             str(METRICS_PORT + i),
             "--host",
@@ -282,7 +298,7 @@ def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measure
         running = ends.enter_context(machine())
         path = running.folder / "run.toml"
         spec = write_spec(cell, path)
-        swarm = Swarm(running, hosts, path, cores)
+        swarm = Swarm(running, hosts, path, spec["pipeline"]["num_stages"], cores)
 
         def look() -> Look:
             return Look(swarm.numbers(), made.counters() if made else {})
