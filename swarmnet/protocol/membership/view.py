@@ -271,13 +271,12 @@ class View:
     def lost(self, stage: int, now: float) -> list[Record]:
         """Records of peers of `stage` that are not live, or out of reach, by peer id: of those
         whose part of an exchange would be waited for (`known`)."""
-        is_lost, counts = self.detector.is_lost, self.reputation.counts
+        is_lost = self.detector.is_lost
         live = {r.peer_id for r in self.live(now, stage) if not is_lost(r.peer_id)}
-        there = self._index.ids(stage)
-        are_known = [p for p in there if p == self.own_peer_id or counts(p)]
-        if not self._all_are_waited_for(stage, now) and set(are_known) - {self.own_peer_id}:
-            there = are_known
-        return [self._records[p] for p in there if p not in live]
+        there = [self._records[p] for p in self._index.ids(stage)]
+        if not self._all_are_waited_for(stage, now):
+            there = self._known(there)
+        return [r for r in there if r.peer_id not in live]
 
     def is_past(self, round_index: int, now: float) -> bool:
         """Others have begun a later round, as `shown_round` says."""
@@ -303,7 +302,7 @@ class View:
         members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
         if self._all_are_waited_for(stage, now):
             return members
-        return self._known(members, (ACTIVE, LEAVING))
+        return self._known([r for r in members if r.stage >= 0 and r.state in (ACTIVE, LEAVING)])
 
     def _all_are_waited_for(self, stage: int, now: float) -> bool:
         """As `known` says, whatever `reputation` knows."""
@@ -397,7 +396,8 @@ class View:
     def _shown_round(self, now: float) -> int:
         by_stage: dict[int, list[int]] = {}
         others: list[int] = []
-        for r in self._known(self.counted(now), (ACTIVE,)):
+        active = [r for r in self.counted(now) if r.stage >= 0 and r.state == ACTIVE]
+        for r in self._known([r for r in active if not self.is_barred(r.peer_id)]):
             begun = max(r.round, self._called.get(r.peer_id, 0))
             if not self._is_far(r.stage):
                 by_stage.setdefault(r.stage, []).append(begun)
@@ -410,16 +410,11 @@ class View:
         mine = self._records.get(self.own_peer_id)
         return mine is not None and abs(mine.stage - stage) > 1
 
-    def _known(self, counted: Sequence[Record], states: Sequence[str]) -> list[Record]:
+    def _known(self, there: list[Record]) -> list[Record]:
         """Those of these that are known; where no other one is, all."""
         own = self.own_peer_id
-        serving = [
-            r
-            for r in counted
-            if r.stage >= 0 and r.state in states and not self.is_barred(r.peer_id)
-        ]
-        known = [r for r in serving if r.peer_id == own or self.reputation.counts(r.peer_id)]
-        return known if any(r.peer_id != own for r in known) else serving
+        known = [r for r in there if r.peer_id == own or self.reputation.counts(r.peer_id)]
+        return known if any(r.peer_id != own for r in known) else there
 
     def _counting(self, there: list[Record], now: float) -> list[Record]:
         """Those that count; where none does, all."""
