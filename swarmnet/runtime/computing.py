@@ -3,6 +3,7 @@ says, else what its memory allows. Said to the person in one line."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import UsageError, UserError
@@ -46,13 +47,25 @@ def choose_computing(
 
     from swarmnet.protocol.sync_modes import ZERO
     from swarmnet.training.accelerators import shares_memory
-    from swarmnet.training.computing import ActivationsName, Computing, choose_precision
+    from swarmnet.training.computing import (
+        KEEP_NO_WEIGHTS,
+        ActivationsName,
+        Computing,
+        WeightsPlace,
+        choose_precision,
+    )
     from swarmnet.training.memory.activation_choice import (
         POLICIES,
         expected_in_flight,
         known_activations,
     )
-    from swarmnet.training.memory.plan import PRECISIONS, base_bytes, state_bytes
+    from swarmnet.training.memory.plan import (
+        PRECISIONS,
+        base_bytes,
+        host_weights_bytes,
+        state_bytes,
+        streamed_bytes,
+    )
     from swarmnet.training.memory.stage_needs import Chosen, StageNeeds, choose_memory
     from swarmnet.training.models.registry import stage_matrix_parameters, stage_parameter_ranges
 
@@ -72,6 +85,7 @@ def choose_computing(
     else:  # a disk is so slow that it should be somebody's wish
         policies = POLICIES[:-1]
     ranges = stage_parameter_ranges(spec, stage)
+    base = base_bytes(spec, stage, numbers)
     needs = StageNeeds(
         *state_bytes(
             ranges[-1].stop,
@@ -82,7 +96,7 @@ def choose_computing(
             spec.sync.codec,
             stage_matrix_parameters(spec, stage),
         ),
-        base_bytes(spec, stage, numbers),
+        base,
         known_activations(spec, stage, numbers),
     )
     is_apart = not shares_memory(device)
@@ -90,9 +104,24 @@ def choose_computing(
     place = host_place(spec, options) if is_left else options.optimizer_memory
     free = free_bytes_of(device)
     # Ranks with devices of their own share the stage; those on CPUs share the memory.
-    _check_room(
-        stage, needs.on_device(place, is_apart=is_apart), free * (len(devices) if is_apart else 1)
-    )
+    room = free * (len(devices) if is_apart else 1)
+    weights: WeightsPlace = "device"
+    if options.weights_memory != "auto":
+        weights = options.weights_memory
+    elif is_apart:
+        is_too_large = needs.on_device(place, is_apart=True) > room
+        if is_too_large and not _why_not_streamed(spec, options, devices, precision, HOST):
+            weights = "host"
+    if weights != DEVICE:
+        if options.activations == AUTO:
+            policies = KEEP_NO_WEIGHTS
+        on_device, gradients = streamed_bytes(spec, stage, numbers)
+        needs = replace(needs, weights=on_device, gradients=gradients, base=0.0)
+        place = host_place(spec, options) if place in (AUTO, DEVICE) else place
+    _check_room(stage, needs.on_device(place, is_apart=is_apart), room)
+    if weights == HOST:
+        on_host = host_weights_bytes(ranges[-1].stop, base, numbers)
+        _check_room(stage, on_host, free_bytes_of("cpu"), "of the host's memory for its weights")
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
     in_flight = expected_in_flight(spec)
@@ -122,9 +151,12 @@ def choose_computing(
         folder=str(options.state_dir / OFFLOAD_FOLDER),
         max_in_flight=choice.max_in_flight,
         updates_on_device=is_there,
+        weights=weights,
     )
     kept = DEVICE if is_there else host_place(spec, options)
     line = _line(stage, device, computing, choice.needed_bytes, in_flight, left)
+    if weights != DEVICE:
+        line += f"; weights {PLACES[weights]}, from where each layer's come"
     return computing, f"{line}; optimizer state {PLACES[kept]}"
 
 
@@ -155,12 +187,42 @@ def host_place(spec: RunSpec, options: PeerOptions) -> str:
     return DISK if spec.sync.optimizer_store == DISK else HOST
 
 
-def _check_room(stage: int, needed: float, free: float) -> None:
+def _check_room(
+    stage: int, needed: float, free: float, where: str = "of this machine's memory"
+) -> None:
     if needed > free:
         raise UserError(
-            f"stage {stage} needs {size(needed)} of this machine's memory and {size(free)} are "
-            "free; choose another one with --stage, or cut the model into more stages"
+            f"stage {stage} needs {size(needed)} {where} and {size(free)} are free; choose another "
+            "one with --stage, or cut the model into more stages"
         )
+
+
+def _why_not_streamed(
+    spec: RunSpec, options: PeerOptions, devices: list[str], precision: str, place: str
+) -> str:
+    """Why weights cannot lie elsewhere than on the device, with what to do; empty where they
+    can."""
+    import torch
+
+    from swarmnet.training.accelerators import shares_memory
+    from swarmnet.training.computing import KEEP_NO_WEIGHTS
+    from swarmnet.training.models.lora import packing_of
+
+    if place == HOST and shares_memory(torch.device(devices[0])):
+        return "there is no GPU at work here whose weights could lie elsewhere; use disk"
+    if len(devices) > 1:
+        return "it is for one rank; use device, or add --tp 1"
+    if precision == "fp16":
+        return "gradients of fp16 have to wait on the device; add --precision bf16 or fp32"
+    if options.compile:
+        return "compiled layers keep their weights on the device; leave --compile out"
+    if packing := packing_of(spec.lora):
+        return f"weights in few bits ([lora] base_dtype = {packing}) stay on the device; use device"
+    if options.optimizer_memory == DEVICE:
+        return "the update is made where the weights are; use --optimizer-memory host"
+    if options.activations not in (AUTO, *KEEP_NO_WEIGHTS):
+        return f"activations {options.activations} keep weights; use blocks or recompute"
+    return ""
 
 
 def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:
@@ -172,6 +234,10 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
 
     is_sharded = len(devices) > 1 and options.local == "fsdp"
     precision = choose_precision(spec, options.precision, devices[0], takes_fp16=not is_sharded)
+    if options.weights_memory in (HOST, DISK):
+        why = _why_not_streamed(spec, options, devices, precision, options.weights_memory)
+        if why:
+            raise UsageError(f"--weights-memory {options.weights_memory}: {why}")
     if options.optimizer_memory == DEVICE:
         if devices[0] == "cpu":
             raise UsageError("--optimizer-memory device: there is no GPU at work here; use host")

@@ -20,6 +20,7 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
 DtypeName = Literal["", "fp32", "bf16", "fp16"]
 OptimizerMemoryName = Literal["auto", "device", "host", "disk"]
+WeightsMemoryName = Literal["auto", "device", "host", "disk"]
 
 AUTO_STAGES = "auto"
 """As `PeerOptions.stages`: by what this machine has and the swarm needs."""
@@ -273,6 +274,15 @@ class ComputeOptions:
             metavar="PLACE",
             help="Where optimizer state lies here: device (in the GPU's memory; updates are made "
             "there), host, disk, or auto (device where it has room, else as the run says).",
+        ),
+    ] = "auto"
+    weights_memory: Annotated[
+        WeightsMemoryName,
+        Option(
+            metavar="PLACE",
+            help="Where a stage's weights lie here: device, host or disk (each layer's come to the "
+            "device for its part of a pass: slower, for a stage larger than the device), or auto "
+            "(host where the device has no room).",
         ),
     ] = "auto"
     tp: Annotated[

@@ -17,6 +17,9 @@ from swarmnet.spec import RunSpec
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 ActivationsName = Literal["keep", "blocks", "recompute", "offload"]
+KEEP_NO_WEIGHTS: tuple[ActivationsName, ...] = ("blocks", "recompute")
+"""Policies whose graphs hold no weights: those of weights that come layer by layer."""
+WeightsPlace = Literal["device", "host", "disk"]
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -42,8 +45,12 @@ class Computing:
     updates_on_device: bool = False
     """Parameters, gradient and moments lie in the memory of a device that has its own, and the
     update is made there."""
+    weights: WeightsPlace = "device"
+    """Where the weights lie: in the device's memory, or elsewhere, from where each layer's come for
+    its part of a pass."""
     folder: str = ""
-    """Where `offload` puts its files, without a GPU; empty for the system's temporary folder."""
+    """Where `offload` puts its files without a GPU, and weights on the disk; empty for the system's
+    temporary folder."""
 
     @property
     def dtype(self) -> torch.dtype:

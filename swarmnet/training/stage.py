@@ -59,6 +59,7 @@ from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.passes.recomputation import Recomputation
 from swarmnet.training.passes.round_vectors import RoundVectors
+from swarmnet.training.passes.streamed_layers import StreamedLayers
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.stage")
@@ -124,6 +125,8 @@ class TorchStage:
         self.tied_shards = tied_shards
         self.computing = computing
         self.max_in_flight = computing.max_in_flight
+        if computing.weights != "device":
+            make_layers = StreamedLayers
         self.layers = make_layers(
             plan,
             layers,

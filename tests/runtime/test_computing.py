@@ -117,6 +117,53 @@ def test_optimizer_state_that_fits_nowhere_is_refused_at_the_start(
     refused(r"needs .* of this machine's memory", ["cuda:0"])
 
 
+def test_weights_that_have_no_room_on_a_device_lie_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_free(megabytes: float, host: float = 64_000, **options: Any) -> tuple[Any, str]:
+        def free(device: Any) -> float:
+            return 1e6 * (host if torch.device(device).type == "cpu" else megabytes)
+
+        monkeypatch.setattr("swarmnet.runtime.computing.free_bytes_of", free)
+        return choose(tmp_path, large(), ["cuda:0"], precision="fp32", **options)
+
+    monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", lambda *_: True)
+    computing, line = with_free(64_000)
+    assert computing.weights == "device"
+    assert "weights" not in line
+    for computing, line in (with_free(10), with_free(64_000, weights_memory="host")):
+        assert computing.weights == "host"
+        assert computing.activations in ("blocks", "recompute")
+        assert not computing.updates_on_device
+        assert "; weights in the host's memory, from where each layer's come; optimizer" in line
+    assert "weights in files" in with_free(64_000, weights_memory="disk")[1]
+    with pytest.raises(UserError, match=r"of this machine's memory"):
+        with_free(10, weights_memory="device")
+    with pytest.raises(UserError, match=r"of this machine's memory"):
+        with_free(0.1)
+    with pytest.raises(UserError, match=r"of the host's memory for its weights"):
+        with_free(64_000, host=1, weights_memory="host")
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "why"),
+    [
+        ({"weights_memory": "host"}, CPU, "there is no GPU at work here .*; use disk"),
+        ({"tp": 2}, ["cuda:0", "cuda:1"], "it is for one rank; use device, or add --tp 1"),
+        ({"precision": "fp16"}, ["cuda:0"], "add --precision bf16 or fp32"),
+        ({"compile": True}, ["cuda:0"], "leave --compile out"),
+        ({"optimizer_memory": "device"}, ["cuda:0"], "use --optimizer-memory host"),
+        ({"activations": "keep"}, ["cuda:0"], "use blocks or recompute"),
+    ],
+)
+def test_what_does_not_go_with_weights_elsewhere_is_refused(
+    tmp_path: Path, options: dict[str, Any], devices: list[str], why: str
+) -> None:
+    wanted = {"weights_memory": "host", "precision": "fp32"} | options
+    with pytest.raises(UsageError, match=rf"--weights-memory host: .*{why}"):
+        choose(tmp_path, large(), devices, **wanted)
+
+
 def test_what_is_fully_sharded_is_recomputed(tmp_path: Path) -> None:
     computing, _ = choose(tmp_path, large(), ["cpu", "cpu"], local="fsdp", tp=2, activations="keep")
     assert computing.activations == "recompute"

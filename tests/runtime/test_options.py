@@ -34,6 +34,7 @@ OTHERS: dict[str, Any] = {
     "precision": "bf16",
     "activations": "blocks",
     "optimizer_memory": "host",
+    "weights_memory": "host",
     "local": "fsdp",
     "announce": ("/ip4/1.2.3.4/tcp/1",),
     "keep_checkpoints": 5,

@@ -33,6 +33,26 @@ class OnHost:
         return self.tensor
 
 
+@dataclass(slots=True)
+class Coming:
+    """A tensor on its way to the device."""
+
+    tensor: Tensor
+    ready: Any = None
+    """An event; None where it is there."""
+    stream: Callable[[], Any] | None = None
+    """Gives the stream that computes."""
+
+    def take(self) -> Tensor:
+        """The tensor: what is computed next waits for it, the caller does not."""
+        if self.ready is not None and self.stream is not None:
+            computing = self.stream()
+            computing.wait_event(self.ready)
+            self.tensor.record_stream(computing)
+            self.ready = None
+        return self.tensor
+
+
 class DeviceCopies(Protocol):
     """Between one device and the host."""
 
@@ -49,6 +69,10 @@ class DeviceCopies(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """What `work` makes of a host tensor's copy on the device: what stays there, and what
         comes back to the host. The caller waits for both, but not for what the device computes."""
+
+    def ahead(self, tensor: Tensor) -> Coming:
+        """A host tensor on its way to the device, beside what is computed there. It stays as it
+        is until somebody has taken it."""
 
     def to_host(self, tensor: Tensor) -> OnHost:
         """A device tensor on the host, with the same strides where they have no gaps."""
@@ -67,6 +91,9 @@ class OneMemory:
         self, tensor: Tensor, work: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         return work(self.to_device(tensor))
+
+    def ahead(self, tensor: Tensor) -> Coming:
+        return Coming(self.to_device(tensor))
 
     def to_host(self, tensor: Tensor) -> OnHost:
         return OnHost(tensor)
@@ -88,6 +115,9 @@ class WaitingCopies:
     ) -> tuple[Tensor, Tensor]:
         made, told = work(self.to_device(tensor))
         return made, self.to_host(told).tensor
+
+    def ahead(self, tensor: Tensor) -> Coming:
+        return Coming(self.to_device(tensor))
 
     def to_host(self, tensor: Tensor) -> OnHost:
         return OnHost(tensor.to("cpu", copy=True))
@@ -129,6 +159,14 @@ class StreamCopies:
         made.record_stream(self._module.current_stream(self.device))
         ready.synchronize()
         return made, host
+
+    def ahead(self, tensor: Tensor) -> Coming:
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        with self._module.stream(self._inward):
+            moved = pinned.to(self.device, non_blocking=True)
+            ready = self._module.Event()
+            ready.record(self._inward)
+        return Coming(moved, ready, lambda: self._module.current_stream(self.device))
 
     def to_host(self, tensor: Tensor) -> OnHost:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from swarmnet.errors import SpecError
 from swarmnet.protocol.codecs import NONE, TOKEN_BYTES
@@ -53,6 +54,7 @@ from swarmnet.training.models.base import (
     ModelPlan,
     describe_buffers,
     describe_frozen,
+    describe_parameters,
     num_parameters,
 )
 from swarmnet.training.models.lora import is_packed, packing_of
@@ -182,6 +184,27 @@ def layers_base_bytes(
     num_packed = sum(math.prod(r.shape) for r in matrices)
     kept = each * (num_parameters(ranges) - num_packed)
     return float(buffers + kept + BITS.get(packing, 0.0) / 8 * num_packed)
+
+
+def streamed_bytes(spec: RunSpec, stage: int, precision: Precision) -> tuple[float, float]:
+    """(weights, gradients) on the device of a stage whose weights lie elsewhere and come layer by
+    layer: those of two layers that follow each other, and the gradient of one."""
+    plan = model_plan(spec)
+    layers = split_stages(plan, spec.pipeline.num_stages)[stage]
+    element = FP32_BYTES if precision is FP32 else LOW_BYTES
+    trained = [element * num_parameters(describe_parameters([layer])) for layer in layers]
+    held = [
+        of_layer + layers_base_bytes(spec, plan, [layer], precision)
+        for of_layer, layer in zip(trained, layers, strict=True)
+    ]
+    return max([*held, *(a + b for a, b in pairwise(held))]), float(max(trained))
+
+
+def host_weights_bytes(num_parameters: int, base: float, precision: Precision) -> float:
+    """On the host, of such a stage: parameters, what passes compute with where that is another
+    precision, the gradient, and what is not trained."""
+    low = 0 if precision is FP32 else LOW_BYTES
+    return (2 * FP32_BYTES + low) * num_parameters + base
 
 
 def exchange_bytes(

@@ -118,7 +118,9 @@ class Vectors:
             self.shard_size,
             self._ranges,
             sums=None if self._sums is None else torch.empty_like(self._sums),
-            copies=None if self._copies is None else [torch.empty_like(c) for c in self._copies],
+            copies=None
+            if self._copies is None
+            else [torch.empty_like(c, pin_memory=c.is_pinned()) for c in self._copies],
         )
 
 

@@ -100,6 +100,7 @@ class BackwardPasses:
         """Makes the round's sum useless, since nobody knows what a failed pass has added: primaries
         leave out what is not finite. In fp16 the gradient of a pass is still apart from the sum,
         which stays good unless a gradient that must not count `is_added` already."""
+        self._layers.drop_leaving()
         if self._loss_scale is not None:
             self._layers.parameter_copies.drop()
             if not is_added:

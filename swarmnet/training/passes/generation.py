@@ -56,7 +56,8 @@ class StageGeneration:
     def copy(self, shards: Sequence[Array]) -> None:
         """As the port says."""
         layers = self._layers
-        flat = torch.empty(layers.num_parameters, dtype=layers.dtype, device=layers.device)
+        where = layers.weights_device
+        flat = torch.empty(layers.num_parameters, dtype=layers.dtype, device=where)
         start = 0
         for shard in shards:
             values = numbers_of(shard)

@@ -56,6 +56,8 @@ class StageLayers:
     """False where a pass takes others that do not know of texts."""
     may_keep_less = True
     """False where other ranks would have to know of it."""
+    streams = False
+    """The weights do not lie on the device: they come for each layer's part of a pass."""
     overlaps_rounds = True
     """False where the layers hold parameters in a way of their own: they can show one pair of
     vectors only, so no round is opened ahead."""
@@ -81,6 +83,8 @@ class StageLayers:
         self.plan = plan
         self.builders = builders
         self.device = device
+        self.weights_device = torch.device("cpu") if self.streams else device
+        """Where the parameters lie that passes compute with."""
         self.dtype = computing.dtype
         """Of the passes."""
         self.stage_index = stage_index
@@ -140,7 +144,7 @@ class StageLayers:
     @contextlib.contextmanager
     def showing(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Passes without gradients in this context compute with other values of the parameters, in
-        canonical order, of the dtype and on the device of the passes."""
+        canonical order, of the dtype of the passes and on `weights_device`."""
         parameters = self.parameters()
         held = [p.data for p in parameters]
         try:
@@ -159,13 +163,19 @@ class StageLayers:
             x: tokens, shape (1, n), or a hidden state, shape (1, n, width).
         """
         context = self._of_pass(context)
+
+        def with_context(module: nn.Module, x: Tensor) -> Tensor:
+            takes = (context,) if isinstance(module, TakesContext) else ()
+            return cast(Tensor, module(x, *takes))
+
+        call = self._call(with_context)
         last_cached = max(
             (i for i, m in enumerate(self.modules) if isinstance(m, TakesContext)), default=-1
         )
         for i, module in enumerate(self.modules):
             if self.is_last and i == last_cached + 1:  # the rest looks at each token by itself
                 x = x[:, -1:]
-            x = module(x, context) if isinstance(module, TakesContext) else module(x)
+            x = call(module, x)
         return x
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
@@ -187,7 +197,9 @@ class StageLayers:
                 return cast(Tensor, module(x, *takes))
 
         if not torch.is_grad_enabled():
-            return self._through_modules(x, call)
+            return self._through_modules(x, self._call(call))
+        if self.streams:
+            return self._through_modules(x, functools.partial(self._checkpointed, self._call(call)))
         activations = self.activations
         if activations == "offload":
             with OffloadedPass(self._place(), self._parameter_storages()).hooks():
@@ -230,6 +242,9 @@ class StageLayers:
                 for module in drawing:
                     module.train()
 
+    def drop_leaving(self) -> None:
+        """A backward pass has failed: nothing more of its gradients is added."""
+
     def agree(self, is_good: bool) -> bool:
         """Whether it is good at all ranks of this peer."""
         return is_good
@@ -248,7 +263,7 @@ class StageLayers:
     def _build(self, builder: LayerBuilder) -> nn.Module:
         module = build_layer(self.plan, builder, self._seed)
         if self.plan.has_base:  # it comes later, also what is tied to a layer elsewhere
-            settle(module, self.dtype, self.device)
+            settle(module, self.dtype, self.weights_device)
             return module
         here = {layer.name for layer in self.builders}
         for name, owner in builder.tied.items():
@@ -293,6 +308,10 @@ class StageLayers:
         name = self.builders[self.modules.index(module)].name
         return seeded(derive_seed(self._seed, f"{key[0]}|{key[1]}|{name}"))
 
+    def _call(self, call: Callable[[nn.Module, Tensor], Tensor]) -> Callable[..., Tensor]:
+        """`call`, of a layer that has its weights."""
+        return call
+
     def _through_modules(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         for module in self.modules:
             x = call(module, x)
@@ -303,7 +322,8 @@ class StageLayers:
     ) -> Tensor:
         """The layer's output. The layer keeps its input only and is computed again in the backward
         pass (Chen et al., 2016)."""
-        if isinstance(module, KEEPS_ITS_INPUT):
+        keeps_weights = self.streams and not isinstance(module, nn.Embedding)
+        if isinstance(module, KEEPS_ITS_INPUT) and not keeps_weights:
             return call(module, x)
         # `call` draws the same again.
         again = checkpoint(call, module, x, use_reentrant=False, preserve_rng_state=False)

@@ -24,7 +24,7 @@
 
 namespace {
 const auto KIND = c10::DeviceType::PrivateUse1;
-std::atomic<int64_t> used{0};
+std::atomic<int64_t> used{0}, peak{0};
 int64_t most = int64_t(1) << 40;
 bool has_doubles = true;
 
@@ -42,6 +42,7 @@ struct Memory final : c10::Allocator {
     auto* held = new Held{nullptr, size};
     if (size && posix_memalign(&held->data, 64, size)) throw std::bad_alloc();
     used += size;
+    if (used > peak) peak = used.load();
     return {held->data, held, &give_back, c10::Device(KIND, 0)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -153,6 +154,8 @@ const bool is_registered = [] {
 
 extern "C" {
 int64_t fake_used() { return used; }
+int64_t fake_peak() { return peak; }
+void fake_reset_peak() { peak = used.load(); }
 void fake_limit(int64_t bytes) { most = bytes; }
 void fake_without_doubles() { has_doubles = false; }
 }

@@ -40,7 +40,7 @@ def install(library: Path) -> Any:
     torch.ops.load_library(str(library))
     torch.utils.rename_privateuse1_backend(NAME)  # type: ignore[no-untyped-call]
     offered = ctypes.CDLL(str(library))
-    offered.fake_used.restype = ctypes.c_int64
+    offered.fake_used.restype = offered.fake_peak.restype = ctypes.c_int64
 
     def nothing(*_: Any) -> None:
         pass

@@ -155,11 +155,15 @@ import torch
 from tests.training.memory import fake_device
 fake = fake_device.install(Path(sys.argv[1]))
 import swarmnet.training.accelerators as accelerators
+from swarmnet.training.arrays import from_tensor
 from swarmnet.runtime.computing import choose_computing, updates_right_on
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import choose_devices
 from swarmnet.training.computing import Computing
+import swarmnet.training.device_trial as trial
 from swarmnet.training.device_trial import SPEC, train, try_device
+from swarmnet.training.memory.plan import PRECISIONS, stage_activations, streamed_bytes
+from swarmnet.training.stage import build_stage
 from swarmnet.training.memory.device_copies import WaitingCopies, copies_of
 from swarmnet.training.optimizer import adamw
 from swarmnet.training.codecs.fused import is_right_on
@@ -183,6 +187,37 @@ for activations in ("keep", "blocks", "recompute", "offload"):
     for updates_on_device in (False, True):
         there = Computing("fp32", activations, updates_on_device=updates_on_device)
         assert train(spec, there, "fake:0")[0] == here, there
+for activations in ("blocks", "recompute"):
+    assert train(spec, Computing("fp32", activations, weights="host"), "fake:0")[0] == here
+assert fake.fake_used() < 1 << 20, "nothing stays there"
+
+# Weights that come layer by layer need what the plan says.
+sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+large = dict(SPEC, model=dict(SPEC["model"], **sizes))
+large = RunSpec.model_validate(large)
+rng = torch.Generator().manual_seed(1)
+shape = trial.SAMPLES, trial.LENGTH
+tokens = from_tensor(torch.randint(8, shape, generator=rng, dtype=torch.int32))
+for precision in ("fp32", "bf16"):
+    for k in range(2):
+        pair = [Computing(precision, "blocks")] * 2
+        pair[k] = replace(pair[k], weights="host")
+        stages = [
+            build_stage(large, i, computing=c, device="fake:0" if i == k else "cpu")
+            for i, c in enumerate(pair)
+        ]
+        fake.fake_reset_peak()
+        before = fake.fake_used()
+        for i in range(2):
+            trial._pass(stages, (0, i), tokens, tokens)
+        peak = fake.fake_peak() - before
+        numbers = PRECISIONS[precision]
+        held = stage_activations(large, k, numbers).held("blocks", 1)[0]
+        plan = sum(streamed_bytes(large, k, numbers)) + held
+        weights = numbers.weights * stages[k].num_parameters
+        assert plan < 0.9 * (weights + held), "less than where they stay"
+        assert 0.9 * plan < peak < 1.12 * plan, (precision, k, peak, plan)
+        del stages
 from swarmnet.training.passes import crossing
 crossing.is_right_on = lambda *_: False  # the host codes
 assert train(spec, Computing("fp32"), "fake:0")[0] == here
