@@ -10,13 +10,13 @@ one, of as many parameters). A control repeats the fp32 cell with its sums in
 another order.
 `learning/runs.py` says how cells are run, `learning/tasks.py` what is learned.
 
-Results go to `docs/convergence.json` as each cell ends. A cell that is there is not run again, if
-it has the same settings, Python and torch; what is compared is of one platform. Each cell has a
-process with one thread. The most important cells come first. With `--time-limit`, none is begun
-that would hardly end in time.
+Results go to `benchmarks/results/convergence.json` as each cell ends. A cell that is there is not
+run again, if it has the same settings, Python and torch; what is compared is of one platform. Each
+cell has a process with one thread. The most important cells come first. With `--time-limit`, none
+is begun that would hardly end in time.
 
-`--tables` runs nothing: it writes the tables of docs/convergence.md, between their marks, and draws
-`docs/convergence-*.svg`.
+`--tables` runs nothing: it writes the tables of `convergence.md` beside the results and of
+docs/convergence.md, between their marks, and draws `convergence-*.svg`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ from benchmarks.learning.tasks import (  # noqa: E402
     rounds_of,
 )
 
-RESULTS = ROOT / "docs" / "convergence.json"
-PAGE = ROOT / "docs" / "convergence.md"
+RESULTS = ROOT / "benchmarks" / "results" / "convergence.json"
+PAGES = (RESULTS.with_suffix(".md"), ROOT / "docs" / "convergence.md")
+"""All that was measured, and what follows from it."""
 REPLACED = (10, 30)
 BOUNDARY_CODECS = ("none", "int8", "int4", "int6", "bf16")
 BOTH_CODECS = ("int8", "int4")
@@ -240,8 +241,9 @@ def main() -> None:
         ]
         bench.run_all(wanted, args.jobs)
     else:
-        write_tables(PAGE, results)
-        draw(PAGE.parent, results)
+        for page in PAGES:
+            write_tables(page, results)
+        draw(RESULTS.parent, results)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ delay and no limit (computation and latency, both measured: `max/12`), and then 
 busiest uplink needs for the bytes that the switch saw. In `delayed` the link works beside the
 devices: `overlapped` takes the longer one of the two instead.
 
-Results go to `docs/links.json`, a measurement at a time; a cell that has `--repeat` of them on such
-a machine is not measured again. The figures in the tables of `docs/wire.md`, one for each machine,
-are medians, and those of `docs/links-*.svg` are of the machine with the most of them. A
-measurement takes 30 to 50 s, longer where rounds do. On two cores the peers and the switch share
-them, at every rate alike.
+Results go to `benchmarks/results/links.json`, a measurement at a time; a cell that has `--repeat`
+of them on such a machine is not measured again. The tables of `links.md` there, one for each
+machine, have medians; the plots and the short table of `docs/wire.md` are of the machine with the
+most measurements. A measurement takes 30 to 50 s, longer where rounds do. On two cores the peers
+and the switch share them, at every rate alike.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import itertools
 import json
 import os
 import platform
@@ -54,12 +55,15 @@ from tests.processes.running import SWARMNET, Command, Machine, machine  # noqa:
 
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Of the peers."""
-RESULTS = ROOT / "docs" / "links.json"
-PAGE = ROOT / "docs" / "wire.md"
+RESULTS = ROOT / "benchmarks" / "results" / "links.json"
+TABLES, SUMMARY = RESULTS.with_suffix(".md"), ROOT / "docs" / "wire.md"
+"""Pages: one with all that was measured, and the one that concludes from it."""
 BEGIN, END = "<!-- links: begin -->", "<!-- links: end -->"
 NAMES = ("one", "two", "three", "four")
 MODES = ("zero", "delayed")
 CODECS = ("none", "int8", "int4")
+CODEC = "int8"
+"""Of runs that say nothing."""
 RATES = ("100", "50", "20", "10")
 """Mbit/s of each uplink."""
 NO_LIMIT, LOOPBACK = "max", "loopback"
@@ -544,8 +548,24 @@ def _line(row: Row) -> str:
     return "| " + " | ".join(columns) + " |"
 
 
+def summary(results: Results) -> Iterator[str]:
+    """In Markdown: what is left of the speed at each rate, with the codec of most runs."""
+    yield "| run | mode | one way | a round, no limit | no limit |" + "".join(
+        f" {rate} Mbit/s |" for rate in RATES
+    )
+    yield "|---|---|---|---|---|" + "---|" * len(RATES)
+    for run in RUNS:
+        for mode, delay in itertools.product(MODES, DELAYS):
+            cells_here = [Cell(run, mode, CODEC, rate, delay) for rate in (NO_LIMIT, *RATES)]
+            rows = [row_of(results, cell) for cell in cells_here]
+            if rows[0] is not None and any(rows[1:]):
+                left = ["" if r is None or not r.percent else f"{r.percent:.0f} %" for r in rows]
+                beside = f"{delay} ms | {rows[0].found.seconds:.2f} s"
+                yield f"| `{run}` | `{mode}` | {beside} | " + " | ".join(left) + " |"
+
+
 def show(path: Path) -> None:
-    """Prints the table, puts it between its marks in the page, and draws."""
+    """Prints the tables, puts them between their marks in both pages, and draws."""
     machines = sorted(load(path).items(), key=lambda item: -_num(item[1]))
     lines = []
     for name, results in machines:
@@ -556,12 +576,18 @@ def show(path: Path) -> None:
                     plot(results, run)
                     lines += [f"![Speed over the rate of the links](links-{run}.svg)", ""]
     print("\n".join(lines))
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
+    put(TABLES, lines)
+    if machines:
+        put(SUMMARY, [*summary(machines[0][1]), ""])
+
+
+def put(page: Path, lines: Sequence[str]) -> None:
+    """Between the marks of a page."""
+    before, _, rest = page.read_text().partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:
-        raise SystemExit(f"{PAGE} has no {BEGIN} and {END}")
-    PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + END + after)
+        raise SystemExit(f"{page} has no {BEGIN} and {END}")
+    page.write_text(before + BEGIN + "\n" + "\n".join(lines) + END + after)
 
 
 def _num(results: Results) -> int:
@@ -569,7 +595,7 @@ def _num(results: Results) -> int:
 
 
 def plot(results: Results, run: str) -> None:
-    """`docs/links-<run>.svg`: percent over the rate, a panel for each mode and delay."""
+    """`links-<run>.svg`: percent over the rate, a panel for each mode and delay."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -611,7 +637,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=12.0, help="seconds of a measurement")
     parser.add_argument("--congestion", default="", help="TCP's, in the namespaces: cubic, bbr")
     parser.add_argument("--cores", default="", help="that peers are held to: 0,1 (taskset -c)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file, docs/links.json")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file")
     parser.add_argument("--list", action="store_true", help="name the cells and end")
     parser.add_argument("--show", action="store_true", help="table and plots of what is there")
     parser.add_argument("--dry", action="store_true", help="measure and print, keep nothing")

@@ -1,6 +1,6 @@
 """Peak memory of a stage by activation policy and precision, beside the formula.
 
-    python benchmarks/memory.py                 # a table for docs/memory.md
+    python benchmarks/memory.py                 # the table of benchmarks/results/memory.md
     python benchmarks/memory.py --device cuda
 
 One stage in the middle of a pipeline: `--in-flight` microbatches go forward, then each comes back

@@ -1,10 +1,11 @@
-"""Simulated swarms, in tables: those of docs/simulation.md.
+"""Simulated swarms, in tables: those of benchmarks/results/simulation.md.
 
     python benchmarks/simulated_links.py TABLE... [--jobs N] [--results FILE] [--write]
 
 A cell of a table is one simulation; the first one's command is printed. With `--results`
 the cells are kept there, and what is there already is not run again. `--jobs` cells run at a time,
-each on a core of its own. `--write` puts the tables into the page.
+each on a core of its own. `--write` puts the tables into the page, and that of `homes` into
+docs/simulation.md.
 
 `reach` and `swarm`: eight stages, one equal machine each, no churn, mode `delayed`, 64 microbatches
 a round.
@@ -56,7 +57,10 @@ from swarmnet.simulation.coding import CPU, GPU
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
 
-PAGE = Path(__file__).parents[1] / "docs" / "simulation.md"
+ROOT = Path(__file__).parents[1]
+TABLES_PAGE, SUMMARY = (ROOT / f / "simulation.md" for f in ("benchmarks/results", "docs"))
+IN_SUMMARY = ("homes",)
+"""Tables of the page that concludes."""
 EQUAL = SimulateOptions(
     peers=8, stages=8, hours=0.1, churn=0.0, speed_ratio=1.0, microbatches=64, check_every_s=0.5
 )
@@ -368,7 +372,8 @@ def main() -> None:
         text = "\n".join(table.lines(results))
         print(text, end="\n\n", flush=True)
         if options.write:
-            PAGE.write_text(with_table(PAGE.read_text(), name, text))
+            page = SUMMARY if name in IN_SUMMARY else TABLES_PAGE
+            page.write_text(with_table(page.read_text(), name, text))
 
 
 def with_table(page: str, name: str, text: str) -> str:

@@ -30,6 +30,7 @@ TEXTS = (
     "docs/**/*.md",
     "examples/**/*.*",
     "benchmarks/**/*.py",
+    "benchmarks/results/*.md",
     "tests/**/*.py",
     "peer/**/*.py",
     "swarmnet/**/*.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -10,10 +12,19 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from benchmarks import convergence
+from benchmarks.learning.tables import write_tables
 from peer.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks" / "results").glob("*.md"),
+    ]
+)
 CODE = ("swarmnet", "peer", "tests", "benchmarks", "examples")
 
 
@@ -71,6 +82,32 @@ def test_every_failure_says_how_it_is_tested() -> None:
     assert len(rows) > 50
     for row in rows:
         assert "`tests/" in row.split(" | ")[-1], row
+
+
+def test_tables_of_links_are_those_of_their_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`benchmarks/links.py --show` would change nothing."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    links = importlib.import_module("links")
+    pages = {name: getattr(links, name) for name in ("TABLES", "SUMMARY")}
+    for name, page in pages.items():
+        (tmp_path / name).write_text(page.read_text())
+        monkeypatch.setattr(links, name, tmp_path / name)
+    monkeypatch.setattr(links, "plot", lambda *_: None)
+    links.show(links.RESULTS)
+    for name, page in pages.items():
+        assert (tmp_path / name).read_text() == page.read_text()
+
+
+def test_tables_of_convergence_are_those_of_their_results(tmp_path: Path) -> None:
+    """`benchmarks/convergence.py --tables` would change nothing."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "convergence.json").read_text())
+    for page in convergence.PAGES:
+        copy = tmp_path / page.parent.name
+        copy.write_text(page.read_text())
+        write_tables(copy, results)
+        assert copy.read_text() == page.read_text()
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:

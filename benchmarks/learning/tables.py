@@ -1,4 +1,4 @@
-"""The tables and plots of docs/convergence.md.
+"""The tables and plots of benchmarks/results/convergence.md, and the table of docs/convergence.md.
 
 Everything is a paired difference: a cell against the fp32 cell of the same place, task and seed. Of
 a codec the figure is the mean over the seeds, with the standard error of that mean. The control is
@@ -43,6 +43,7 @@ RIGHT_AIM = 0.01
 CODECS = ("bf16", "int8", "int6", "int4", "topk")
 REPLACED = (0, 10, 30)
 NOTHING = ["Not run yet."]
+PLACES = {BOUNDARY: "boundaries", BOTH: "boundaries and updates of `zero`"}
 BOUNDARY_PLOT = "convergence-boundary-{}.svg"
 
 
@@ -187,14 +188,47 @@ def mode_table(results: Results, task: str) -> list[str]:
     """Rows: modes, in fp32. Columns: loss, and its distance from that of `zero`."""
     lines = ["| mode | loss | more than `zero` |", "|---|---|---|"]
     for mode in MODES:
-        seeds = TASKS[task].seeds
-        own, base = ([Cell(m, task, "none", seed).key for seed in seeds] for m in (mode, "zero"))
-        both = most(results, own, base)
+        both = _beside_zero(results, mode, task)
         if both:
-            of = Figure(tuple(difference(r, z, is_right=False) for r, z in both))
             loss = mean(value_of(r, is_right=False) for r, _ in both)
-            gap = "" if mode == "zero" else _shown(of, is_right=False)
+            gap = "" if mode == "zero" else _shown(_over_zero(both), is_right=False)
             lines.append(_row(f"`{mode}`", [f"{loss:.4f}", gap]))
+    return lines if len(lines) > 2 else NOTHING
+
+
+def _beside_zero(results: Results, mode: str, task: str) -> list[tuple[Result, ...]]:
+    """A mode's results in fp32, each with that of `zero`."""
+    own, base = (
+        [Cell(m, task, "none", seed).key for seed in TASKS[task].seeds] for m in (mode, "zero")
+    )
+    return most(results, own, base)
+
+
+def _over_zero(pairs: Sequence[tuple[Result, ...]]) -> Figure | None:
+    values = tuple(difference(own, zero, is_right=False) for own, zero in pairs)
+    return Figure(values) if values else None
+
+
+def summary_table(results: Results) -> list[str]:
+    """Rows: every codec of every place beside fp32, and every mode in fp32 beside `zero`. Columns:
+    what it costs of the loss of each task."""
+    tasks = [task for task in TASKS if task != "answers"]
+    lines = [
+        "| what | codec | " + " | ".join(f"`{task}`" for task in tasks) + " |",
+        "|---|---|" + "---|" * len(tasks),
+    ]
+    for where in (BOUNDARY, BOTH, *MODES):
+        for codec in CODECS:
+            found = [figure(results, where, task, codec) for task in tasks]
+            if any(found):
+                shown = [_shown(of, is_right=False) for of in found]
+                name = PLACES.get(where, f"updates of `{where}`")
+                lines.append(_row(name, [f"`{codec}`", *shown]))
+    for mode in MODES:
+        found = [_over_zero(_beside_zero(results, mode, task)) for task in tasks]
+        if mode != "zero" and any(found):
+            shown = [_shown(of, is_right=False) for of in found]
+            lines.append(_row(f"mode `{mode}`, beside `zero`", ["`none`", *shown]))
     return lines if len(lines) > 2 else NOTHING
 
 
@@ -262,6 +296,7 @@ def write_tables(page: Path, results: Results) -> None:
     tables |= {f"modes {task}": mode_table(results, task) for task in TASKS}
     tables["replaced"] = churn_table(results)
     tables["narrow"] = narrow_table(results)
+    tables["summary"] = summary_table(results)
 
     def table(match: re.Match[str]) -> str:
         return "\n".join([match[1], *tables[match[2]], match[3]])

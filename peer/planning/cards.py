@@ -48,8 +48,8 @@ CARDS = {
 }
 USABLE = 0.4
 """Of what is published, what training reaches. A plain loop of a 1B-class model reached 0.57 to
-0.61 of an H100's and an H200's large matrix products (docs/memory.md); cards for games, small
-models and coding leave less."""
+0.61 of an H100's and an H200's large matrix products (benchmarks/results/gpu.md); cards for games,
+small models and coding leave less."""
 PLAIN_GPU = "rtx3090"
 """How fast a `24GB-gpu` is taken for, of which no card is named."""
 CPU_FLOPS_PER_S, MAC_FLOPS_PER_S = 0.3 * TERA, 0.5 * TERA

@@ -35,8 +35,8 @@ MEASURED = {
 }
 """Of one core of a shared Xeon: `python benchmarks/codecs.py`, of its three sizes the slowest;
 `topk` by how much slower than `int8` it was when it kept a quarter. The codecs were measured in
-several runs: docs/architecture.md has one more of them, and one of another machine. fp32 as it is
-takes no time."""
+several runs: benchmarks/results/codecs.md has one more of them, and one of another machine. fp32 as
+it is takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ DEVICE_KINDS = {
 }
 """A GPU runs the codecs' kernels between those of the passes. Its factor is assumed, for kernels
 that are fused: its memory is as much faster than that of a core, or more. Before they were fused,
-an H200 was 7 times as fast with `int8` and 10 times with `int4` (docs/memory.md)."""
+an H200 was 7 times as fast with `int8` and 10 times with `int4` (benchmarks/results/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
