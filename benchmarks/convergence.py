@@ -47,6 +47,7 @@ from benchmarks.learning.tasks import (  # noqa: E402
     ONE_PROCESS_PLACES,
     ROTATED,
     TASKS,
+    WIDE,
     rounds_of,
 )
 
@@ -69,6 +70,7 @@ SECONDS = {
     (BOUNDARY, "letters"): 75,
     (BOUNDARY, "python"): 100,
     (BOUNDARY, "answers"): 160,
+    ("wide", "python"): 600,
     ("", "letters"): 55,
     ("", "python"): 70,
     ("", "answers"): 125,
@@ -118,6 +120,7 @@ def cells() -> list[Cell]:
         for task in ("letters", "python")
         for seed in TASKS[task].seeds
     ]
+    found += [Cell(where, "python", "int8", FIRST_SEED) for where in WIDE]
     for mode in MODES:
         if mode not in UPDATE_CODECS:
             found += [Cell(mode, task, "none", FIRST_SEED) for task in ("python", "letters")]
@@ -128,7 +131,7 @@ def cells() -> list[Cell]:
 def _rank(cell: Cell) -> int:
     """The most important cells have the lowest one."""
     if cell.where in ONE_PROCESS_PLACES and cell.where != BOUNDARY:
-        return 4 if cell.where in ROTATED else 3
+        return 4 if cell.where in (*ROTATED, *WIDE) else 3
     if cell.where == BOUNDARY:
         return 0 if cell.order < 2 and cell.codec in BOUNDARY_CODECS[:3] else 2
     if cell.where == BOTH:
@@ -145,6 +148,8 @@ def _rank(cell: Cell) -> int:
 
 
 def _guess(where: str, task: str) -> float:
+    if where in WIDE:
+        return SECONDS["wide", task]
     return SECONDS[BOUNDARY if where in ONE_PROCESS_PLACES else "", task]
 
 

@@ -32,6 +32,7 @@ from benchmarks.learning.tasks import (
     NARROW,
     ONE_PROCESS_PLACES,
     ROTATED,
+    WIDE,
     AnswersData,
     share_of_right_answers,
     spec_text,
@@ -106,7 +107,8 @@ def _spec_text(cell: Cell, rounds: int, text: Path) -> str:
         text=text,
         codec=FEWEST if cell.where in AS_FEW_BYTES else codec,
         sync=None if is_one_process else MODES[mode] | {"codec": cell.codec},
-        subspace=(NARROW | ROTATED).get(cell.where, 0),
+        subspace=(NARROW | ROTATED | WIDE).get(cell.where, 0),
+        is_wide=cell.where in WIDE,
     )
 
 

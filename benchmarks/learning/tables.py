@@ -27,6 +27,9 @@ from benchmarks.learning.tasks import (
     NARROW,
     ROTATED,
     TASKS,
+    WIDE,
+    WIDE_ROUNDS,
+    WIDE_WIDTH,
     rounds_of,
     token_bytes,
 )
@@ -278,6 +281,14 @@ def narrow_table(results: Results) -> list[str]:
                     for cell, task in zip(cells, tasks, strict=True)
                 ]
             lines.append(_row(name, [f"`{coded}`", str(num_bytes), *cells]))
+    keys = [Cell(where, "python", "int8", FIRST_SEED).key for where in WIDE]
+    for dense, narrow in most(results, keys[:1], keys[1:]):
+        values = [value_of(one, is_right=False) for one in (dense, narrow)]
+        for (_, k), value in zip(WIDE.items(), values, strict=True):
+            name = f"{k} of {WIDE_WIDTH} dimensions" if k else f"dense, {WIDE_WIDTH} wide"
+            gap = f"{value / values[0] - 1:+.2%} after {WIDE_ROUNDS} rounds (1 seed)"
+            num_bytes = token_bytes("int8", k, WIDE_WIDTH)
+            lines.append(_row(name, ["`int8`", str(num_bytes), "", gap]))
     return lines if len(lines) > 2 else NOTHING
 
 

@@ -45,7 +45,10 @@ AS_FEW_BYTES = {f"bytes-of-{k}": k for k in NARROW.values()}
 """As `boundary`, coded with `FEWEST`: as many rounds as have the bytes of a run in such a subspace,
 whose coordinates have the cell's codec."""
 FEWEST = "int4"
-ONE_PROCESS_PLACES = (BOUNDARY, *NARROW, *ROTATED, *AS_FEW_BYTES)
+WIDE = {"wide": 0, "wide-80": 80}
+"""As `boundary` and as `NARROW`, of a model of more usual width, with `WIDE_ROUNDS`."""
+WIDE_ROUNDS = 120
+ONE_PROCESS_PLACES = (BOUNDARY, *NARROW, *ROTATED, *AS_FEW_BYTES, *WIDE)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ TASKS = {
     "answers": Task(64, 4, 4, 3e-3, 20, 64, 400, 128, text="python-stdlib", seeds=(2, 3, 4)),
 }
 BOUNDARY_STAGES, BOUNDARY_WIDTH, BOUNDARY_HEADS, BOUNDARY_SLOTS = 8, 64, 4, 4
+WIDE_STAGES, WIDE_WIDTH, WIDE_HEADS, WIDE_INNER = 4, 512, 8, 1024
 MODE_STAGES, MODE_SLOTS = 2, 8
 ONE_PROCESS = {"mode": "zero", "codec": "none"}
 SPEC = """
@@ -121,20 +125,24 @@ def spec_text(
     codec: str,
     sync: dict[str, Any] | None,
     subspace: int = 0,
+    is_wide: bool = False,
 ) -> str:
     """A run's spec. `codec`: of the boundaries; `sync`: of `[sync]`, or None for the runs that have
-    many stages; `text`: what `write_text` wrote; `subspace`: its dimensions, 0 for none."""
+    many stages; `text`: what `write_text` wrote; `subspace`: its dimensions, 0 for none; `is_wide`:
+    of `WIDE`."""
     sizes, is_mode = TASKS[task], sync is not None
     microbatch = sizes.batch // (MODE_SLOTS if is_mode else BOUNDARY_SLOTS)
-    width = sizes.width if is_mode else BOUNDARY_WIDTH
+    width = sizes.width if is_mode else WIDE_WIDTH if is_wide else BOUNDARY_WIDTH
+    stages = WIDE_STAGES if is_wide else BOUNDARY_STAGES
+    heads = WIDE_HEADS if is_wide else BOUNDARY_HEADS
     lines = "\n".join(f"{k} = {json.dumps(v)}" for k, v in (sync or ONE_PROCESS).items())
 
     def written(subspace: int, inner: int) -> str:
         return SPEC.format(
             seed=seed,
             width=width,
-            layers=sizes.layers if is_mode else BOUNDARY_STAGES,
-            heads=sizes.heads if is_mode else BOUNDARY_HEADS,
+            layers=sizes.layers if is_mode else stages,
+            heads=sizes.heads if is_mode else heads,
             narrow=f"subspace = {subspace}\n" * bool(subspace),
             inner=inner,
             sequence=SEQUENCE,
@@ -143,7 +151,7 @@ def spec_text(
             rate=sizes.rate,
             warmup=min(sizes.warmup, rounds // 4),
             rounds=rounds,
-            stages=MODE_STAGES if is_mode else BOUNDARY_STAGES,
+            stages=MODE_STAGES if is_mode else stages,
             batch=sizes.batch,
             microbatch=microbatch,
             every=EVALUATE_EVERY,
@@ -152,7 +160,7 @@ def spec_text(
             sync=lines,
         )
 
-    inner = 128 if width > 32 else 64
+    inner = WIDE_INNER if is_wide else 128 if width > 32 else 64
     if not subspace:
         return written(0, inner)
     whole, least, more = (
@@ -165,16 +173,16 @@ def _num_parameters(text: str) -> int:
     return num_parameters(describe_parameters(model_plan(parse_spec(text)).layers))
 
 
-def token_bytes(codec: str, subspace: int = 0) -> int:
+def token_bytes(codec: str, subspace: int = 0, whole: int = BOUNDARY_WIDTH) -> int:
     """Of one token at one boundary, both ways."""
-    names, width = boundary_codec(codec), subspace or BOUNDARY_WIDTH
+    names, width = boundary_codec(codec), subspace or whole
     both = row_bytes(names.activations, width) + row_bytes(names.gradients, width)
     return both + (TOKEN_BYTES if subspace else 0)
 
 
 def rounds_of(task: str, where: str, codec: str) -> int:
     """Of a cell."""
-    rounds = TASKS[task].rounds
+    rounds = WIDE_ROUNDS if where in WIDE else TASKS[task].rounds
     if where not in AS_FEW_BYTES:
         return rounds
     return rounds * token_bytes(codec, AS_FEW_BYTES[where]) // token_bytes(FEWEST)
