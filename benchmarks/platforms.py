@@ -3,8 +3,8 @@ this one, from wheels alone.
 
     python -m benchmarks.platforms ["macOS ARM" ...]
 
-What it found is in docs/platforms.json, and the table of it in docs/platforms.md. It asks the
-package index anew, of all machines or of those that are named, and takes minutes.
+What it found is in benchmarks/results/platforms.json, and the table of it in docs/platforms.md. It
+asks the package index anew, of all machines or of those that are named, and takes minutes.
 
 pip is asked for the whole tree at once (`--dry-run --only-binary :all:`), in the versions of
 constraints.txt. It reads the markers of requirements as of the machine that it runs on, so it is
@@ -32,7 +32,7 @@ from packaging.utils import canonicalize_name
 from swarmnet.needs import APART
 from tests.wheels import GLIBC_MINOR, PYTHONS, ROOT, pins
 
-RECORD = ROOT / "docs" / "platforms.json"
+RECORD = ROOT / "benchmarks" / "results" / "platforms.json"
 PIP = "26.3"
 """From 25 on pip resolves by metadata, without the files."""
 SOURCES_ONLY = ("prefetch-generator", "python-baseconv", "varint")

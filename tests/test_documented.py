@@ -30,7 +30,7 @@ def test_there_are_commands_of_all_kinds() -> None:
     assert len(of("swarmnet")) > 100
     assert len({each.words[0] for each in of("python")}) > 15
     assert {each.words for each in of("make")} >= {("demo",), ("install",), ("test",)}
-    ours = [each.words for each in of("python") if each.where == "docs/models-and-data.md"]
+    ours = [each.words for each in of("python") if each.where == "benchmarks/results/finetune.md"]
     assert ("benchmarks/finetune.py", "examples/finetune/run.toml", "losses.jsonl") in ours
 
 
