@@ -375,16 +375,17 @@ def test_the_embedded_default_is_a_valid_spec() -> None:
     assert spec.data.paths == ("python-stdlib",)
 
 
-def test_the_specs_of_examples_and_readme_are_valid() -> None:
+def test_the_specs_of_examples_and_recipes_are_valid() -> None:
     root = Path(__file__).parent.parent
     examples = sorted((root / "examples").glob("*.toml"))
     assert len(examples) >= 2
     for path in examples:
         load_spec(path)
-    shown = re.findall(r"```toml\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
-    assert shown
-    for text in shown:
-        parse_spec(text, "README.md")
+    for page in ("README.md", "docs/finetune.md", "docs/pretrain.md"):
+        shown = re.findall(r"```toml\n(.*?)```", (root / page).read_text(), re.DOTALL)
+        assert shown
+        for text in shown:
+            parse_spec(text, page)
 
 
 # ---- data -------------------------------------------------------------------------------------
