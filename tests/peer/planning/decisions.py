@@ -1,10 +1,12 @@
-"""Tables of the pages that are the planner's answers. As a program it writes them anew:
+"""Tables and the picture of the pages that are the planner's answers. As a program it writes them
+anew:
 
 python -m tests.peer.planning.decisions
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import tempfile
@@ -13,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
 from typer.testing import CliRunner
 
 from peer.cli import app
@@ -66,6 +70,11 @@ LLAMA = {
 }
 THIS_FILE = "this file"
 """In the column of models: the first run.toml of the page."""
+PICTURE = DOCS / "images" / "plan.svg"
+PICTURED = ("--lora", "--machines", "12GB-gpu*4", "--links", "20Mbit/100Mbit,30ms")
+PICTURE_COLUMNS = 112
+FONTS = re.compile(r"\n *@font-face \{.*?\}", re.DOTALL)
+"""Of the picture: they would be fetched from elsewhere."""
 ROW = re.compile(
     r"(?P<asks>\| `(?P<machines>[^`]+)` \| `(?P<links>[^`]+)` \| (?P<model>[^|]+) \|)(?P<says>.*)\|"
 )
@@ -122,7 +131,21 @@ def answer(row: Row, folder: Path) -> str:
     return " | ".join(cells)
 
 
+def picture(folder: Path) -> str:
+    """A terminal that shows the plan of an 8 B model with adapters, as SVG. `folder` is empty."""
+    (folder / "config.json").write_text(json.dumps(LLAMA | SHAPES["8 B"]))
+    command = ["plan", "--spec", str(folder), *PICTURED, "--tokens", "10M"]
+    said = CliRunner().invoke(app, command).stdout
+    console = Console(record=True, width=PICTURE_COLUMNS, file=io.StringIO())
+    console.print(Text(said.rstrip()))
+    title = f"swarmnet plan --spec FOLDER {' '.join(PICTURED)}"
+    drawn = console.export_svg(title=title, unique_id="plan")
+    return FONTS.sub("", drawn) + "\n"
+
+
 def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        PICTURE.write_text(picture(Path(folder)))
     for row in list(rows()):
         with tempfile.TemporaryDirectory() as folder:
             says = answer(row, Path(folder))

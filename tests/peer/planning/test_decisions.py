@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.peer.planning.decisions import TOKENS, Row, answer, rows
+from tests.peer.planning.decisions import PICTURE, TOKENS, Row, answer, picture, rows
 
 ROWS = list(rows())
 
@@ -20,3 +20,7 @@ def test_there_are_tables() -> None:
 def test_a_row_is_what_the_planner_answers(tmp_path: Path, row: Row) -> None:
     """`python -m tests.peer.planning.decisions` writes them anew."""
     assert row.says == answer(row, tmp_path)
+
+
+def test_the_picture_is_what_a_terminal_shows(tmp_path: Path) -> None:
+    assert picture(tmp_path) == PICTURE.read_text()
