@@ -29,6 +29,7 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, load_spec
+from tests.peer import pictures
 from tests.peer.fakes import FakeObserver
 
 SPEC = load_spec(default_spec_path())
@@ -71,6 +72,11 @@ def test_a_terminal_shows_coverage_progress_and_peers() -> None:
     for expected in ("stage 0", "nobody serves it", "global batch", "ookalike", "1 of 10"):
         assert expected in drawn
     assert "loss 3.250" not in drawn.split("nobody")[0], "rounds are not also said as lines"
+
+
+def test_the_picture_in_the_pages_is_what_a_terminal_shows() -> None:
+    """`python -m tests.peer.pictures` draws it anew."""
+    assert pictures.local() == pictures.LOCAL.read_text()
 
 
 def test_where_a_run_has_no_end_none_is_shown() -> None:

@@ -6,7 +6,6 @@ python -m tests.peer.planning.decisions
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import tempfile
@@ -15,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
 from peer.cli import app
+from tests.peer.pictures import IMAGES, drawn
 
 DOCS = Path(__file__).parents[3] / "docs"
 TOKENS = {"plan.md": "", "finetune.md": "10M", "pretrain.md": "10B"}
@@ -70,11 +69,8 @@ LLAMA = {
 }
 THIS_FILE = "this file"
 """In the column of models: the first run.toml of the page."""
-PICTURE = DOCS / "images" / "plan.svg"
+PICTURE = IMAGES / "plan.svg"
 PICTURED = ("--lora", "--machines", "12GB-gpu*4", "--links", "20Mbit/100Mbit,30ms")
-PICTURE_COLUMNS = 112
-FONTS = re.compile(r"\n *@font-face \{.*?\}", re.DOTALL)
-"""Of the picture: they would be fetched from elsewhere."""
 ROW = re.compile(
     r"(?P<asks>\| `(?P<machines>[^`]+)` \| `(?P<links>[^`]+)` \| (?P<model>[^|]+) \|)(?P<says>.*)\|"
 )
@@ -136,11 +132,8 @@ def picture(folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(LLAMA | SHAPES["8 B"]))
     command = ["plan", "--spec", str(folder), *PICTURED, "--tokens", "10M"]
     said = CliRunner().invoke(app, command).stdout
-    console = Console(record=True, width=PICTURE_COLUMNS, file=io.StringIO())
-    console.print(Text(said.rstrip()))
     title = f"swarmnet plan --spec FOLDER {' '.join(PICTURED)}"
-    drawn = console.export_svg(title=title, unique_id="plan")
-    return FONTS.sub("", drawn) + "\n"
+    return drawn(Text(said.rstrip()), title, "plan")
 
 
 def main() -> None:
