@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test test-all explore lint install browser screenshot clean
+.PHONY: demo test test-all explore lint reference install browser screenshot clean
 
 demo: .venv/runs
 	$(BIN)/swarmnet local
@@ -21,6 +21,10 @@ explore: .venv/installed
 
 lint: .venv/installed
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin && $(BIN)/lint-imports
+
+# docs/reference/, from the code.
+reference: .venv/installed
+	$(BIN)/python -m tests.reference
 
 install: .venv/installed
 

@@ -44,6 +44,15 @@ from swarmnet.version import __version__
 T = TypeVar("T")
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_CODES = {
+    EXIT_DONE: "The command has done what it was asked for. For `peer`, `dashboard` and `status "
+    "--watch`, that includes being stopped by Ctrl-C or SIGTERM.",
+    EXIT_FAILED: "Something went wrong that may not happen another time, or the command was "
+    "stopped before it was done. `doctor` ends so where it found something that has to be mended. "
+    "Services may start the same command again.",
+    EXIT_USAGE: "The same command fails again until a person has changed something: wrong options, "
+    "a wrong run.toml, a missing invite, a taken port. Services should not start it again.",
+}
 ClickException: Any = typer.BadParameter.__mro__[2]
 """The root of what the parser of options raises."""
 

@@ -33,6 +33,10 @@ class Parameter:
         return declared if isinstance(declared, str) else f"--{self.name.replace('_', '-')}"
 
     @property
+    def is_hidden(self) -> bool:
+        return bool(self.option.hidden)
+
+    @property
     def is_negated(self) -> bool:
         """A flag `--no-...` of a field that is true unless it is given."""
         return self.default is True and self.flag.startswith("--no-")
@@ -112,6 +116,7 @@ def command(
                 function(**given)
 
         run.__doc__ = function.__doc__
+        run.parameters = [p for of_kind in found.values() for p in of_kind]  # type: ignore[attr-defined]
         run.__signature__ = inspect.Signature(list(every.values()))  # type: ignore[attr-defined]
         run.__annotations__ = {name: p.annotation for name, p in every.items()}
         app.command(function.__name__)(run)

@@ -38,12 +38,18 @@ DebugOption = Annotated[
 PlainOption = Annotated[bool, typer.Option(help="Plain lines instead of the live screen.")]
 DashboardOption = Annotated[
     int | None,
-    typer.Option(min=0, max=MAX_PORT, metavar="PORT", help="Show the run as a web page; 0 = any."),
+    typer.Option(
+        min=0,
+        max=MAX_PORT,
+        metavar="PORT",
+        help="Show the run as a web page on this port; 0 = any.",
+    ),
 ]
 DashboardHostOption = Annotated[
     str,
     typer.Option(
-        metavar="HOST", help="Address to show the page on; by default for this machine only."
+        metavar="HOST",
+        help="Show the page at this address. The default is seen on this machine only.",
     ),
 ]
 HOST_NAME = re.compile(r"(\*\.)?\w([-.\w]*\w)?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", re.ASCII)
@@ -64,13 +70,14 @@ AllowedHostOption = Annotated[
     typer.Option(
         metavar="HOST",
         callback=_host_names,
-        help="Answer requests to the page that name this host, beside localhost: that of a proxy. "
-        "Repeat it for several; *.example.org for all below.",
+        help="Answer requests to the page that name this host, such as a proxy's; "
+        "localhost is answered always. Repeat it for several; *.example.org stands "
+        "for all below.",
     ),
 ]
 MetricsOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
+    typer.Option(metavar="FILE", help="Write what happens to this file, one JSON object a line."),
 ]
 NotifyOption = Annotated[
     str,
@@ -78,15 +85,17 @@ NotifyOption = Annotated[
         metavar="URL",
         envvar=NOTIFY_VARIABLE,
         show_envvar=False,
-        help="Send a message there (ntfy, or a webhook: Slack's, Discord's or your own) when a "
-        "stage is about to be lost, when the run stands still, and when it is done.",
+        help="Send a message to this address (ntfy, or a webhook: Slack's, Discord's or "
+        "your own) when a stage is about to be lost, when the run stands still, and "
+        "when it is done.",
     ),
 ]
 LogToOption = Annotated[
     str,
     typer.Option(
         metavar="tensorboard:DIR",
-        help="Draw the run there, by round, for TensorBoard; a run goes on in the same chart.",
+        help="Write charts of the run, by round, into this folder for TensorBoard. A run "
+        "that is started again goes on in the same chart.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
@@ -100,24 +109,38 @@ class LimitOptions:
 
     max_upload: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Send no more than this: 10Mbit, 2MB (a second)."),
+        typer.Option(metavar="RATE", help="Send no faster than this: 10Mbit, 2MB (a second)."),
     ] = None
     max_upload_per_month: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Send no more than this in a calendar month: 300GB. The peer pauses until the "
-            "next one.",
+            help="Send no more than this in a calendar month: 300GB. The peer then pauses "
+            "until the next one.",
         ),
     ] = None
     max_upload_per_day: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The same, in a day.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Send no more than this in a day: 10GB. The peer then pauses until the next one.",
+        ),
     ] = None
     max_download_per_month: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The same, of what is received.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Receive no more than this in a calendar month: 300GB. The peer then pauses "
+            "until the next one.",
+        ),
     ] = None
     max_download_per_day: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The same, of what is received in a day.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Receive no more than this in a day: 10GB. The peer then pauses until the "
+            "next one.",
+        ),
     ] = None
     max_memory: Annotated[
         str | None,
@@ -127,7 +150,7 @@ class LimitOptions:
         str | None,
         typer.Option(
             metavar="PERCENT",
-            help="Keep the GPU (or the CPU, without one) at work no longer: 50%.",
+            help="Largest part of the time in which the GPU works (without a GPU, the CPU): 50%.",
         ),
     ] = None
     hours: Annotated[
@@ -141,7 +164,7 @@ class LimitOptions:
         bool | None,
         typer.Option(
             "--pause-when-busy/--no-pause-when-busy",
-            help="Pause while the machine is used by others than this peer.",
+            help="Pause while other programs keep the machine busy.",
         ),
     ] = None
     pause_on_battery: Annotated[
@@ -166,7 +189,9 @@ class PauseOptions:
     ] = None
     pause: Annotated[
         bool | None,
-        typer.Option("--pause/--resume", help="Hand over and stand by; come back."),
+        typer.Option(
+            "--pause/--resume", help="--pause: hand over and stand by. --resume: come back."
+        ),
     ] = None
     debug: DebugOption = False
 
@@ -199,16 +224,16 @@ class OutputOptions:
     shared_log: Annotated[
         bool,
         typer.Option(
-            help="Plain lines for a log that all peers of a run write to, as with docker compose: "
-            "what is of the whole run is printed by one of them.",
+            help="Print plain lines for a log that all peers of a run share, as with docker "
+            "compose: one peer prints those about the whole run.",
         ),
     ] = False
     ready_file: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Write the address of this peer to FILE (for --join @FILE); in a folder (FOLDER/) "
-            "each peer leaves a file of its own (for --join @FOLDER).",
+            help="Write the address of this peer to this file (for --join @FILE). Into a "
+            "folder (FOLDER/) each peer writes a file of its own (for --join @FOLDER).",
         ),
     ] = None
     health_file: Annotated[
@@ -217,8 +242,8 @@ class OutputOptions:
             metavar="FILE",
             envvar="SWARMNET_HEALTH_FILE",
             show_envvar=False,
-            help="Write FILE every few seconds; it says whether this peer is well (for health "
-            "checks).",
+            help="Write this file every few seconds. It says whether this peer is well, for "
+            "health checks.",
         ),
     ] = None
     metrics_port: Annotated[
@@ -230,7 +255,8 @@ class OutputOptions:
     metrics_host: Annotated[
         str,
         typer.Option(
-            metavar="HOST", help="Address to serve /metrics on; by default this machine only."
+            metavar="HOST",
+            help="Serve /metrics at this address. The default is seen on this machine only.",
         ),
     ] = LOOPBACK
     debug: DebugOption = False
@@ -254,8 +280,8 @@ class LocalOptions(LocalChoices):
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep the peers' checkpoints and logs here, and go on from them the next time. "
-            "Default: a temporary folder.",
+            help="Keep the peers' checkpoints and logs in this folder, and go on from them the"
+            " next time. Default: a temporary folder.",
             rich_help_panel=RUN,
         ),
     ] = None
@@ -298,8 +324,10 @@ class SwarmOptions:
     peers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Peers that start with the run.")
     ] = 40
-    stages: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline stages.")] = 4
-    hours: Annotated[float, typer.Option(min=0.0, metavar="HOURS", help="Virtual hours.")] = 0.1
+    stages: Annotated[int, typer.Option(min=1, metavar="N", help="Number of pipeline stages.")] = 4
+    hours: Annotated[
+        float, typer.Option(min=0.0, metavar="HOURS", help="Virtual time to simulate, in hours.")
+    ] = 0.1
     churn: Annotated[
         float,
         typer.Option(
@@ -308,18 +336,24 @@ class SwarmOptions:
     ] = 0.3
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Churn events, one JSON object a line."),
+        typer.Option(metavar="FILE", help="File of churn events, one JSON object a line."),
     ] = None
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="One seed, one history.")] = 0
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Seed. One seed makes one history.")
+    ] = 0
     links: Annotated[
         str,
         typer.Option(
             metavar="LINKS",
-            help="home, fast, or MBIT/MS: as many Mbit/s up and down, and ms between two peers.",
+            help="Links of the machines: home, fast, or MBIT/MS, which is Mbit/s up and down, "
+            "and ms between two peers.",
         ),
     ] = "home"
     speed_ratio: Annotated[
-        float, typer.Option(min=1.0, metavar="RATIO", help="Fastest machine over slowest.")
+        float,
+        typer.Option(
+            min=1.0, metavar="RATIO", help="Speed of the fastest machine over that of the slowest."
+        ),
     ] = 10.0
     service_s: Annotated[
         float,
@@ -327,36 +361,46 @@ class SwarmOptions:
             "--service",
             min=0.01,
             metavar="SECONDS",
-            help="Of a sequence in a stage, at middle speed.",
+            help="Time that a sequence takes in a stage, on a machine of middle speed.",
         ),
     ] = 4.0
     sequences: Annotated[
         int,
         typer.Option(
-            min=1, metavar="N", help="Of a microbatch; with more there is less to simulate."
+            min=1,
+            metavar="N",
+            help="Sequences of a microbatch. With more of them there is less to simulate.",
         ),
     ] = 1
     microbatches: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Of a round, for each replica of a stage.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Microbatches of a round, for each replica of a stage."
+        ),
     ] = 200
     codec: Annotated[
         Literal["none", "bf16", "int8", "int6", "int4"],
-        typer.Option(help="Of what goes from stage to stage: [pipeline] codec of the run."),
+        typer.Option(
+            help="How stages code what they send each other: [pipeline] codec of the run."
+        ),
     ] = "int8"
     update_codec: Annotated[
         Literal["none", "bf16", "int8", "int4", "topk"] | None,
-        typer.Option(help="Of what an update sends: [sync] codec of the run."),
+        typer.Option(help="How updates are coded: [sync] codec of the run."),
     ] = None
     device: Annotated[
         Literal["cpu", "gpu"],
-        typer.Option(help="Of every machine: a core codes beside a CPU, a GPU codes itself."),
+        typer.Option(
+            help="Device of the machines. cpu: a core beside it codes. gpu: the GPU codes itself."
+        ),
     ] = "cpu"
     coding_speed: Annotated[
         float | None,
         typer.Option(
             min=0.0,
             metavar="RATIO",
-            help="Of coding, over one CPU core; 0 where it takes no time. Default: 1, gpu: 50.",
+            help="Speed of coding, compared with one CPU core; 0 = coding takes no time. "
+            "Default: 1, and 50 with --device gpu.",
         ),
     ] = None
 
@@ -370,7 +414,8 @@ class PolicyOptions:
     sync: Annotated[
         Literal["zero", "delayed", "auto", "local", "gossip"] | None,
         typer.Option(
-            help="When replicas exchange what. Default: delayed; zero in a sweep.",
+            help="When replicas exchange what: [sync] mode of the run. Default: delayed; zero "
+            "in a sweep.",
         ),
     ] = None
     local_steps: Annotated[
@@ -394,7 +439,7 @@ class SimulateOptions(SwarmOptions, PolicyOptions):
         typer.Option(
             min=0,
             metavar="N",
-            help="Run so many small swarms with every kind of fault instead.",
+            help="Simulate so many small swarms, with every kind of fault, in place of one.",
         ),
     ] = 0
     replay: Annotated[
@@ -402,7 +447,7 @@ class SimulateOptions(SwarmOptions, PolicyOptions):
         typer.Option(
             min=0,
             metavar="SEED",
-            help="Run this seed of the sweep and print its events.",
+            help="Simulate this seed of the sweep, and print its events.",
         ),
     ] = None
     check_every_s: Annotated[
@@ -411,12 +456,12 @@ class SimulateOptions(SwarmOptions, PolicyOptions):
             "--check-every",
             min=0.0,
             metavar="SECONDS",
-            help="Between looks at all peers; 0 for automatic.",
+            help="Time between two checks of all peers; 0 = the program chooses.",
         ),
     ] = 0.0
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="PNG", help="Draw what happened into PNG."),
+        typer.Option(metavar="PNG", help="Draw what happened into this file."),
     ] = None
     as_json: JsonOption = False
     debug: DebugOption = False
@@ -429,33 +474,39 @@ class TextOptions:
     panel: ClassVar[str] = "The text"
     prompt: Annotated[
         str | None,
-        typer.Argument(help="A text to go on with; with --chat a message to answer."),
+        typer.Argument(help="Text to go on with. With --chat: message to answer."),
     ] = None
-    join: Annotated[tuple[str, ...], typer.Option(metavar="ADDR", help="Any peer of the run.")] = ()
+    join: Annotated[
+        tuple[str, ...], typer.Option(metavar="ADDR", help="Address of any peer of the run.")
+    ] = ()
     chat: Annotated[
         bool,
         typer.Option(
-            help="Converse, by the model's chat template: answer the prompt, or else each line "
-            "that is typed.",
+            help="Converse, by the model's chat template. The prompt is answered, or else each"
+            " line that you type.",
         ),
     ] = False
     system: Annotated[
-        str, typer.Option(metavar="TEXT", help="With --chat: what the model is told first.")
+        str,
+        typer.Option(
+            metavar="TEXT", help="What the model is told before the conversation, with --chat."
+        ),
     ] = ""
     tokenizer: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A tokenizer.json, where the run has none of its own; its folder's chat template "
-            "counts too.",
+            help="A tokenizer.json, where the run has none of its own. The chat template in "
+            "its folder is used too.",
         ),
     ] = None
     exact: Annotated[
         bool,
         typer.Option(
             "--exact/--no-exact",
-            help="Activations go from stage to stage in fp32, so that the text is that of the "
-            "exported model; or as the run codes them, in fewer bytes.",
+            help="--exact: activations go from stage to stage in fp32, and the text is that of"
+            " the exported model. --no-exact: they go as the run codes them, in fewer "
+            "bytes.",
         ),
     ] = True
     serve: Annotated[
@@ -464,7 +515,7 @@ class TextOptions:
             min=0,
             max=MAX_PORT,
             metavar="PORT",
-            help="Answer programs on this machine as the OpenAI API does; 0 = any port.",
+            help="Answer programs on this machine as the OpenAI API does, on this port; 0 = any.",
         ),
     ] = None
     invite: InviteOption = ""
@@ -478,31 +529,47 @@ class SamplingOptions:
 
     panel: ClassVar[str] = "Each token"
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Longest answer. Default: 256.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of the longest answer. Default: 256."),
     ] = None
     do_sample: Annotated[
         bool | None,
         typer.Option(
             "--do-sample/--no-do-sample",
-            help="Draw tokens, or take the likeliest. Default: as the model's files say; drawn "
-            "where one of the next four is given.",
+            help="--do-sample: draw each token. --no-do-sample: take the likeliest. Default: "
+            "as the model's files say; tokens are drawn where one of the next four "
+            "options is given.",
             show_default=False,
         ),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(metavar="X", help="Below 1 likely tokens are likelier yet.")
+        float | None,
+        typer.Option(
+            metavar="X", help="Randomness of the draw. Below 1, likely tokens become likelier."
+        ),
     ] = None
     top_k: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Draw from so many; 0 = all.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Draw from the N likeliest tokens; 0 = from all."),
     ] = None
     top_p: Annotated[
-        float | None, typer.Option(metavar="X", help="Draw from the likeliest, together so likely.")
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Draw from the likeliest tokens, as many as have the probability X together.",
+        ),
     ] = None
     seed: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Draw the same each time.")
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Seed of the draw. The same seed gives the same text."
+        ),
     ] = None
     repetition_penalty: Annotated[
-        float | None, typer.Option(metavar="X", help="Above 1: repeat less.")
+        float | None,
+        typer.Option(
+            metavar="X", help="Above 1, tokens that were there before become less likely."
+        ),
     ] = None
 
 
@@ -510,9 +577,9 @@ class SamplingOptions:
 class StatusOptions:
     """What `swarmnet status` looks at."""
 
-    address: Annotated[str, typer.Argument(metavar="ADDR", help="Any peer of the run.")]
+    address: Annotated[str, typer.Argument(metavar="ADDR", help="Address of any peer of the run.")]
     as_json: JsonOption = False
-    watch: Annotated[bool, typer.Option(help="Keep looking, until Ctrl-C.")] = False
+    watch: Annotated[bool, typer.Option(help="Look again and again, until Ctrl-C.")] = False
     transport: TransportOption = "auto"
     debug: DebugOption = False
 
@@ -523,24 +590,27 @@ class DoctorOptions:
 
     join: Annotated[
         tuple[str, ...],
-        typer.Option(metavar="ADDR", help="A peer of the run: checks the way there and back."),
+        typer.Option(
+            metavar="ADDR", help="Address of a peer of the run. The way there and back is checked."
+        ),
     ] = ()
     spec: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check against what this run.toml needs.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Check this machine against what this run.toml needs."),
     ] = None
     port: Annotated[
         int, typer.Option(min=0, max=MAX_PORT, help="The port that peers will listen on.")
     ] = 0
     state_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the peer will keep its state.")
+        Path | None, typer.Option(metavar="DIR", help="Folder where the peer will keep its state.")
     ] = None
     transport: TransportOption = "auto"
     report: Annotated[
         bool,
         typer.Option(
             "--report",
-            help="Only what this machine is and what works on it, to be sent to those who keep "
-            "swarmnet: nothing personal. It is printed, and sent nowhere.",
+            help="Print only what this machine is and what works on it, for those who maintain"
+            " swarmnet. It names nothing personal, and is sent nowhere.",
         ),
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = (
@@ -555,7 +625,9 @@ class InviteOptions:
 
     key: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="The owner's secret key; made where there is none."),
+        typer.Option(
+            metavar="FILE", help="File of the owner's secret key. It is made where there is none."
+        ),
     ]
     spec: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Invite to the run of this run.toml.")
@@ -564,13 +636,16 @@ class InviteOptions:
         tuple[str, ...],
         typer.Option(metavar="ADDR", help="Invite to the live run behind this address."),
     ] = ()
-    valid: Annotated[str, typer.Option(metavar="TIME", help="For how long: 90m, 12h, 30d, 4w.")] = (
-        "30d"
-    )
+    valid: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="Time for which the invite is valid: 90m, 12h, 30d, 4w."),
+    ] = "30d"
     peer_id: Annotated[
         str,
         typer.Option(
-            "--peer", metavar="PEER_ID", help="For this peer only. Default: whoever holds it."
+            "--peer",
+            metavar="PEER_ID",
+            help="Id of the only peer that may use the invite. Default: whoever holds it.",
         ),
     ] = ""
     rounds: RoundsOption = None
@@ -595,13 +670,15 @@ class DiskOptions:
         tuple[str, ...],
         typer.Option(
             metavar="NAME",
-            help="Remove this: something from the list, a folder of it, or all of a run (its name, "
-            "or the beginning of its id). Repeat it for several.",
+            help="Remove this: something from the list, a folder of it, or all of a run (its "
+            "name, or the beginning of its id). Repeat it for several.",
         ),
     ] = ()
     keep: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Remove the oldest until so much is left: 20GB."),
+        typer.Option(
+            metavar="SIZE", help="Remove the oldest until no more than this is left: 20GB."
+        ),
     ] = None
     as_json: JsonOption = False
     debug: DebugOption = False
@@ -616,10 +693,11 @@ class CountedOptions:
         typer.Argument(metavar="DIR...", help="State folders of the run's feeders."),
     ]
     run_id: Annotated[
-        str, typer.Option(help="Of the run, where the folders have seen several.")
+        str, typer.Option(help="Id of the run, where the folders have seen several runs.")
     ] = ""
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object a round, with the microbatches' ids.")
+        bool,
+        typer.Option("--json", help="Print one JSON object a round, with the microbatches' ids."),
     ] = False
     debug: DebugOption = False
 
@@ -628,15 +706,15 @@ class CountedOptions:
 class DataOptions:
     """Which data `swarmnet data` shows."""
 
-    spec: Annotated[Path, typer.Argument(metavar="FILE", help="The run.")]
+    spec: Annotated[Path, typer.Argument(metavar="FILE", help="The run's file.")]
     data: Annotated[
         tuple[str, ...],
-        typer.Option(metavar="PATH", help="Where this machine has the run's data."),
+        typer.Option(metavar="PATH", help="File or folder with the run's data on this machine."),
     ] = ()
     tokenizer: Annotated[
-        str, typer.Option(metavar="FILE", help="Where this machine has the tokenizer.json.")
+        str, typer.Option(metavar="FILE", help="The run's tokenizer.json on this machine.")
     ] = ""
-    samples: Annotated[int, typer.Option(min=0, help="Of each source, to be shown.")] = 2
+    samples: Annotated[int, typer.Option(min=0, help="Samples to show of each source.")] = 2
     as_json: JsonOption = False
     debug: DebugOption = False
 
@@ -648,22 +726,25 @@ class PlanOptions:
     spec: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="The run; or a Hugging Face folder, or ORG/NAME of the hub."
+            metavar="FILE", help="The run's file; or a Hugging Face folder, or ORG/NAME of the hub."
         ),
     ]
     machines: Annotated[
         str,
         typer.Option(
             metavar="LIST",
-            help="Such as '24GB-gpu*2, rtx4090+64GB, 16GB-cpu*3, mac-32GB' (card or memory, +main "
-            "memory, @TFLOPS), or a TOML file. Default: eight like this one.",
+            help="The machines, such as '24GB-gpu*2, rtx4090+64GB, 16GB-cpu*3, mac-32GB' (card"
+            " or memory, +main memory, @TFLOPS), or a TOML file. Default: eight like this"
+            " one.",
             show_default=False,
         ),
     ] = ""
     links: Annotated[
         str,
         typer.Option(
-            metavar="LINKS", help="Of every machine: up/down, and one way between two of them."
+            metavar="LINKS",
+            help="Links of every machine: upload/download, and the time one way between two "
+            "machines.",
         ),
     ] = "20Mbit/100Mbit,30ms"
     lora: Annotated[bool, typer.Option(help="Train adapters, as with [lora].")] = False
@@ -672,25 +753,30 @@ class PlanOptions:
         typer.Option(help="Choose stages, microbatch, batch and mode, whatever the file says."),
     ] = False
     tokens: Annotated[
-        str, typer.Option(metavar="N", help="To train on, such as 500M or 1B: how long it takes.")
+        str,
+        typer.Option(
+            metavar="N",
+            help="Tokens to train on, such as 500M or 1B. The plan says how long that takes.",
+        ),
     ] = "1B"
     explain: Annotated[
-        bool, typer.Option(help="The memory of a replica by formula, by policy and by sync mode.")
+        bool,
+        typer.Option(help="Show the memory of a replica by formula, by policy and by sync mode."),
     ] = False
     replicas: Annotated[
-        int, typer.Option(min=1, help="With --explain: replicas of each stage.")
+        int, typer.Option(min=1, help="Replicas of each stage, with --explain.")
     ] = 1
     in_flight: Annotated[
         int,
         typer.Option(
-            min=0, help="With --explain: microbatches between forward and backward at a replica."
+            min=0, help="Microbatches between forward and backward at a replica, with --explain."
         ),
     ] = 4
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16", "mixed"],
         typer.Option(
-            help="Of the passes; auto: as the run says. mixed, with --explain: the ZeRO paper's 16 "
-            "bytes."
+            help="Number format of the passes. auto: as the run says. mixed, with --explain: "
+            "the 16 bytes a parameter of the ZeRO paper."
         ),
     ] = "auto"
     measure: Annotated[
@@ -700,7 +786,8 @@ class PlanOptions:
     write: Annotated[
         bool,
         typer.Option(
-            help="Put the cut and what was chosen into the run's file; of a folder, make run.toml."
+            help="Write the cut and what was chosen into the run's file. Of a folder, make "
+            "run.toml."
         ),
     ] = False
     device: DeviceOption = "auto"
@@ -722,13 +809,19 @@ class DashboardOptions:
     ] = ()
     replay: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Show a run again, from what --metrics has written."),
+        typer.Option(
+            metavar="FILE", help="Show a past run again, from the file that --metrics wrote."
+        ),
     ] = None
     port: Annotated[
-        int, typer.Option(min=0, max=MAX_PORT, help="Port of the page; 0 = any that is free.")
+        int,
+        typer.Option(min=0, max=MAX_PORT, help="Show the page on this port; 0 = any that is free."),
     ] = 8080
     host: Annotated[
-        str, typer.Option(help="Address to show it on; by default for this machine only.")
+        str,
+        typer.Option(
+            help="Show the page at this address. The default is seen on this machine only."
+        ),
     ] = LOOPBACK
     allowed_host: AllowedHostOption = ()
     transport: TransportOption = "auto"
@@ -739,7 +832,9 @@ class DashboardOptions:
 class ExampleOptions:
     """Which example `swarmnet example` writes."""
 
-    name: Annotated[str | None, typer.Argument(help="Leave it out for a list.")] = None
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the example. Leave it out for a list.")
+    ] = None
     debug: DebugOption = False
 
 
@@ -747,7 +842,7 @@ class ExampleOptions:
 class ExportSourceOptions:
     """Where `swarmnet export` has the model from, and the folder that it makes."""
 
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")]
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make.")]
     join: Annotated[
         tuple[str, ...],
         typer.Option(metavar="ADDR", help="Take the model from the live run behind this address."),

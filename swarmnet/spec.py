@@ -18,6 +18,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -130,12 +131,39 @@ def _length(value: Any) -> int | str:
     return AUTO if value == AUTO else int(value)
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What the number of a key counts, for readers of the reference."""
+
+    name: str
+
+
+class FilledIn:
+    """Marks a key that nobody writes: whoever starts the run fills it in."""
+
+
+FILLED_IN = FilledIn()
+Layers = Annotated[int, Unit("layers")]
+Heads = Annotated[int, Unit("heads")]
+Width = Annotated[int, Unit("dimensions")]
+Tokens = Annotated[int, Unit("tokens")]
+Epochs = Annotated[float, Unit("epochs")]
+Microbatches = Annotated[int, Unit("microbatches")]
+Rounds = Annotated[int, Unit("rounds")]
+Stages = Annotated[int, Unit("stages")]
+Samples = Annotated[int, Unit("samples")]
+Parameters = Annotated[int, Unit("parameters")]
+Replicas = Annotated[int, Unit("replicas")]
+Bytes = Annotated[int, Unit("bytes")]
+
 Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_printable)]
 NonEmptyText = Annotated[Text, Field(min_length=1)]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 """SHA-256, hex; may be empty."""
 LayerCounts = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...], Field(strict=False, max_length=4096)
+    tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...],
+    Field(strict=False, max_length=4096),
+    Unit("layers"),
 ]
 Texts = Annotated[tuple[NonEmptyText, ...], Field(strict=False, max_length=MAX_LIST)]
 Names = Annotated[
@@ -177,61 +205,65 @@ class ModelSpec(_Table):
     `LlamaConfig`, so that a checkpoint's config.json can be copied line by line."""
 
     kind: Literal["llama", "custom", "transformers"] = "llama"
-    """`llama`: the built-in language model. `custom`: your own, from `builder`. `transformers`: a
-    Hugging Face model, which `from` names; who writes `from` leaves this out."""
+    """The kind of model. `llama`: the built-in language model. `custom`: your own, from `builder`.
+    `transformers`: a Hugging Face model, which `from` names. With `from` you may leave this out."""
 
     source: Text = Field(default="", alias="from")
-    """A Hugging Face folder on the machine that starts the run, or ORG/NAME of its hub: all else in
-    `[model]`, the tokenizer and the chat template come from there. Other peers need none of it."""
+    """The model to begin from: a Hugging Face folder on the machine that starts the run, or
+    ORG/NAME of its hub. The other keys of `[model]`, the tokenizer and the chat template come from
+    there. Other peers do not need the folder."""
 
     continues: Text = ""
-    """Another run, with whose last parameters this one begins: its id, as the name of its folder of
-    checkpoints has it, RUN@ROUND for an earlier round, or a state folder; on the machine that
-    starts the run, which replaces it by RUN@ROUND."""
+    """The run to continue. This run begins with its last parameters. Write its id (as in the name
+    of its folder of checkpoints), RUN@ROUND for an earlier round, or a state folder, on the machine
+    that starts this run. The program replaces it by RUN@ROUND."""
 
-    moments: bool = False
-    """The optimizer's moments at that run's end go on too, as they do where both runs have the same
-    stages and shards. Filled in."""
+    moments: Annotated[bool, FILLED_IN] = False
+    """The optimizer's moments go on too, from the end of the run that is continued. They do where
+    both runs have the same stages and shards."""
 
-    base: Text = ""
-    """Name of the model that the run began from, for the model card; from the folder."""
+    base: Annotated[Text, FILLED_IN] = ""
+    """Name of the model that the run began from, for the model card. It comes from the folder."""
 
-    config: dict[NonEmptyText, Any] = Field(default_factory=dict, max_length=MAX_LIST)
-    """Its architecture: the keys of its family, each with its value. Filled in from the folder."""
+    config: Annotated[dict[NonEmptyText, Any], FILLED_IN] = Field(
+        default_factory=dict, max_length=MAX_LIST
+    )
+    """The model's architecture, as in the config.json of its folder."""
 
-    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """Of its weights in the folder; exports have it too. Filled in from the folder."""
+    dtype: Annotated[Literal["", "float32", "bfloat16", "float16"], FILLED_IN] = ""
+    """Number format of the weights in the folder. Exports are written in it too."""
 
-    license: Text = ""
-    """Of that model, as its card says. Filled in from the folder."""
+    license: Annotated[Text, FILLED_IN] = ""
+    """License of the model that the run began from, as its card says."""
 
-    weights: Digest = ""
-    """SHA-256 of the list of its initial shards' hashes; empty for random weights. Filled in."""
+    weights: Annotated[Digest, FILLED_IN] = ""
+    """SHA-256 of the list of the initial shards' hashes. Empty: the weights are random."""
 
-    hidden_size: int = Field(default=0, ge=0, le=1 << 17)
+    hidden_size: Width = Field(default=0, ge=0, le=1 << 17)
     """Width of the residual stream."""
 
-    num_hidden_layers: int = Field(default=0, ge=0, le=1 << 14)
-    """Decoder layers, over all stages."""
+    num_hidden_layers: Layers = Field(default=0, ge=0, le=1 << 14)
+    """Number of decoder layers, over all stages."""
 
-    num_attention_heads: int = Field(default=0, ge=0, le=1 << 12)
-    """Query heads of a layer; divides `hidden_size`."""
+    num_attention_heads: Heads = Field(default=0, ge=0, le=1 << 12)
+    """Query heads of a layer. The number must divide `hidden_size`."""
 
-    num_key_value_heads: int = Field(default=0, ge=0, le=1 << 12)
-    """Key and value heads of a layer; divides `num_attention_heads`. Where it is left out it
-    is `num_attention_heads` (no grouping)."""
+    num_key_value_heads: Heads = Field(default=0, ge=0, le=1 << 12)
+    """Key and value heads of a layer. The number must divide `num_attention_heads`. If you leave it
+    out, it is `num_attention_heads` (no grouping)."""
 
-    intermediate_size: int = Field(default=0, ge=0, le=1 << 19)
+    intermediate_size: Width = Field(default=0, ge=0, le=1 << 19)
     """Width of the SwiGLU feed-forward layer."""
 
-    vocab_size: int = Field(default=0, ge=0, le=MAX_VOCABULARY)
-    """Tokens that the model knows; 256 is enough for the tokenizer `bytes`."""
+    vocab_size: Tokens = Field(default=0, ge=0, le=MAX_VOCABULARY)
+    """Tokens that the model knows. 256 is enough for the tokenizer `bytes`."""
 
-    max_position_embeddings: int = Field(default=0, ge=0, le=1 << 22)
-    """Tokens of a training sequence; one sequence is one sample."""
+    max_position_embeddings: Tokens = Field(default=0, ge=0, le=1 << 22)
+    """The longest sequence that the model takes. A sample is as long, unless `[data]
+    sequence_length` is given."""
 
     rms_norm_eps: float = Field(default=1e-5, gt=0, lt=1)
-    """Added to the mean square before its root."""
+    """Small number that RMSNorm adds to the mean square before its root."""
 
     rope_theta: float = Field(default=10000.0, ge=1)
     """Base of the rotary position encoding's wavelengths."""
@@ -239,19 +271,20 @@ class ModelSpec(_Table):
     initializer_range: float = Field(default=0.02, gt=0, le=1)
     """Standard deviation of the normal distribution that weights start from."""
 
-    subspace: int = Field(default=0, ge=0, le=1 << 17)
-    """Dimensions of the subspace that all layers but the last write into, around a fixed embedding
-    of each token: as many numbers a token cross the boundaries between stages, and not
-    `hidden_size`. 0 = the layers write into the whole width."""
+    subspace: Width = Field(default=0, ge=0, le=1 << 17)
+    """Width of the subspace that all layers but the last write into, around a fixed embedding of
+    each token. So many numbers a token cross the boundaries between stages, and not `hidden_size`.
+    0: the layers write into the whole width."""
 
-    subspace_seed: int = Field(default=0, ge=0, le=MAX_WHOLE)
-    """Of the fixed embedding. Filled in."""
+    subspace_seed: Annotated[int, FILLED_IN] = Field(default=0, ge=0, le=MAX_WHOLE)
+    """Seed of the fixed embedding of `subspace`."""
 
     builder: Text = ""
-    """For `custom`: `path/file.py:function`, which returns the model's stages and its loss."""
+    """Python file and function that make a custom model, such as `examples/custom_model.py:build`.
+    The function returns the layers and the loss."""
 
     options: dict[NonEmptyText, Any] = Field(default_factory=dict, max_length=MAX_LIST)
-    """For `custom`: passed to the builder as keyword arguments. Plain values only."""
+    """Keyword arguments that the builder of a custom model gets. They are plain values."""
 
     @model_validator(mode="before")
     @classmethod
@@ -375,19 +408,20 @@ class SourceSpec(_Table):
     """`[[data.source]]`: one of several sources of data, which are mixed by weight."""
 
     name: Text = ""
-    """For people, `--data NAME=PATH` and `epoch_of`; left out: 1, 2, ... in their order."""
+    """Name of the source, for people, for `--data NAME=PATH` and for `epoch_of`. If you leave it
+    out, sources are 1, 2, ... in their order."""
 
     paths: Names = ()
     """Files or folders, or the word `python-stdlib`."""
 
     include: Names = DEFAULT_INCLUDE
-    """As in `[data]`."""
+    """Which files of a folder are read, as `include` of `[data]`."""
 
     text_field: NonEmptyText = DEFAULT_TEXT_FIELD
-    """As in `[data]`."""
+    """The field of a record that has its text, as `text_field` of `[data]`."""
 
     messages_field: Text = ""
-    """As in `[data]`."""
+    """The field of a record that has its messages, as `messages_field` of `[data]`."""
 
     weight: float = Field(default=1.0, gt=0, le=1e9)
     """Share of the samples, compared with the weights of the other sources."""
@@ -416,34 +450,35 @@ class LoraSpec(_Table):
     2022). Names and defaults are those of PEFT's `LoraConfig`."""
 
     source: Text = Field(default="", alias="from")
-    """A PEFT adapter's folder on the machine that starts the run, to go on from: `r`, `lora_alpha`,
-    `target_modules` and `use_rslora` come from there. Left out: adapters begin at random."""
+    """A PEFT adapter to go on from: its folder on the machine that starts the run. `r`,
+    `lora_alpha`, `target_modules` and `use_rslora` come from there. Without it, adapters begin at
+    random."""
 
     r: int | None = Field(default=None, ge=1, le=1 << 14)
-    """Rank of the adapters: 8 where it is left out."""
+    """Rank of the adapters. If you leave it out, it is 8."""
 
     lora_alpha: float | None = Field(default=None, gt=0, le=1e6)
-    """Adapters are scaled by `lora_alpha / r`: 8 where it is left out."""
+    """Adapters are scaled by `lora_alpha / r`. If you leave it out, it is 8."""
 
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Part of an adapter's inputs that is left out in training."""
+    """Part of an adapter's inputs that training leaves out at random."""
 
     target_modules: Texts = ()
-    """Which linear layers get one, by their names' ends, such as `q_proj`; `["all-linear"]` means
-    all in the decoder layers. Left out: what PEFT takes for the family, mostly `q_proj` and
-    `v_proj`."""
+    """Linear layers that get an adapter, by the ends of their names, such as `q_proj`.
+    `["all-linear"]`: all in the decoder layers. If you leave it out, PEFT's choice for the family
+    counts, mostly `q_proj` and `v_proj`."""
 
     use_rslora: bool = False
-    """Scale by `lora_alpha / sqrt(r)` instead."""
+    """Adapters are scaled by `lora_alpha / sqrt(r)` instead."""
 
     base_dtype: Literal["", "bfloat16", "int8", "nf4"] = ""
-    """`bfloat16`: the model's own weights are rounded to that once, and linear layers keep them so
-    also where passes are fp32. `int8`, `nf4`: linear layers of decoder layers keep them in 8 or 4
-    bits. Left out: they are kept in the precision of the passes."""
+    """How the model's own weights are kept. `bfloat16`: they are rounded to it once, and linear
+    layers keep them so, also where passes are fp32. `int8`, `nf4`: the linear layers of decoder
+    layers keep them in 8 or 4 bits. Empty: the precision of the passes."""
 
-    adapter: Digest = ""
+    adapter: Annotated[Digest, FILLED_IN] = ""
     """SHA-256 of the adapter that the run began from, or of the name of the run whose adapters and
-    base it began with; empty for random ones. Filled in."""
+    base it began with. Empty: adapters began at random."""
 
     @model_validator(mode="before")
     @classmethod
@@ -478,64 +513,68 @@ class DataSpec(_Table):
 
     paths: Names = ()
     """Text, `.jsonl` or `.parquet` files (also `.gz`, `.zst`) or folders, or the word
-    `python-stdlib`. The same content on every machine; a peer that keeps it elsewhere says so with
-    `--data`."""
+    `python-stdlib`. The content is the same on every machine. A peer that has it in another place
+    says so with `--data`."""
 
     include: Names = DEFAULT_INCLUDE
-    """Which files of a folder are read, at any depth: globs on the file's name. At the default:
-    `*.jsonl`, `*.parquet`, `*.gz` and `*.zst` too, all that the readers know."""
+    """Which files of a folder are read, at any depth: globs on the file's name. The default adds
+    what else the readers know: `*.jsonl`, `*.parquet`, `*.gz` and `*.zst`."""
 
     text_field: NonEmptyText = DEFAULT_TEXT_FIELD
-    """Of a record of a `.jsonl` or `.parquet` file: the field that has its text."""
+    """The field of a `.jsonl` or `.parquet` record that has its text."""
 
     messages_field: Text = ""
-    """In place of `text_field`: the field that has the messages of a dialogue, each with `role` and
-    `content`. The tokenizer's chat template makes them a text; only what the assistant says is
-    learned."""
+    """The field of a record that has the messages of a dialogue, each with `role` and `content`; it
+    takes the place of `text_field`. The tokenizer's chat template makes the messages a text. Only
+    what the assistant says is learned."""
 
     source: tuple[SourceSpec, ...] = Field(default=(), strict=False, max_length=64)
-    """Several sources, in place of `paths`."""
+    """Several sources, mixed by weight, in place of `paths`."""
 
-    epochs: float = Field(default=0.0, ge=0, le=1e6)
-    """Length of the run, in place of `[optimizer] rounds`: how often each document is learned.
-    Whoever starts the run counts the rounds."""
+    epochs: Epochs = Field(default=0.0, ge=0, le=1e6)
+    """Length of the run, as the number of times that each document is learned. It takes the place
+    of `[optimizer] rounds`: whoever starts the run counts the rounds."""
 
     epoch_of: Text = ""
-    """With several sources: the name of the one whose epochs count; left out: the first."""
+    """Name of the source whose epochs count, where there are several. If you leave it out, it is
+    the first."""
 
     tokenizer: NonEmptyText = BYTES_TOKENIZER
     """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`. A model that `from`
     names brings its own."""
 
-    sequence_length: Annotated[int | str, PlainValidator(_length)] = 0
-    """Tokens of a training sequence; one sequence is one sample. 0: the model's
-    `max_position_embeddings`, and with `from` no more than 1024. `auto`: as many as 95 % of the
-    dialogues need, in whole eights and no more than the model's context; whoever starts the run
-    looks."""
+    sequence_length: Annotated[int | str, PlainValidator(_length), Unit("tokens")] = 0
+    """Length of a training sequence; one sequence is one sample. 0: the model's
+    `max_position_embeddings`, and with `from` at most 1024. `auto`: as long as 95 % of the
+    dialogues need, in whole eights, at most the model's context. Whoever starts the run measures
+    that."""
 
     held_out_fraction: float = Field(default=0.02, ge=0, le=0.5)
-    """Part of the text that is never trained on, in whole documents; 0 = measure nothing."""
+    """Part of the text that is never trained on, in whole documents. 0: no held-out loss is
+    measured."""
 
-    held_out_least: Literal["sample", "document"] = "sample"
+    held_out_least: Annotated[Literal["sample", "document"], FILLED_IN] = "sample"
     """What is held out where `held_out_fraction` is less than a sample: as much as a sample, or a
-    document. Filled in by whoever starts the run."""
+    document."""
 
-    held_out_microbatches: int = Field(default=8, ge=0, le=1 << 16)
-    """Microbatches of a held-out measurement."""
+    held_out_microbatches: Microbatches = Field(default=8, ge=0, le=1 << 16)
+    """Size of a held-out measurement. 0: none is made."""
 
     document_mask: bool = False
     """Attention and positions stay inside a document, also where several share a sample."""
 
     held_out_paths: Names = ()
-    """Files or folders to measure on, in place of a part of `paths`; read as the first source
-    is."""
+    """Files or folders to measure on, in place of a part of `paths`. They are read as the first
+    source is."""
 
-    fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
-    """Of all documents as tokens: a peer whose data have another one does not feed. Filled in by
-    whoever starts the run."""
+    fingerprint: Annotated[Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")], FILLED_IN] = ""
+    """Fingerprint of all documents as tokens. A peer whose data have another one does not feed."""
 
-    held_out_fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
-    """Likewise of `held_out_paths`: a peer that has others there feeds, and measures nothing."""
+    held_out_fingerprint: Annotated[
+        Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")], FILLED_IN
+    ] = ""
+    """Fingerprint of `held_out_paths` as tokens. A peer whose files have another one feeds, and
+    measures nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> DataSpec:
@@ -592,25 +631,27 @@ class OptimizerSpec(_Table):
     matrices of decoder layers or without, and a schedule of the learning rate."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon`: matrices of decoder layers make orthogonal steps, scaled so that AdamW's learning
-    rate carries over; all else AdamW's. Decay is decoupled, and applied to matrices only."""
+    """The optimizer. `muon`: matrices of decoder layers make orthogonal steps, scaled so that
+    AdamW's learning rate carries over; all other parameters make AdamW's. Weight decay is
+    decoupled, and applied to matrices only."""
 
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the running mean of matrices' gradients, with `muon`."""
+    """Decay of the running mean of the matrices' gradients, with `muon`."""
 
     learning_rate: float = Field(gt=0, le=10)
-    """The highest, reached at the end of the warm-up."""
+    """The highest learning rate, reached at the end of the warm-up."""
 
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: `cosine`, half a cosine down to the end of the run; `wsd`, the highest
-    rate until `decay_rounds` before the end, and down in these; `constant`, the highest rate for as
+    """How the learning rate goes on after the warm-up. `cosine`: half a cosine down, to the end of
+    the run. `wsd`: it stays, and goes down in the last `decay_rounds`. `constant`: it stays for as
     long as the run lasts."""
 
-    decay_rounds: int = Field(default=0, ge=0, le=1 << 40)
-    """For `wsd`: the last rounds of the run, in which the rate goes down."""
+    decay_rounds: Rounds = Field(default=0, ge=0, le=1 << 40)
+    """Last rounds of the run, in which `wsd` lowers the learning rate."""
 
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end of the run, as a part of `learning_rate`; not for `constant`."""
+    """Learning rate at the end of the run, as a part of `learning_rate`. `constant` does not use
+    it."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the gradient's running mean."""
@@ -619,20 +660,22 @@ class OptimizerSpec(_Table):
     """Decay of the squared gradient's running mean."""
 
     eps: float = Field(default=1e-8, gt=0, le=1)
-    """Added to the root of the second moment."""
+    """Small number that AdamW adds to the root of the second moment."""
 
     weight_decay: float = Field(default=0.1, ge=0, le=10)
-    """Per unit of learning rate."""
+    """Weight decay, per unit of learning rate."""
 
-    warmup_rounds: int = Field(default=0, ge=0, le=1 << 40)
+    warmup_rounds: Rounds = Field(default=0, ge=0, le=1 << 40)
     """Rounds in which the learning rate grows linearly from near 0."""
 
-    rounds: int = Field(ge=0, le=1 << 40)
-    """Length of the run, in updates. Left out where `[data] epochs` says it. 0, with `constant`:
-    the run has no end. Both `warmup_rounds`, here and in `[sync]`, must be given then."""
+    rounds: Rounds = Field(ge=0, le=1 << 40)
+    """Length of the run, in updates. Leave it out where `[data] epochs` says it. 0, with
+    `constant`: the run has no end, and both `warmup_rounds`, here and in `[sync]`, must be
+    given."""
 
     grad_clip_norm: float = Field(default=1.0, ge=0)
-    """The gradient, of all stages together, is scaled down to this norm; 0 = off."""
+    """Largest norm of the gradient, over all stages together. A larger gradient is scaled down to
+    it. 0: no clipping."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerSpec:
@@ -666,40 +709,43 @@ class OptimizerSpec(_Table):
 class PipelineSpec(_Table):
     """`[pipeline]`: how the model and the batch are cut."""
 
-    num_stages: int = Field(ge=1, le=MAX_STAGES)
-    """Contiguous slices of the model; a peer holds one. At most one a layer."""
+    num_stages: Stages = Field(ge=1, le=MAX_STAGES)
+    """Number of stages: contiguous slices of the model, of which a peer holds one. A stage has at
+    least one layer."""
 
     layers: LayerCounts = ()
-    """Layers of each stage, first to last, as `swarmnet plan --measure` prints them; embedding,
-    last norm and head count as one each. Left out: whoever starts the
-    run cuts by estimated cost."""
+    """Layers of each stage, first to last, as `swarmnet plan --measure` prints them. Embedding,
+    last norm and head count as one layer each. If you leave it out, whoever starts the run cuts by
+    estimated cost."""
 
-    global_batch: int = Field(ge=1, le=1 << 32)
-    """Samples behind one update, counted over the whole swarm."""
+    global_batch: Samples = Field(ge=1, le=1 << 32)
+    """Samples behind one update, over the whole swarm."""
 
-    microbatch: int = Field(ge=1, le=1 << 20)
-    """Samples that travel together; divides `global_batch`."""
+    microbatch: Samples = Field(ge=1, le=1 << 20)
+    """Samples that travel together. The number must divide `global_batch`."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of the passes, where a machine has no wish of its own (`--precision`). `auto`: bf16 on GPUs
-    that have it, fp16 on others, fp32 on CPUs. Sums of gradients and the optimizer are fp32."""
+    """Number format of the passes, on machines that do not choose their own (`--precision`).
+    `auto`: bf16 on GPUs that have it, fp16 on other GPUs, fp32 on CPUs. Sums of gradients and the
+    optimizer are fp32 in any case."""
 
     activations: Literal["auto", "keep", "blocks", "recompute", "offload"] = "auto"
-    """Between forward and backward: `keep` the graph; keep the input of each layer (`blocks`) or
-    of the stage (`recompute`) and compute again; `offload` the graph's tensors (from a GPU to main
-    memory, from there to the disk). `auto`: each machine by its free memory."""
+    """What a stage keeps between forward and backward. `keep`: the whole graph. `blocks`: the input
+    of each layer. `recompute`: the input of the stage. With both, the rest is computed again.
+    `offload`: the graph's tensors, moved from a GPU to main memory, or from there to the disk.
+    `auto`: each machine chooses by its free memory."""
 
-    max_in_flight: int = Field(default=0, ge=0, le=1 << 16)
-    """Microbatches that a feeder has under way at a time; 0 = each feeder chooses."""
+    max_in_flight: Microbatches = Field(default=0, ge=0, le=1 << 16)
+    """Microbatches that a feeder has under way at a time. 0: each feeder chooses."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int6", "int4"] = "none"
-    """Of activations and their gradients between stages: `none` (fp32), `bf16`, `int8`, or `int6`
-    or `int4` (those of gradients; activations have 7 bits with both). All peers of the run, and
-    held-out losses, go by it. A file that does not say has `auto`: whoever starts the run takes
-    what was shown to be harmless."""
+    """How activations and their gradients are coded between stages: `none` (fp32), `bf16`, `int8`,
+    `int6` or `int4`. With the last two, gradients have 6 or 4 bits, and activations 7. All peers
+    use the same codec, also for held-out losses. `auto`: whoever starts the run takes what
+    measurements have shown to be harmless."""
 
-    evaluate_every: int = Field(default=10, ge=0, le=1 << 40)
-    """Rounds between held-out measurements; 0 = only at the end."""
+    evaluate_every: Rounds = Field(default=10, ge=0, le=1 << 40)
+    """Rounds between held-out measurements. 0: only the end of the run is measured."""
 
     @model_validator(mode="after")
     def _check(self) -> PipelineSpec:
@@ -725,51 +771,55 @@ class SyncSpec(_Table):
     """`[sync]`: how the replicas of a stage stay one."""
 
     mode: Literal["zero", "delayed", "local", "gossip", "auto"] = "zero"
-    """`zero`: sharded optimizer state, one exact update a round. `delayed`: the same, beside the
-    microbatches of the next round, whose parameters lack it. `local`: steps of each replica's own,
-    averaged every `local_steps` rounds. `gossip`: the same with one random partner at a time.
-    `auto`: `zero` or `delayed`, by how long exchanges take."""
+    """When replicas exchange what. `zero`: sharded optimizer state, one exact update a round.
+    `delayed`: the same update, made beside the next round's microbatches, which still use the
+    parameters without it. `local`: each replica makes its own steps, and all are averaged every
+    `local_steps` rounds. `gossip`: the same, with one random partner at a time. `auto`: `zero` or
+    `delayed`, by how long exchanges take."""
 
-    warmup_rounds: int = Field(default=-1, ge=-1, le=1 << 40)
-    """First rounds of the run in which exchanges come as soon as they can, for that is when a model
-    changes fastest: `delayed` and `auto` are `zero` in them, `local` and `gossip` exchange after
-    every one. -1 = a third of the run, at most 1000."""
+    warmup_rounds: Rounds = Field(default=-1, ge=-1, le=1 << 40)
+    """First rounds of the run, in which exchanges come as soon as they can, because a model changes
+    fastest then: `delayed` and `auto` work as `zero`, and `local` and `gossip` exchange after every
+    round. -1: a third of the run, at most 1000."""
 
-    local_steps: int = Field(default=20, ge=1, le=1 << 20)
-    """For `local` and `gossip`: rounds between two exchanges."""
+    local_steps: Rounds = Field(default=20, ge=1, le=1 << 20)
+    """Rounds between two exchanges, with `local` and `gossip`."""
 
     fragments: int = Field(default=1, ge=1, le=1 << 12)
-    """For `local`: parts of a stage that are exchanged in different rounds, to spread the load."""
+    """Parts of a stage that are exchanged in different rounds, to spread the load, with `local`."""
 
     outer_learning_rate: float = Field(default=0.7, gt=0, le=4)
-    """For `local` and `gossip`: part of the averaged change that is taken over."""
+    """Part of the averaged change that is taken over, with `local` and `gossip`."""
 
     outer_momentum: float = Field(default=0.9, ge=0, lt=1)
-    """For `local`: Nesterov momentum of that change."""
+    """Nesterov momentum of the averaged change, with `local`."""
 
     gossip_momentum: float = Field(default=0.5, ge=0, lt=1)
-    """For `gossip`: the same."""
+    """Nesterov momentum of the averaged change, with `gossip`."""
 
-    shard_parameters: int = Field(default=0, ge=0, le=1 << 32)
-    """Parameters of a shard, the unit of ZeRO; 0 = whoever starts the run chooses."""
+    shard_parameters: Parameters = Field(default=0, ge=0, le=1 << 32)
+    """Size of a shard, the part of a stage whose optimizer state has owners of its own. 0: whoever
+    starts the run chooses."""
 
-    replication: int = Field(default=2, ge=1, le=64)
+    replication: Replicas = Field(default=2, ge=1, le=64)
     """Replicas that hold each shard's optimizer state."""
 
     aggregation: Literal["mean", "median_clip", "trimmed_mean", "centered_clip"] = "median_clip"
-    """Of the replicas' gradients. `mean`: all count. `median_clip`: one whose norm is more than
-    twice the median is cut to the median. `trimmed_mean`: by coordinate, without the extremes.
-    `centered_clip`: differences from the middle are clipped. Fewer than 4 contributors: `mean`."""
+    """How the replicas' gradients become one. `mean`: all count. `median_clip`: one whose norm is
+    more than twice the median is cut to the median. `trimmed_mean`: the extremes of each coordinate
+    do not count. `centered_clip`: large differences from the middle are clipped. With fewer than 4
+    contributors it is always `mean`."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int4", "topk"] = "none"
-    """Of what updates send: gradients, their sums and the changes that come back. `none` (fp32),
-    `bf16`, `int8`, `int4` (sums in 6 bits), or, with `local`, `topk` (the larger half of the
-    changes, in 2 bits). What is lost of one is made up for by the next. With `gossip`: `none` or
-    `int8`. A file that does not say has `auto`, as in `[pipeline]`."""
+    """How updates are coded: gradients, their sums, and the changes that come back. `none` (fp32),
+    `bf16`, `int8`, `int4` (sums in 6 bits), or, with `local` only, `topk` (the larger half of the
+    changes, in 2 bits). What coding loses of one update is added to the next. `gossip` takes `none`
+    or `int8`. `auto`: whoever starts the run takes what measurements have shown to be harmless."""
 
     optimizer_store: Literal["memory", "disk"] = "memory"
-    """Where a peer keeps its optimizer state that has no wish (`--optimizer-memory`): `memory` (of
-    the host, or of a GPU that has room), or `disk` (memory-mapped files in the state directory)."""
+    """Where peers keep optimizer state, unless they choose their own place (`--optimizer-memory`).
+    `memory`: that of the host, or of a GPU that has room. `disk`: memory-mapped files in the state
+    folder."""
 
     @model_validator(mode="after")
     def _check(self) -> SyncSpec:
@@ -793,19 +843,20 @@ class FileSpec(_Table):
     """A file of the run that every peer can get from any other."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    size: int = Field(ge=0, le=MAX_FILE_BYTES)
-    """Bytes."""
+    """SHA-256 of the file."""
+    size: Bytes = Field(ge=0, le=MAX_FILE_BYTES)
+    """Size of the file."""
 
 
 class SecuritySpec(_Table):
     """`[security]`: who may take part."""
 
     admission: Literal["open", "invite"] = "open"
-    """`open`: anyone who knows an address. `invite`: who holds an invite of the run's owner
-    (`swarmnet invite`); every peer refuses the others."""
+    """Who may take part. `open`: anyone who knows an address. `invite`: holders of an invite from
+    the run's owner (`swarmnet invite`); every peer refuses the others."""
 
     owner: str = Field(default="", max_length=MAX_PEER_ID_CHARS)
-    """With `invite`: the public key of the run's owner; `swarmnet invite --key FILE` prints it."""
+    """Public key of the run's owner, with `invite`. `swarmnet invite --key FILE` prints it."""
 
     @model_validator(mode="after")
     def _check(self) -> SecuritySpec:
@@ -823,10 +874,10 @@ class RunSpec(_Table):
     """A run, whole."""
 
     name: NonEmptyText = "swarmnet run"
-    """For people; shown on screens."""
+    """Name of the run, for people. Screens show it."""
 
     seed: Annotated[int, AfterValidator(_exact_in_json)] = Field(default=0, ge=0)
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
 
     model: ModelSpec
     lora: LoraSpec | None = None
@@ -835,8 +886,10 @@ class RunSpec(_Table):
     pipeline: PipelineSpec
     sync: SyncSpec = SyncSpec()
     security: SecuritySpec = SecuritySpec()
-    files: dict[NonEmptyText, FileSpec] = Field(default_factory=dict, max_length=len(RUN_FILES))
-    """Tokenizer, chat template and the like, by name. Filled in by whoever starts the run."""
+    files: Annotated[dict[NonEmptyText, FileSpec], FILLED_IN] = Field(
+        default_factory=dict, max_length=len(RUN_FILES)
+    )
+    """Tokenizer, chat template and the like, by name."""
 
     @property
     def sequence_length(self) -> int:

@@ -37,6 +37,19 @@ ID_CHARACTERS = 8
 MAX_WAITING = 100_000
 """Values that wait for the disk: one that hangs holds up nobody before."""
 FLUSH_S = 10
+CHARTS = {
+    "loss/training": "Training loss of the round, nats per token.",
+    "loss/held out": "Held-out loss, nats per token.",
+    "loss/bits per byte": "Held-out loss, in bits for each byte of the text.",
+    "run/peers": "Live peers that serve a stage, or are about to.",
+    "run/tokens per s": "Speed of the round.",
+    "run/seconds a round": "Time since the round before.",
+    "run/spread": "Largest distance of two replicas, over the norm of their parameters, where they "
+    "may differ.",
+    "stages/replicas of {stage}": "Peers that serve the stage.",
+    "stages/samples per s of {stage}": "What the stage's replicas together could do.",
+}
+"""What is drawn, and what it means."""
 TOLD = (PeerJoined, PeerLost, PeerPaused, Migrated)
 """Events that stand beside the charts as text."""
 

@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import errno
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -37,6 +38,17 @@ from swarmnet.version import __version__
 
 COLLECT_TIMEOUT_S = 5.0
 """For the event loop to say its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What people are told of a metric."""
+
+    kind: Any
+    text: str
+    labels: tuple[str, ...] = ()
+
+
 COUNTED = {
     "rerouted": "Microbatches sent to another replica because one failed.",
     "retracted": "Microbatches taken out of a gradient again.",
@@ -53,6 +65,61 @@ COUNTED = {
     "diverged": "Times that this peer went over to another result after a partition.",
 }
 """Of the own record's totals."""
+GAUGE, COUNTER, HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
+OF_PEER = {
+    "swarmnet_peer_info": Metric(
+        GAUGE, "This peer, in labels. Always 1.", ("peer_id", "stage", "state", "version")
+    ),
+    "swarmnet_transport_bytes": Metric(COUNTER, "Bytes on the wire.", ("direction", "method")),
+    "swarmnet_direct_bytes": Metric(COUNTER, "Bytes sent over direct connections."),
+    "swarmnet_direct_links": Metric(GAUGE, "Peers with a direct connection."),
+    "swarmnet_call_seconds": Metric(
+        HISTOGRAM, "Calls to other peers that were answered.", ("method",)
+    ),
+    "swarmnet_failed_calls": Metric(
+        COUNTER, "Calls that no peer answered, or too late.", ("method",)
+    ),
+    "swarmnet_microbatch_device_seconds": Metric(
+        HISTOGRAM, "Device time of a microbatch, by every forward and every backward pass."
+    ),
+    "swarmnet_round_seconds": Metric(HISTOGRAM, "Rounds, from opening to opening."),
+    "swarmnet_exchange_seconds": Metric(HISTOGRAM, "Exchanges of gradients."),
+    "swarmnet_queue_length": Metric(GAUGE, "Pieces of work that wait."),
+    "swarmnet_device_samples_per_second": Metric(
+        GAUGE, "What the device could do of its stage, were it never idle."
+    ),
+    **{f"swarmnet_{name}": Metric(COUNTER, text) for name, text in COUNTED.items()},
+}
+"""What a peer itself did."""
+OF_RUN = {
+    "swarmnet_peers": Metric(GAUGE, "Live peers, by stage and state.", ("stage", "state")),
+    "swarmnet_shard_owners_min": Metric(
+        GAUGE, "Live owners of the optimizer shard of a stage that has the fewest.", ("stage",)
+    ),
+    "swarmnet_round": Metric(GAUGE, "The round being made."),
+    "swarmnet_round_samples": Metric(
+        GAUGE, "Samples of the present round: launched, committed, due.", ("state",)
+    ),
+    "swarmnet_spread_ratio": Metric(
+        GAUGE, "Largest distance of two replicas that met, over the norm of their parameters."
+    ),
+    "swarmnet_loss_nats": Metric(GAUGE, "Training loss of the last round, nats per token."),
+    "swarmnet_round_tokens": Metric(GAUGE, "Tokens of the last round."),
+    "swarmnet_held_out_loss_nats": Metric(GAUGE, "Newest loss on held-out data, nats per token."),
+}
+"""What it believes of the run."""
+METRICS = OF_PEER | OF_RUN
+
+
+def _family(name: str) -> Any:
+    about = METRICS[name]
+    return about.kind(name, about.text, labels=about.labels)
+
+
+def _one(name: str, value: float) -> Any:
+    """Of a metric without labels."""
+    about = METRICS[name]
+    return about.kind(name, about.text, value=value)
 
 
 class PeerCollector(Collector):
@@ -78,96 +145,60 @@ class PeerCollector(Collector):
 
     def _of_peer(self) -> Iterator[Any]:
         own, traffic = self._peer.gossip.own, self._peer.transport.traffic
-        about = GaugeMetricFamily(
-            "swarmnet_peer_info",
-            "About this peer.",
-            labels=["peer_id", "stage", "state", "version"],
-        )
+        about = _family("swarmnet_peer_info")
         about.add_metric([own.peer_id, str(own.stage), own.state, __version__], 1)
         yield about
-        bytes_ = CounterMetricFamily(
-            "swarmnet_transport_bytes", "Bytes on the wire.", labels=["direction", "method"]
-        )
+        bytes_ = _family("swarmnet_transport_bytes")
         for method, amount in sorted(traffic.sent_bytes.items()):
             bytes_.add_metric(["sent", printable(method)], amount)
         for method, amount in sorted(traffic.received_bytes.items()):
             bytes_.add_metric(["received", printable(method)], amount)
         yield bytes_
-        yield CounterMetricFamily(
-            "swarmnet_direct_bytes",
-            "Of the bytes sent, those over direct connections.",
-            value=traffic.direct_sent_bytes,
-        )
-        yield GaugeMetricFamily(
-            "swarmnet_direct_links",
-            "Peers with a direct connection.",
-            value=traffic.direct_links,
-        )
-        calls = HistogramMetricFamily(
-            "swarmnet_call_seconds", "Calls to other peers that were answered.", labels=["method"]
-        )
+        yield _one("swarmnet_direct_bytes", traffic.direct_sent_bytes)
+        yield _one("swarmnet_direct_links", traffic.direct_links)
+        calls = _family("swarmnet_call_seconds")
         for method, histogram in sorted(traffic.call_s.items()):
             calls.add_metric([printable(method)], *_buckets(histogram))
         yield calls
-        failed = CounterMetricFamily(
-            "swarmnet_failed_calls",
-            "Calls that no peer answered, or too late.",
-            labels=["method"],
-        )
+        failed = _family("swarmnet_failed_calls")
         for method, amount in sorted(traffic.failed_calls.items()):
             failed.add_metric([printable(method)], amount)
         yield failed
         if self._peer.replica is not None:
             yield from _times_of(self._peer.replica)
-        yield GaugeMetricFamily(
-            "swarmnet_queue_length", "Pieces of work that wait.", value=own.queue_length
-        )
-        yield GaugeMetricFamily(
-            "swarmnet_device_samples_per_second",
-            "What the device could do of its stage, were it never idle.",
-            value=own.samples_per_s,
-        )
-        for name, text in COUNTED.items():
-            yield CounterMetricFamily(f"swarmnet_{name}", text, value=own.totals.get(name, 0))
+        yield _one("swarmnet_queue_length", own.queue_length)
+        yield _one("swarmnet_device_samples_per_second", own.samples_per_s)
+        for name in COUNTED:
+            yield _one(f"swarmnet_{name}", own.totals.get(name, 0))
 
     def _of_run(self) -> Iterator[Any]:
         now, view = self._loop.time(), self._peer.view
         live = view.live(now)
         stages = range(self._spec.pipeline.num_stages)
-        peers = GaugeMetricFamily(
-            "swarmnet_peers", "Live peers, by stage and state.", labels=["stage", "state"]
-        )
+        peers = _family("swarmnet_peers")
         for k in stages:
             for state in STATES:
                 count = sum(r.stage == k and r.state == state for r in live)
                 peers.add_metric([str(k), state], count)
         yield peers
-        owners = GaugeMetricFamily(
-            "swarmnet_shard_owners_min",
-            "Live owners of the optimizer shard of a stage that has the fewest.",
-            labels=["stage"],
-        )
+        owners = _family("swarmnet_shard_owners_min")
         for k in stages:
             of_shards = owners_by_shard([r for r in live if r.stage == k and r.is_replica])
             if of_shards:
                 owners.add_metric([str(k)], min(of_shards))
         yield owners
         newest = progress.newest_round(view, now)
-        yield GaugeMetricFamily("swarmnet_round", "The round being made.", value=newest)
+        yield _one("swarmnet_round", newest)
         pipeline = self._spec.pipeline
         num_slots = pipeline.global_batch // pipeline.microbatch
         made = progress.round_progress(view, newest, now, num_slots)
-        samples = GaugeMetricFamily(
-            "swarmnet_round_samples", "Samples of the present round.", labels=["state"]
-        )
+        samples = _family("swarmnet_round_samples")
         samples.add_metric(["launched"], made.launched * pipeline.microbatch)
         samples.add_metric(["committed"], made.committed * pipeline.microbatch)
         samples.add_metric(["due"], pipeline.global_batch)
         yield samples
-        yield GaugeMetricFamily(
-            "swarmnet_spread_ratio",
-            "Largest distance of two replicas that met, over the norm of their parameters.",
-            value=max((r.spread for r in live if r.is_replica), default=0.0),
+        yield _one(
+            "swarmnet_spread_ratio", max((r.spread for r in live if r.is_replica), default=0.0)
         )
         yield from self._losses(newest, live)
 
@@ -175,34 +206,21 @@ class PeerCollector(Collector):
         counts = [r.count(newest - 1) for r in live] if newest else []
         tokens = sum(c.tokens for c in counts)
         if tokens:
-            yield GaugeMetricFamily(
-                "swarmnet_loss_nats",
-                "Training loss of the last round, nats per token.",
-                value=sum(c.loss_sum for c in counts) / tokens,
-            )
-            yield GaugeMetricFamily(
-                "swarmnet_round_tokens", "Tokens of the last round.", value=tokens
-            )
+            yield _one("swarmnet_loss_nats", sum(c.loss_sum for c in counts) / tokens)
+            yield _one("swarmnet_round_tokens", tokens)
         measured = newest_held_out(live, live, self._spec.optimizer.end)
         if measured is not None:
-            yield GaugeMetricFamily(
-                "swarmnet_held_out_loss_nats",
-                "Newest loss on held-out data, nats per token.",
-                value=measured.loss,
-            )
+            yield _one("swarmnet_held_out_loss_nats", measured.loss)
 
 
 def _times_of(replica: Replica) -> Iterator[Any]:
-    for name, text, histogram in (
-        (
-            "swarmnet_microbatch_device_seconds",
-            "Device time of a microbatch, by every forward and every backward pass.",
-            replica.measured.services,
-        ),
-        ("swarmnet_round_seconds", "Rounds, from opening to opening.", replica.measured.rounds),
-        ("swarmnet_exchange_seconds", "Exchanges of gradients.", replica.measured.exchanges),
+    measured = replica.measured
+    for name, histogram in (
+        ("swarmnet_microbatch_device_seconds", measured.services),
+        ("swarmnet_round_seconds", measured.rounds),
+        ("swarmnet_exchange_seconds", measured.exchanges),
     ):
-        family = HistogramMetricFamily(name, text)
+        family = _family(name)
         family.add_metric([], *_buckets(histogram))
         yield family
 

@@ -198,14 +198,23 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}"
         f"{MUON_SENT * is_muon}. "
         "Activations and their gradients come on top.",
-        f"Optimizer: {store}, or where --optimizer-memory says; the share of a replica of average "
-        "upload bandwidth. Activations: "
-        f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
-        f'activations = "{spec.pipeline.activations}" (auto: each machine by its free memory; here '
-        "as keep); offload moves the rest out of the device's memory.",
-        f"Texts (swarmnet generate): a copy of the weights, {copy_bytes(1, p)} a parameter, at a "
-        "replica that has room for it, while one is written; keys and values of its tokens.",
+        f"Optimizer state lies {store}, or where --optimizer-memory says. The table has the part "
+        "of a replica with average upload bandwidth; one with a faster uplink holds more.",
+        f"Activations are those of {options.in_flight} microbatches of "
+        f"{spec.pipeline.microbatch} samples that wait for their backward pass, with activations "
+        f'= "{spec.pipeline.activations}"{_unsaid(spec.pipeline.activations)}. offload moves the '
+        "rest of the graph out of the device's memory; the table has what stays.",
+        f"Texts (swarmnet generate): while one is written, a replica that has room for it holds a "
+        f"copy of the weights, {copy_bytes(1, p)} bytes a parameter, and the keys and values of "
+        "the text's tokens.",
     ]
+
+
+def _unsaid(policy: str) -> str:
+    """What a table by `auto` shows."""
+    return ': each machine chooses by its free memory, and the table shows "keep"' * (
+        policy == "auto"
+    )
 
 
 def count(number: float) -> str:

@@ -15,11 +15,12 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at `time_unix_s`, seconds since 1970, by the onlooker's clock."""
+    """Something that happened in a run."""
 
     name: ClassVar[str] = ""
     """In `--metrics`, which people's programs read: it stays whatever the class is called."""
     time_unix_s: float
+    """When the onlooker saw it, seconds since 1970."""
 
     def to_json(self) -> dict[str, Any]:
         """One line of `--metrics`."""
@@ -35,18 +36,22 @@ class RoundFinished(Event):
     name: ClassVar[str] = "round"
 
     round: int
+    """Number of the round, from 0."""
     loss: float
-    """Nats per token, mean over the round's tokens."""
+    """Training loss, nats per token, mean over the round's tokens."""
     samples: int
+    """Samples behind the update."""
     tokens: int
+    """Tokens behind the update."""
     seconds: float
-    """Since the round before; 0 where the onlooker did not see that one end."""
+    """Time since the round before. 0 where the onlooker did not see that one end."""
     tokens_per_s: float
-    """0 where `seconds` is."""
+    """Speed of the round. 0 where `seconds` is 0."""
     peers: int
-    """Live peers that serve or are about to serve a stage."""
+    """Live peers that serve a stage, or are about to."""
     spread: float = 0.0
-    """The largest `protocol.membership.records.Record.spread`; 0 where replicas are equal."""
+    """Largest distance of two replicas that met, over the norm of their parameters. Lines of runs
+    whose replicas are equal leave it out."""
 
     def to_json(self) -> dict[str, Any]:
         values = Event.to_json(self)
@@ -62,8 +67,11 @@ class HeldOut(Event):
     name: ClassVar[str] = "held_out"
 
     round: int
+    """The round after which it was measured."""
     loss: float
+    """Held-out loss, nats per token."""
     bits_per_byte: float
+    """Held-out loss, in bits for each byte of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +81,9 @@ class PeerJoined(Event):
     name: ClassVar[str] = "peer_joined"
 
     peer_id: str
+    """The peer."""
     stage: int
-    """-1 while it has chosen none."""
+    """Its stage. -1 while it has chosen none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,9 @@ class PeerPaused(Event):
     name: ClassVar[str] = "peer_paused"
 
     peer_id: str
+    """The peer."""
     reason: str
+    """Why, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,7 @@ class PeerResumed(Event):
     name: ClassVar[str] = "peer_resumed"
 
     peer_id: str
+    """The peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +115,11 @@ class PeerLost(Event):
     name: ClassVar[str] = "peer_lost"
 
     peer_id: str
+    """The peer."""
     stage: int
+    """The stage that it served. -1: none."""
     clean: bool
-    """It said goodbye."""
+    """Whether it said goodbye."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +129,11 @@ class Migrated(Event):
     name: ClassVar[str] = "migrated"
 
     peer_id: str
+    """The peer."""
     from_stage: int
+    """Its stage before."""
     to_stage: int
+    """Its stage now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +143,13 @@ class SyncMode(Event):
     name: ClassVar[str] = "sync_mode"
 
     round: int
+    """The first round of the mode."""
     mode: str
+    """`zero` or `delayed`."""
     round_s: float
     """Seconds that a round is open."""
     exchange_s: float
+    """Seconds that an exchange takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +159,39 @@ class ContributionDropped(Event):
     name: ClassVar[str] = "contribution_dropped"
 
     peer_id: str
-    """Who sent them."""
+    """The peer that sent them."""
     count: int
+    """Number of shards."""
     reporter: str = ""
-    """The primary that says so."""
+    """The peer that refused them."""
 
 
 CHECKPOINT_SAVED = "checkpoint_saved"
 COUNTED = {
-    "rerouted": "rerouted",  # microbatches sent another way because a peer failed them
-    "retracted": "retracted",  # contributions of orphaned microbatches, taken out again
-    "samples_lost": "samples_lost",  # they were counted and yet are in no update
-    "slots_doubled": "slots_doubled",  # by two feeders, over different replicas: twice in an update
-    "diverged": "diverged",  # after a partition the result of others was taken over
-    "shard_reset": "shard_reset",  # all holders of its optimizer state were lost
-    "shard_promoted": "shard_promoted",  # the peer became its primary, the one before being lost
+    "rerouted": "rerouted",
+    "retracted": "retracted",
+    "samples_lost": "samples_lost",
+    "slots_doubled": "slots_doubled",
+    "diverged": "diverged",
+    "shard_reset": "shard_reset",
+    "shard_promoted": "shard_promoted",
     "checkpoints": CHECKPOINT_SAVED,
-    "contributions_clipped": "contributions_clipped",  # cut to the median norm
+    "contributions_clipped": "contributions_clipped",
 }
 """Names of `Counted` events, by the key of `Record.totals` whose growth they tell."""
+MEANINGS = {
+    "rerouted": "Microbatches were sent another way, because a peer failed them.",
+    "retracted": "Contributions of orphaned microbatches were taken out of a gradient again.",
+    "samples_lost": "Samples were counted, and yet are in no update.",
+    "slots_doubled": "Slots were counted by two feeders over different replicas: they are twice in "
+    "an update.",
+    "diverged": "After a partition, the peer took over the result of others.",
+    "shard_reset": "All holders of a shard's optimizer state were lost; it began afresh.",
+    "shard_promoted": "The peer became primary of shards, because the one before was lost.",
+    CHECKPOINT_SAVED: "The peer saved a checkpoint.",
+    "contributions_clipped": "Contributions were cut to the median norm.",
+}
+"""Of `Counted` events, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +199,11 @@ class Counted(Event):
     """Something that a peer counts happened to it."""
 
     what: str
-    """A value of `COUNTED`."""
+    """A value of `COUNTED`; in a line it is the event's name."""
     peer_id: str
+    """The peer that counts."""
     count: int
+    """How often, since the last such event of the peer."""
 
     def to_json(self) -> dict[str, Any]:
         values = Event.to_json(self)

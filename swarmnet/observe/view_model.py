@@ -15,32 +15,43 @@ class PeerRow:
     """One peer."""
 
     peer_id: str
+    """Its public key, which is its name."""
     stage: int
-    """-1: none yet."""
+    """The stage that it serves. -1: none yet."""
     state: str
+    """What it says that it does, such as `joining`, `active` or `leaving`."""
     live: bool
+    """Whether it answers."""
     round: int
+    """The round that it is in."""
     samples_per_s: float
-    """What its device could do of its stage; 0 while not measured."""
+    """What its device could do of its stage. 0 while not measured."""
     queue_length: int
+    """Pieces of work that wait there."""
     sent_bytes: int
+    """Bytes that it has sent."""
     received_bytes: int
+    """Bytes that it has received."""
     links: int
     """Peers that it is connected with over libp2p."""
     direct_links: int
     """Peers that it exchanges bulk data with over a direct connection."""
     direct_sent_bytes: int
-    """Of those sent."""
+    """Bytes that it has sent over direct connections; `sent_bytes` has them too."""
     rerouted: int
+    """Microbatches that it sent another way, because a peer failed them."""
     agent: str
+    """Its program and version."""
     started_unix_s: float = 0.0
+    """When it was started, seconds since 1970."""
     upload_bytes_per_s: float = 0.0
-    """Measured; 0 while unknown."""
+    """Measured speed of its uplink. 0 while unknown."""
     busy: float = 0.0
     """Part of the last round in which its device worked, 0 to 1."""
     has_data: bool = False
+    """Whether it has the run's data, and feeds."""
     paused: str = ""
-    """Why it serves no stage for now, by its owner's wish."""
+    """Why it serves no stage for now, by its owner's wish. Empty: it is not paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +59,21 @@ class StageRow:
     """One stage's coverage."""
 
     stage: int
+    """Number of the stage, from 0."""
     num_replicas: int
+    """Peers that serve it."""
     num_joining: int
+    """Peers that are about to serve it."""
     samples_per_s: float
-    """Of its replicas together."""
+    """What its replicas together could do."""
     fewest_owners: int | None = None
-    """Live owners of the optimizer shard that has the fewest; None while unknown."""
+    """Live owners of the optimizer shard that has the fewest. None while unknown."""
     num_thin_shards: int = 0
     """Optimizer shards with fewer owners than the run wants."""
     is_bottleneck: bool = False
-    """Of all stages, the one with the least throughput; none where all are about as fast."""
+    """Whether it has the least throughput of all stages. None has, where all are about as fast."""
     risk: str = ""
-    """What may go wrong here, in words; empty for nothing."""
+    """What may go wrong here, in words. Empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +81,11 @@ class RoundSplit:
     """Where the seconds of the last round went, mean over the replicas."""
 
     compute_s: float
+    """Seconds of computing."""
     exchange_s: float
+    """Seconds of exchanging gradients."""
     waiting_s: float
-    """For microbatches, while the round was open."""
+    """Seconds of waiting for microbatches, while the round was open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,34 +93,41 @@ class ViewModel:
     """A run at one moment."""
 
     round: int
-    """The round being made, from 0; `rounds` when the run has done them all."""
+    """The round being made, from 0. It is `rounds` when the run has done them all."""
     rounds: int
-    """Length of the run; 0 where it has no end."""
+    """Length of the run. 0 where it has no end."""
     launched: int
-    """Samples of this round."""
+    """Samples of this round that were started."""
     committed: int
-    """Samples of this round."""
+    """Samples of this round that are done."""
     global_batch: int
+    """Samples of a round."""
     done: bool
-    """Every stage has made the last update."""
+    """Whether every stage has made the last update."""
     loss: float | None
-    """Of the last finished round, nats per token."""
+    """Training loss of the last finished round, nats per token."""
     tokens_per_s: float | None
-    """Over the last finished rounds."""
+    """Speed over the last finished rounds."""
     held_out_round: int | None
+    """The round of the newest held-out loss."""
     held_out_loss: float | None
+    """Newest held-out loss, nats per token."""
     held_out_bits_per_byte: float | None
+    """Held-out loss, in bits for each byte of the text."""
     stages: tuple[StageRow, ...]
+    """A row for each stage."""
     peers: tuple[PeerRow, ...]
+    """A row for each peer."""
     totals: dict[str, int]
     """Sums over peers of what their records count, since they started."""
     spread: float = 0.0
     """Largest distance of two replicas that met, over the norm of their parameters."""
     samples_per_s: float | None = None
-    """Committed, over the last finished rounds."""
+    """Committed samples a second, over the last finished rounds."""
     split: RoundSplit | None = None
+    """Where the seconds of the last round went."""
     data_risk: str = ""
-    """That the run hangs on one feeder, and what to do, in words; empty where it does not."""
+    """That the run hangs on one feeder, and what to do, in words. Empty where it does not."""
 
     @property
     def num_live(self) -> int:

@@ -68,8 +68,8 @@ DtypeOption = Annotated[
     DtypeName,
     Option(
         metavar="DTYPE",
-        help="Of the weights that are written: fp32, bf16 or fp16. Default: that of the model "
-        "which the run began from, else fp32.",
+        help="Number format of the weights that are written: fp32, bf16 or fp16. Default: "
+        "that of the model which the run began from, else fp32.",
         show_default=False,
     ),
 ]
@@ -128,8 +128,8 @@ class RunOptions:
     begin_anew: Annotated[
         bool,
         Option(
-            help="Where nobody is at work in the run: begin from initial parameters, not from the "
-            "checkpoints that peers have. They stay on the disks.",
+            help="Begin from initial parameters where nobody is at work in the run, and not "
+            "from the checkpoints that peers have. These stay on the disks.",
         ),
     ] = False
 
@@ -144,23 +144,24 @@ class ModelOptions:
         tuple[str, ...],
         Option(
             metavar="PATH",
-            help="Where this machine has the run's data; repeat it for several. A peer that joins "
-            "reads no files that you have not named, but Python's standard library where the run "
-            "is about that.",
+            help="File or folder with the run's data on this machine; repeat it for several. A"
+            " peer that joins reads only what you name here, and Python's standard "
+            "library where the run is about that.",
         ),
     ] = ()
     serve_data: Annotated[
         bool,
         Option(
-            help="Give the run's data, as tokens, to its members, who can feed when you are gone.",
+            help="Give the run's data, as tokens, to other peers of the run. They can feed "
+            "when you are gone.",
         ),
     ] = False
     fetch_data: Annotated[
         bool | None,
         Option(
             "--fetch-data/--no-fetch-data",
-            help="Get the run's data from peers that give them. Default: up to 2 GiB, while few "
-            "peers have them.",
+            help="Get the run's data from peers that give them. Default: up to 2 GiB, while "
+            "few peers have them.",
             show_default=False,
         ),
     ] = None
@@ -168,20 +169,23 @@ class ModelOptions:
         str,
         Option(
             metavar="FILE",
-            help="Where this machine has the run's tokenizer.json, where the run has one.",
+            help="The run's tokenizer.json on this machine, where the run has one.",
         ),
     ] = ""
     weights: Annotated[
         Path | None,
         Option(
             metavar="FOLDER",
-            help="Where this machine has the model that the run began from: its weights are given "
-            "to others, or complete a whole model that is exported.",
+            help="Folder on this machine of the model that the run began from. Its weights are"
+            " given to other peers, and complete a whole model that is exported.",
         ),
     ] = None
     builder: Annotated[
         str,
-        Option(metavar="FILE:FUNCTION", help="Where this machine has the code of a custom model."),
+        Option(
+            metavar="FILE:FUNCTION",
+            help="Code of a custom model on this machine: a file, and the function in it.",
+        ),
     ] = ""
     feed: Annotated[bool, Option("--no-feed", help="Compute only; start no microbatches.")] = True
 
@@ -202,15 +206,15 @@ class NetworkOptions:
         tuple[str, ...],
         Option(
             metavar="ADDR",
-            help="Tell others this address too (port forwarding, for example).",
+            help="Tell others this address too (with port forwarding, for example).",
         ),
     ] = ()
     host: Annotated[
         str,
         Option(
             metavar="HOST",
-            help="Listen on the interface with this address (any: on all, at IPv4 and IPv6 "
-            "addresses; 0.0.0.0 or ::, at those of one kind).",
+            help="Listen on the interface with this address. any: on all interfaces, at IPv4 "
+            "and IPv6 addresses. 0.0.0.0 or ::, on all, at addresses of one kind.",
         ),
     ] = ANY_INTERFACE
     direct_port: Annotated[
@@ -229,7 +233,9 @@ class NetworkOptions:
     ] = True
     relay: Annotated[
         bool,
-        Option("--no-relay", help="Carry nothing between other peers that cannot dial each other."),
+        Option(
+            "--no-relay", help="Carry no traffic between other peers that cannot dial each other."
+        ),
     ] = True
 
 
@@ -256,24 +262,25 @@ class ComputeOptions:
     precision: Annotated[
         PrecisionName,
         Option(
-            help="Of this machine's passes; what peers exchange does not depend on it. "
-            "auto: as the run says."
+            help="Number format of this machine's passes. auto: as the run says. What peers "
+            "exchange does not depend on it."
         ),
     ] = "auto"
     activations: Annotated[
         ActivationsName,
         Option(
             metavar="POLICY",
-            help="Kept between forward and backward: keep, blocks, recompute, offload, or auto "
-            "(as the run says, else by free memory).",
+            help="What is kept between forward and backward: keep, blocks, recompute, offload,"
+            " or auto (as the run says, else by free memory).",
         ),
     ] = "auto"
     optimizer_memory: Annotated[
         OptimizerMemoryName,
         Option(
             metavar="PLACE",
-            help="Where optimizer state lies here: device (in the GPU's memory; updates are made "
-            "there), host, disk, or auto (device where it has room, else as the run says).",
+            help="Where this machine keeps optimizer state: device (in the GPU's memory, where"
+            " updates are then made), host, disk, or auto (device where it has room, else"
+            " as the run says).",
         ),
     ] = "auto"
     weights_memory: Annotated[
@@ -297,17 +304,17 @@ class ComputeOptions:
     local: Annotated[
         LocalName,
         Option(
-            help="What the ranks of --tp share out: the width of layers, or (fsdp) the samples, "
-            "with parameters and gradients sharded.",
+            help="What the ranks of --tp divide among them. tensor: the width of layers. fsdp:"
+            " the samples, with parameters and gradients sharded.",
         ),
     ] = "tensor"
     sequence_parallel: Annotated[
         bool,
-        Option(help="With --tp: split norms and residuals by positions too."),
+        Option(help="Divide norms and residuals by positions too, with --tp."),
     ] = False
     compile: Annotated[
         bool,
-        Option(help="Compile the layers (torch.compile): slow to start."),
+        Option(help="Compile the layers (torch.compile). The start becomes slow."),
     ] = False
 
 
@@ -338,7 +345,7 @@ class StateOptions:
         Option(
             min=2,
             metavar="N",
-            help="Keep the newest so many checkpoints, and up to 3 for slower disks.",
+            help="Newest checkpoints to keep. Up to 3 older ones stay for peers with slower disks.",
         ),
     ] = 2
 
@@ -361,7 +368,7 @@ class LocalRunOptions:
     ] = 4
     spec: Annotated[
         Path | None,
-        Option(metavar="FILE", help="The run. Default: a small language model."),
+        Option(metavar="FILE", help="The run's file. Default: a small language model."),
     ] = None
     rounds: RoundsOption = None
     seed: SeedOption = None
@@ -399,29 +406,31 @@ class ExportModelOptions:
 
     round: Annotated[
         int | None,
-        Option(min=0, help="Of the rounds that were saved, this one. Default: the newest."),
+        Option(min=0, help="Write this round, of those that were saved. Default: the newest."),
     ] = None
-    best: Annotated[bool, Option(help="The saved round with the lowest held-out loss.")] = False
+    best: Annotated[bool, Option(help="Write the saved round with the lowest held-out loss.")] = (
+        False
+    )
     dtype: DtypeOption = ""
     merge: Annotated[
         bool,
         Option(
-            help="Where adapters are trained ([lora]), write the whole model: adapters are added "
-            "to the weights. Without it they are written alone, as a PEFT adapter.",
+            help="Write the whole model where adapters are trained ([lora]): they are added to"
+            " its weights. Without this option they are written alone, as a PEFT adapter.",
         ),
     ] = False
     weights: Annotated[
         Path | None,
         Option(
             metavar="DIR",
-            help="For adapters: where this machine has their model. An adapter names it as its "
-            "base. With --merge it is read, else it comes from the peers, or from what they have "
-            "kept.",
+            help="Folder on this machine of the model that adapters are for. The adapter names"
+            " it as its base, and --merge reads it. Without this option, --merge gets the"
+            " model from the peers, or from what they have kept.",
         ),
     ] = None
     run_id: Annotated[
         str,
-        Option(help="Of the run (its beginning will do), where the folders hold several."),
+        Option(help="Id of the run, or its beginning, where the folders hold several runs."),
     ] = ""
 
 

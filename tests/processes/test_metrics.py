@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from peer.observe.prometheus import METRICS
 from tests.processes.running import Machine, tiny_run
 
 pytestmark = pytest.mark.processes
@@ -31,6 +32,7 @@ def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
         text = answer.read().decode()
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
+        found.setdefault(family.name, {})  # also of one that has no sample yet
         for sample in family.samples:
             values = tuple(sample.labels.values())
             found.setdefault(sample.name, {})[values] = sample.value
@@ -74,6 +76,9 @@ def test_prometheus_reads_a_peer(running: Machine) -> None:
         assert sum(v for k, v in buckets.items() if "+Inf" in k) == sum(found.values())
     assert seen["swarmnet_call_seconds_count"]["step",] > 0
     later = scrape(port)
+    assert METRICS.keys() - later.keys() <= {"swarmnet_held_out_loss_nats"}, (
+        "told of, and not there"
+    )
     assert later["swarmnet_round"][()] >= seen["swarmnet_round"][()]
     named = set(re.findall(r"swarmnet_\w+", DASHBOARD.read_text()))
     assert named
