@@ -17,6 +17,7 @@ from peer.console import complain, never_fail, say, show_traceback
 from peer.log import log_the_rest, log_to_stderr
 from peer.option_groups import command
 from peer.options import (
+    CompletionOptions,
     CountedOptions,
     DashboardOptions,
     DataOptions,
@@ -28,6 +29,7 @@ from peer.options import (
     InviteOptions,
     LimitOptions,
     LocalOptions,
+    ManOptions,
     OutputOptions,
     PauseOptions,
     PlanOptions,
@@ -36,6 +38,7 @@ from peer.options import (
     StatusOptions,
     TextOptions,
 )
+from peer.shell.completion import answer, is_asked
 from swarmnet.errors import FinalError, NotNow, SwarmnetError, UsageError, UserError
 from swarmnet.runtime.options import ExportModelOptions, PeerChoices
 from swarmnet.system import WINDOWS, end_with_parent
@@ -188,6 +191,31 @@ def example(options: ExampleOptions) -> None:
         say("\n".join(EXAMPLES))
     else:
         say(write_example(options.name, Path()))
+
+
+@command(app, _errors_told)
+def completion(options: CompletionOptions) -> None:
+    """Print what makes a shell complete commands and options.
+
+    bash: eval "$(swarmnet completion bash)" in ~/.bashrc. zsh: the same with zsh in ~/.zshrc, after
+    compinit. fish: write it to ~/.config/fish/completions/swarmnet.fish.
+    """
+    from peer.shell.completion import script
+
+    say(script(options.shell))
+
+
+@command(app, _errors_told)
+def man(options: ManOptions) -> None:
+    """Print a page for man, with all commands and options.
+
+    swarmnet man | man -l - shows it. Written to ~/.local/share/man/man1/swarmnet.1, it is found by
+    man swarmnet.
+    """
+    from peer.shell.described import described
+    from peer.shell.man import page
+
+    say(page(app.info.help or "", described(app), EXIT_CODES, __version__))
 
 
 @command(app, _errors_told)
@@ -367,6 +395,8 @@ def run_command(arguments: Sequence[str]) -> int:
     if sys.platform == "win32":
         complain(WINDOWS)
         return EXIT_USAGE
+    if is_asked():
+        answer(typer.main.get_command(app))
     command = the_command()
     try:
         code = command(_complete(command, arguments), prog_name="swarmnet", standalone_mode=False)

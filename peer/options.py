@@ -839,6 +839,23 @@ class ExampleOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionOptions:
+    """For which shell `swarmnet completion` prints a script."""
+
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"], typer.Argument(metavar="SHELL", help="bash, zsh or fish.")
+    ]
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class ManOptions:
+    """What `swarmnet man` takes."""
+
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExportSourceOptions:
     """Where `swarmnet export` has the model from, and the folder that it makes."""
 

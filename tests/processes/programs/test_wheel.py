@@ -48,7 +48,7 @@ def installed(folder: Path) -> Path:
     return packages
 
 
-def test_a_wheel_runs_and_brings_its_examples(running: Machine) -> None:
+def test_a_wheel_runs_and_brings_what_a_person_types_and_reads(running: Machine) -> None:
     packages = installed(running.folder)
     elsewhere = running.folder / "elsewhere"
     elsewhere.mkdir()
@@ -66,6 +66,18 @@ def test_a_wheel_runs_and_brings_its_examples(running: Machine) -> None:
             assert (elsewhere / "examples" / each).read_bytes() == (
                 ROOT / "examples" / each
             ).read_bytes()
+    for words, said in (
+        (("completion", "bash"), "complete -o default"),
+        (("man",), ".SH COMMANDS"),
+    ):
+        done = subprocess.run(
+            [*SWARMNET, *words],
+            cwd=elsewhere,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert said in done.stdout, done.stderr
     program = (
         "import os, sys; os.chdir(sys.argv.pop(1)); import peer.cli as c; "
         "print(c.__file__, flush=True); c.main()"
