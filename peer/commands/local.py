@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.commands.chaos import Chaos, parse_chaos
-from peer.observe.charts import Charts, charts_folder
 from peer.observe.dashboard.server import listen
 from peer.observe.metrics import open_metrics
-from peer.observe.notify import check_url
-from peer.observe.report import Reporter, open_notifier, open_page
+from peer.observe.report import Reporter, open_page
 from peer.observe.screen import peers_table
 from peer.options import LocalOptions
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.observe.charts import Charts, charts_folder
+from swarmnet.observe.notify import check_url, open_notifier
 from swarmnet.observe.text import number, size
 from swarmnet.observe.view_model import Summary
 from swarmnet.printable import printable

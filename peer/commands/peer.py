@@ -29,9 +29,9 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
     `run_peer` raises."""
     from peer.loop import Stopped
     from peer.loop import run as run_in_loop
-    from peer.observe.charts import charts_folder
     from peer.observe.metrics import open_metrics
-    from peer.observe.notify import check_url
+    from swarmnet.observe.charts import charts_folder
+    from swarmnet.observe.notify import check_url
     from swarmnet.runtime.run import run_peer
 
     check(choices)
@@ -100,8 +100,8 @@ def extras(output: OutputOptions, metrics: Any, page: Any) -> list[Extra]:
 
     async def report(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.disk.state import removable_line
-        from peer.observe.charts import Charts, charts_folder
         from peer.observe.report import report_peer
+        from swarmnet.observe.charts import Charts, charts_folder
 
         def removable() -> str:
             return removable_line(running.options.state_dir, running.spec.run_id)

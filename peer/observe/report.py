@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING
 
 from peer.console import make_console
 from peer.log import sum_up
-from peer.observe.charts import Charts
 from peer.observe.dashboard.hub import Hub, state_of
 from peer.observe.metrics import MetricsFile
-from peer.observe.notices import Notices
-from peer.observe.notify import Notifier, sending
 from peer.observe.screen import PeerConsole, Screen
 from peer.options import ScreenName
 from swarmnet.errors import UserError
+from swarmnet.observe.charts import Charts
 from swarmnet.observe.events import Event, PeerJoined
+from swarmnet.observe.notify import Notifier, open_notifier
 from swarmnet.observe.text import short_id
 from swarmnet.observe.view_model import ViewModel
-from swarmnet.printable import printable
 from swarmnet.protocol.dialing.addresses import others_to_name, peer_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
@@ -169,13 +167,6 @@ async def open_page(
     address = await stack.enter_async_context(serving(live_app(hub, host, allowed), listener))
     stack.callback(hub.close)  # before the server ends: it would cut streams off, with a traceback
     return hub, address
-
-
-async def open_notifier(stack: AsyncExitStack, url: str, spec: RunSpec) -> Notifier | None:
-    """What sends messages about a run that the caller will look at; None where nobody wants any."""
-    if not url:
-        return None
-    return await stack.enter_async_context(sending(Notifier(url, Notices(printable(spec.name)))))
 
 
 def ports_line(ports: Sequence[int]) -> str:

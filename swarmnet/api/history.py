@@ -1,28 +1,31 @@
-"""The events of a run, for several readers that each go on where they were."""
+"""What happens, in order, for several readers that each go on where they were: the events of a run,
+or the pieces of a text."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
-from swarmnet.observe.events import Event
 from swarmnet.swarm.condition import Condition
+
+T = TypeVar("T")
 
 MOST_EVENTS = 100_000
 """Kept, the newest. A reader that is further behind goes on with the oldest of them."""
 
 
-class History:
+class History(Generic[T]):
     """Kept on one event loop. When that has ended, `rest` may be asked from anywhere."""
 
     def __init__(self, most: int = MOST_EVENTS) -> None:
-        self._events: deque[Event] = deque(maxlen=most)
+        self._events: deque[T] = deque(maxlen=most)
         self._num_told = 0
         self._changed = Condition()
         self._is_over = False
         self._error: Exception | None = None
 
-    def add(self, events: Sequence[Event]) -> None:
+    def add(self, events: Sequence[T]) -> None:
         self._events.extend(events)
         self._num_told += len(events)
         if events:
@@ -35,13 +38,13 @@ class History:
             self._is_over, self._error = True, error
             self._changed.notify_all()
 
-    async def after(self, num_read: int) -> tuple[list[Event], int]:
+    async def after(self, num_read: int) -> tuple[list[T], int]:
         """As `rest`, when there is anything or the end has come."""
         while num_read >= self._num_told and not self._is_over:
             await self._changed.wait()
         return self.rest(num_read)
 
-    def rest(self, num_read: int) -> tuple[list[Event], int]:
+    def rest(self, num_read: int) -> tuple[list[T], int]:
         """Events after so many, and how many have been read then. None: that was all. Raises what
         `end` was given."""
         num_new = min(self._num_told - num_read, len(self._events))

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Any, TypeVar
 
 from swarmnet.api.session import Session
@@ -44,6 +44,8 @@ class Life:
         self._task: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[Any]] = set()
         self._failure: Exception | None = None
+        self._follower: Thread | None = None
+        self._follower_error: Exception | None = None
         self._opened: Future[Session] = Future()
         self._ended: Future[None] = Future()
 
@@ -64,6 +66,26 @@ class Life:
                 raise UsageError(STOPPED)
             return asyncio.run_coroutine_threadsafe(self._do(work, session), self._loop)
 
+    def follow(self, work: Callable[[], None]) -> None:
+        """Work beside the run, on a thread of its own; it ends with the run. Once. Those that wait
+        for the end wait for it too, and are told what it raised."""
+
+        def do() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._follower_error = error
+
+        self._follower = Thread(target=do, name="swarmnet-follower", daemon=True)
+        self._follower.start()
+
+    def _join_follower(self) -> None:
+        if self._follower is None or self._follower is current_thread():
+            return
+        self._follower.join()
+        if self._follower_error is not None:
+            raise self._follower_error
+
     def stop(self) -> Future[None]:
         """Begins to close the session, also one that is being opened. The future is done when all
         is gone; it has the error that the session ended by, if any."""
@@ -80,9 +102,11 @@ class Life:
         return self._ended.done()
 
     def wait_end(self) -> None:
-        """Stops it and waits; Ctrl-C kills what is left. Raises the error that it ended by."""
+        """Stops it and waits; Ctrl-C kills what is left. Raises the error that it ended by, or that
+        of its follower."""
         try:
             self.stop().result()
+            self._join_follower()
         except KeyboardInterrupt:
             self.hurry()
             with suppress(Exception):
@@ -93,6 +117,8 @@ class Life:
         """Likewise, on the caller's loop; cancelled, it kills what is left."""
         try:
             await asyncio.shield(asyncio.wrap_future(self.stop()))
+            if self._follower is not None:
+                await asyncio.to_thread(self._join_follower)
         except asyncio.CancelledError:
             self.hurry()
             raise

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 
 from swarmnet.api.given import DataLike, SpecLike
 from swarmnet.api.life import Life
 from swarmnet.api.runs import AsyncRun, Run
 from swarmnet.api.session import Session, local_session, peer_session, watching_session
-from swarmnet.errors import UsageError
+from swarmnet.api.telling import Wishes, telling_session
+from swarmnet.errors import SwarmnetError, UsageError
+from swarmnet.observe.events import RoundFinished
 from swarmnet.runtime.options import (
     LocalChoices,
     LocalPeerOptions,
@@ -23,14 +28,23 @@ from swarmnet.runtime.options import (
     group_of,
 )
 
+log = logging.getLogger("swarmnet.api")
+OnRound = Callable[[RoundFinished], object]
+"""Called with each finished round."""
+
 
 class Opening:
     """A run that is to be opened: `with` it for a `Run`, `async with` it for an `AsyncRun`; both
     stop the run at the end of the block. `open()` leaves that to `Run.stop`, or to the end of the
     program, for notebooks whose cells share a run. One of the three, once."""
 
-    def __init__(self, session: Callable[[], AbstractAsyncContextManager[Session]]) -> None:
+    def __init__(
+        self,
+        session: Callable[[], AbstractAsyncContextManager[Session]],
+        on_round: OnRound | None = None,
+    ) -> None:
         self._session = session
+        self._on_round = on_round
         self._life: Life | None = None
 
     def open(self) -> Run:
@@ -38,7 +52,7 @@ class Opening:
         would print."""
         life, opened = self._begin()
         try:
-            return Run(life, opened.result())
+            return self._followed(Run(life, opened.result()))
         except BaseException:
             with suppress(Exception):
                 life.wait_end()
@@ -49,6 +63,11 @@ class Opening:
             raise UsageError("it is open already, or was: call the function again")
         self._life = Life(self._session)
         return self._life, self._life.start()
+
+    def _followed(self, run: Run) -> Run:
+        if self._on_round is not None and self._life is not None:
+            self._life.follow(functools.partial(_tell_rounds, run, self._on_round))
+        return run
 
     def __enter__(self) -> Run:
         return self.open()
@@ -69,7 +88,9 @@ class Opening:
     async def __aenter__(self) -> AsyncRun:
         life, opened = self._begin()
         try:
-            return AsyncRun(life, await asyncio.wrap_future(opened))
+            session = await asyncio.wrap_future(opened)
+            self._followed(Run(life, session))
+            return AsyncRun(life, session)
         except BaseException:
             with suppress(Exception):
                 await life.ended()
@@ -96,6 +117,10 @@ def local(
     rounds: int | None = None,
     seed: int | None = None,
     data: DataLike | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+    on_round: OnRound | None = None,
+    log_to: str = "",
+    notify: str = "",
     invite: str = "",
     options: LocalPeerOptions | None = None,
 ) -> Opening:
@@ -107,6 +132,14 @@ def local(
         rounds, seed: in place of the spec's.
         data: samples in place of `[data] paths`: tables with the run's `text_field` or
             `messages_field`, read once.
+        state_dir: a folder that keeps the peers' checkpoints and logs: the same call goes on from
+            them. A temporary one by default.
+        on_round: called with each `RoundFinished`, in order, on a thread of its own: it may take
+            its time, and ask or stop the run. When it raises, it is called no more, and whoever
+            waits for the end of the run (the end of the block, `Run.stop`) is told the error.
+        log_to: `tensorboard:FOLDER` draws the run there, by round.
+        notify: an address (ntfy, or a webhook: Slack's, Discord's or your own) that gets a message
+            when a stage is about to be lost, the run stands still, or is done.
         invite: to a closed run.
         options: what each peer is told of links and computing.
     """
@@ -117,7 +150,9 @@ def local(
         invite=invite,
         **group_of(options or LocalPeerOptions(), LocalPeerOptions),
     )
-    return Opening(functools.partial(local_session, spec, data, choices))
+    kept = None if state_dir is None else Path(state_dir).absolute()
+    session = functools.partial(local_session, spec, data, choices, kept)
+    return _opening(session, on_round, log_to, notify)
 
 
 def start(
@@ -126,6 +161,9 @@ def start(
     rounds: int | None = None,
     seed: int | None = None,
     data: DataLike | None = None,
+    on_round: OnRound | None = None,
+    log_to: str = "",
+    notify: str = "",
     options: PeerChoices | None = None,
 ) -> Opening:
     """Starts a run that other machines join (`Run.address`), as `swarmnet peer --spec`: this
@@ -134,36 +172,82 @@ def start(
     Args:
         spec, rounds, seed, data: as for `local`. Other machines have `data` where this peer gives
             it to them (`serve_data`), or from files of their own.
+        on_round, log_to, notify: as for `local`.
         options: of this machine's peer; `spec` and `join` are left out.
     """
     choices = replace(_without_run(options), rounds=rounds, seed=seed)
-    return Opening(functools.partial(peer_session, spec, data, choices))
+    session = functools.partial(peer_session, spec, data, choices)
+    return _opening(session, on_round, log_to, notify)
 
 
-def join(address: str | Sequence[str], *, options: PeerChoices | None = None) -> Opening:
+def join(
+    address: str | Sequence[str],
+    *,
+    on_round: OnRound | None = None,
+    log_to: str = "",
+    notify: str = "",
+    options: PeerChoices | None = None,
+) -> Opening:
     """Takes part in a run with this machine, as `swarmnet peer --join`: its peer is a process of
     its own.
 
     Args:
         address: of any peer of the run, or several.
+        on_round, log_to, notify: as for `local`.
         options: of this machine's peer; `spec` and `join` are left out. Its `data`, `tokenizer`
             and `builder` name files of this machine: none is chosen by the network.
     """
     choices = replace(_without_run(options), join=_addresses(address))
-    return Opening(functools.partial(peer_session, None, None, choices))
+    session = functools.partial(peer_session, None, None, choices)
+    return _opening(session, on_round, log_to, notify)
 
 
 def watch(
-    address: str | Sequence[str], *, transport: TransportName = "auto", invite: str = ""
+    address: str | Sequence[str],
+    *,
+    on_round: OnRound | None = None,
+    log_to: str = "",
+    notify: str = "",
+    transport: TransportName = "auto",
+    invite: str = "",
 ) -> Opening:
     """Looks at a run without taking part, as `swarmnet status`, `export` and `generate` do.
 
     Args:
         address: of any peer of the run, or several.
+        on_round, log_to, notify: as for `local`.
         transport: what carries the bytes.
         invite: to a closed run, for texts and parameters.
     """
-    return Opening(functools.partial(watching_session, _addresses(address), transport, invite))
+    session = functools.partial(watching_session, _addresses(address), transport, invite)
+    return _opening(session, on_round, log_to, notify)
+
+
+def _opening(
+    session: Callable[[], AbstractAsyncContextManager[Session]],
+    on_round: OnRound | None,
+    log_to: str,
+    notify: str,
+) -> Opening:
+    telling = functools.partial(telling_session, session, Wishes(log_to, notify))
+    return Opening(telling, on_round)
+
+
+def _tell_rounds(run: Run, on_round: OnRound) -> None:
+    """Raises what `on_round` raises. That the run fails is told to others."""
+    rounds = run.rounds()
+    while True:
+        try:
+            done = next(rounds, None)
+        except SwarmnetError:
+            return
+        if done is None:
+            return
+        try:
+            on_round(done)
+        except Exception:
+            log.warning("on_round failed, and is called no more", exc_info=True)
+            raise
 
 
 def _addresses(address: str | Sequence[str]) -> tuple[str, ...]:

@@ -7,9 +7,11 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
+from swarmnet.api.history import History
 from swarmnet.api.life import Life
 from swarmnet.api.session import Session
 from swarmnet.errors import UsageError
@@ -95,6 +97,7 @@ class Run(_Opened):
         out, options = _export_options(folder, dtype, merge, round, best, weights)
         return self._call(lambda session: session.export(out, options))
 
+    @overload
     def generate(
         self,
         prompt: Prompt,
@@ -107,13 +110,53 @@ class Run(_Opened):
         repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: Sequence[str] = (),
-    ) -> str:
+        stream: Literal[False] = False,
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stream: Literal[True],
+    ) -> Iterator[str]: ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stream: bool = False,
+    ) -> str | Iterator[str]:
         """What the model writes, as `swarmnet generate` does, while it trains. The peers of the run
         see it. Options mean what they do in `transformers`; what is not given is as the model's own
-        files say. `stop`: texts before which it ends. Raises `SwarmnetError`."""
+        files say. Raises `SwarmnetError`.
+
+        Args:
+            stop: texts before which it ends.
+            stream: the pieces of the text as they come, and not the text when it is whole. What is
+                no longer read is no longer written.
+        """
         options = _sampling_options(
             max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed
         )
+        if stream:
+            return self._stream(prompt, options, tuple(stop))
         return self._call(lambda session: session.generate(prompt, options, tuple(stop)))
 
     def stop(self) -> None:
@@ -121,6 +164,25 @@ class Run(_Opened):
         first. Ctrl-C kills them. Raises `SwarmnetError` where none was left. Once is enough; what
         was seen of the run may be read afterwards."""
         self._life.wait_end()
+
+    def _stream(
+        self, prompt: Prompt, options: dict[str, Any], stops: tuple[str, ...]
+    ) -> Iterator[str]:
+        pieces: History[str] = History()
+        writing = self._life.submit(lambda s: s.write(prompt, options, stops, pieces))
+
+        def read() -> Iterator[str]:
+            num_read = 0
+            try:
+                while True:
+                    new, num_read = self._call(partial(_more, pieces, num_read))
+                    if not new:
+                        return
+                    yield from new
+            finally:
+                writing.cancel()
+
+        return read()
 
     def _after(self, num_read: int) -> tuple[list[Event], int]:
         history = self._session.history
@@ -180,6 +242,7 @@ class AsyncRun(_Opened):
         out, options = _export_options(folder, dtype, merge, round, best, weights)
         return await self._call(lambda session: session.export(out, options))
 
+    @overload
     async def generate(
         self,
         prompt: Prompt,
@@ -192,16 +255,71 @@ class AsyncRun(_Opened):
         repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: Sequence[str] = (),
-    ) -> str:
-        """As `Run.generate`."""
+        stream: Literal[False] = False,
+    ) -> str: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stream: Literal[True],
+    ) -> AsyncIterator[str]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stream: bool = False,
+    ) -> str | AsyncIterator[str]:
+        """As `Run.generate`. With `stream` it is awaited for the iterator:
+        `async for piece in await run.generate(prompt, stream=True)`."""
         options = _sampling_options(
             max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed
         )
+        if stream:
+            return self._stream(prompt, options, tuple(stop))
         return await self._call(lambda session: session.generate(prompt, options, tuple(stop)))
 
     async def stop(self) -> None:
         """As `Run.stop`; cancelled, it kills what is left."""
         await self._life.ended()
+
+    def _stream(
+        self, prompt: Prompt, options: dict[str, Any], stops: tuple[str, ...]
+    ) -> AsyncIterator[str]:
+        pieces: History[str] = History()
+        writing = self._life.submit(lambda s: s.write(prompt, options, stops, pieces))
+
+        async def read() -> AsyncIterator[str]:
+            num_read = 0
+            try:
+                while True:
+                    new, num_read = await self._call(partial(_more, pieces, num_read))
+                    if not new:
+                        return
+                    for piece in new:
+                        yield piece
+            finally:
+                writing.cancel()
+
+        return read()
 
     async def _after(self, num_read: int) -> tuple[list[Event], int]:
         try:
@@ -212,6 +330,10 @@ class AsyncRun(_Opened):
 
     async def _call(self, work: Work[T]) -> T:
         return await asyncio.wrap_future(self._life.submit(work))
+
+
+async def _more(pieces: History[str], num_read: int, _: Session) -> tuple[list[str], int]:
+    return await pieces.after(num_read)
 
 
 def _export_options(

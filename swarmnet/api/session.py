@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnet.api.given import DataLike, SpecLike, spec_file
 from swarmnet.api.history import History
@@ -18,7 +18,14 @@ from swarmnet.observe.events import Event
 from swarmnet.observe.monitor import RunMonitor
 from swarmnet.observe.view_model import ViewModel
 from swarmnet.protocol.membership.view import View
-from swarmnet.runtime.local.processes import PEER_COMMAND, PeerProcesses, run_folder
+from swarmnet.runtime.local.processes import (
+    PEER_COMMAND,
+    STOP_STEPS,
+    PeerProcesses,
+    check_kept,
+    run_folder,
+    used_folder,
+)
 from swarmnet.runtime.local.swarm import (
     SAVING_STEPS,
     LocalSwarm,
@@ -42,8 +49,13 @@ from swarmnet.runtime.options import (
 )
 from swarmnet.spec import RunSpec
 
+if TYPE_CHECKING:
+    from swarmnet.runtime.writing.writer import Text
+
 log = logging.getLogger("swarmnet.api")
 
+Sink = Callable[[Sequence[Event], ViewModel, float], None]
+"""(what is new, the run as it is, now by the clock of its view)."""
 PEER = "peer"
 """Name of the only one that a program starts."""
 
@@ -69,7 +81,9 @@ class Session:
     """Of this machine's peers, where a model of code can be had from them only."""
     base: str = ""
     """The model that the run began from, where this machine knows that."""
-    history: History = field(default_factory=History)
+    history: History[Event] = field(default_factory=History)
+    sinks: list[Sink] = field(default_factory=list)
+    """Told of every look."""
     _writer: Any = None
 
     @property
@@ -84,6 +98,10 @@ class Session:
     def look(self, view: View, now: float, unix_s: float) -> list[Event]:
         events = self.monitor.look(view, now, unix_s)
         self.history.add(events)
+        model = self.monitor.view_model() if self.sinks else None
+        for tell in self.sinks:
+            assert model is not None
+            tell(events, model, now)
         return events
 
     async def status(self, unix_s: float) -> ViewModel:
@@ -113,6 +131,35 @@ class Session:
     ) -> str:
         """A text that goes on with the prompt, or an answer to the last of some messages.
         `options`: of `Sampling`, None for what was not said."""
+        pieces: History[str] = History()
+        await self.write(prompt, options, stops, pieces)
+        return "".join(pieces.rest(0)[0])
+
+    async def write(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        options: Mapping[str, Any],
+        stops: Sequence[str],
+        pieces: History[str],
+    ) -> None:
+        """`generate`, piece by piece: readers of `pieces` have each as it comes, and hear of what
+        goes wrong."""
+        try:
+            text = await self._text(prompt, options, stops)
+            async for piece in text:
+                pieces.add([piece])
+        except Exception as error:
+            pieces.end(error)
+            raise
+        finally:
+            pieces.end()
+
+    async def _text(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        options: Mapping[str, Any],
+        stops: Sequence[str],
+    ) -> Text:
         from swarmnet.runtime.texts import answer, continue_text, open_writer
         from swarmnet.runtime.writing.sampling import Sampling
         from swarmnet.runtime.writing.writer import longest_text
@@ -123,10 +170,8 @@ class Session:
             self._writer = await open_writer(self.observer)
         sampling = self._writer.sampling.with_options(options)
         if isinstance(prompt, str):
-            text = await continue_text(self._writer, prompt, sampling, _warn, stops)
-        else:
-            text = await answer(self._writer, prompt, sampling, _warn, stops)
-        return "".join([piece async for piece in text])
+            return await continue_text(self._writer, prompt, sampling, _warn, stops)
+        return await answer(self._writer, prompt, sampling, _warn, stops)
 
 
 @asynccontextmanager
@@ -134,16 +179,20 @@ async def local_session(
     spec: SpecLike | None,
     data: DataLike | None,
     choices: LocalChoices,
+    state_dir: Path | None = None,
     *,
     command: Sequence[str] = PEER_COMMAND,
     join: JoinRun = join_run,
 ) -> AsyncIterator[Session]:
-    """A swarm on this machine. `choices.spec` is set here. `command` and `join` are there for
-    tests."""
-    with run_folder() as folder:
+    """A swarm on this machine. `choices.spec` is set here. `state_dir`: where the run is kept, and
+    goes on. `command` and `join` are there for tests."""
+    with run_folder() if state_dir is None else used_folder(state_dir) as folder:
         path = await asyncio.to_thread(spec_file, spec, data, folder)
         started, choices = await begin_local(replace(choices, spec=path))
-        processes = local_processes(folder, choices, command)
+        if state_dir is not None:
+            check_kept(folder, started.spec.run_id)
+        steps = STOP_STEPS if state_dir is None else SAVING_STEPS
+        processes = local_processes(folder, choices, command, steps)
         swarm = LocalSwarm(started, choices, processes)
         try:
             observer = await swarm.start(_say, join)

@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-from peer.observe.charts import CHARTS
 from peer.observe.prometheus import OF_PEER, OF_RUN, Metric
+from swarmnet.observe.charts import CHARTS
 from swarmnet.observe.events import KINDS, MEANINGS, Counted, Event
 from swarmnet.observe.view_model import PeerRow, RoundSplit, StageRow, ViewModel
 from tests.reference.docstrings import of_class, of_fields

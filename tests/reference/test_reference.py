@@ -9,9 +9,9 @@ from dataclasses import fields
 import pytest
 
 from peer.cli import app
-from peer.observe.charts import CHARTS
 from peer.observe.prometheus import METRICS
 from peer.shell.described import described
+from swarmnet.observe.charts import CHARTS
 from swarmnet.observe.events import COUNTED, KINDS, MEANINGS
 from swarmnet.observe.view_model import PeerRow, StageRow, ViewModel
 from swarmnet.spec import TABLES, FileSpec, RunSpec, SourceSpec

@@ -235,6 +235,25 @@ def run_folder(base: Path | None = None) -> Iterator[Path]:
 def kept_folder(folder: Path, run_id: str) -> Iterator[Path]:
     """A person's own folder for a `swarmnet local`, with what the one before has left there. Raises
     `UserError` where another one uses it, or it has another run."""
+    with used_folder(folder):
+        check_kept(folder, run_id)
+        yield folder
+
+
+def check_kept(folder: Path, run_id: str) -> None:
+    """Raises `UserError` where the one before has left another run there."""
+    saved = {path.name for path in folder.glob("*/checkpoints/*")}
+    if saved and not any(run_id.startswith(name) for name in saved):
+        raise UserError(
+            f"{folder} has checkpoints of another run ({', '.join(sorted(saved))[:80]}): take "
+            "its --spec, --rounds and --seed, or name another --state-dir"
+        )
+
+
+@contextlib.contextmanager
+def used_folder(folder: Path) -> Iterator[Path]:
+    """A person's own folder, which is made where it is not there. Raises `UserError` where another
+    `swarmnet local` uses it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
@@ -243,12 +262,6 @@ def kept_folder(folder: Path, run_id: str) -> Iterator[Path]:
     try:
         if not try_lock(lock):
             raise UserError(f"{folder} is in use by another swarmnet local; name another folder")
-        saved = {path.name for path in folder.glob("*/checkpoints/*")}
-        if saved and not any(run_id.startswith(name) for name in saved):
-            raise UserError(
-                f"{folder} has checkpoints of another run ({', '.join(sorted(saved))[:80]}): take "
-                "its --spec, --rounds and --seed, or name another --state-dir"
-            )
         yield folder
     finally:
         os.close(lock)

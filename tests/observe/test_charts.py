@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from peer.observe.charts import Charts, charts_folder
 from swarmnet.errors import UsageError, UserError
+from swarmnet.observe.charts import Charts, charts_folder
 from swarmnet.observe.events import HeldOut, PeerLost, RoundFinished
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec

@@ -13,9 +13,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from peer.observe.notices import DONE, LASTING_S, STAGE, STILL, STILL_S, Notice, Notices
-from peer.observe.notify import MAX_WAITING, Notifier, check_url, form_of, post, sending
 from swarmnet.errors import UsageError
+from swarmnet.observe.notices import DONE, LASTING_S, STAGE, STILL, STILL_S, Notice, Notices
+from swarmnet.observe.notify import MAX_WAITING, Notifier, check_url, form_of, post, sending
 from swarmnet.observe.view_model import StageRow, ViewModel
 
 

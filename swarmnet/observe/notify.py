@@ -9,15 +9,16 @@ import logging
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
-from peer.observe.notices import Notice, Notices
 from swarmnet.errors import UsageError
+from swarmnet.observe.notices import Notice, Notices
 from swarmnet.observe.view_model import ViewModel
 from swarmnet.printable import printable
+from swarmnet.spec import RunSpec
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -158,6 +159,13 @@ async def sending(notifier: Notifier) -> AsyncIterator[Notifier]:
         await notifier.last_words()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def open_notifier(stack: AsyncExitStack, url: str, spec: RunSpec) -> Notifier | None:
+    """What sends messages about a run that the caller will look at; None where nobody wants any."""
+    if not url:
+        return None
+    return await stack.enter_async_context(sending(Notifier(url, Notices(printable(spec.name)))))
 
 
 def post(url: str, notice: Notice, run: str) -> tuple[str, bool]:
