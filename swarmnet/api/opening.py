@@ -6,14 +6,15 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from swarmnet.api.given import DataLike, SpecLike
+from swarmnet.api.given import NOTHING, DataLike, Given, SpecLike
 from swarmnet.api.life import Life
 from swarmnet.api.runs import AsyncRun, Run
 from swarmnet.api.session import Session, local_session, peer_session, watching_session
@@ -27,6 +28,11 @@ from swarmnet.runtime.options import (
     TransportName,
     group_of,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from swarmnet.training.models.given_layers import Loss
 
 log = logging.getLogger("swarmnet.api")
 OnRound = Callable[[RoundFinished], object]
@@ -117,6 +123,8 @@ def local(
     rounds: int | None = None,
     seed: int | None = None,
     data: DataLike | None = None,
+    model: Iterable[nn.Module] | None = None,
+    loss: Loss | None = None,
     state_dir: str | os.PathLike[str] | None = None,
     on_round: OnRound | None = None,
     log_to: str = "",
@@ -131,7 +139,14 @@ def local(
         peers: processes, at least one for each stage.
         rounds, seed: in place of the spec's.
         data: samples in place of `[data] paths`: tables with the run's `text_field` or
-            `messages_field`, read once.
+            `messages_field`, read once. With `model` also pairs of an input and a target.
+        model: layers in place of `[model]`, first to last: a list of modules or an `nn.Sequential`,
+            with float32 parameters that begin with the values that they have. Each takes what the
+            one before gives; stages are cut between them. Of text, the first takes int32 tokens
+            (samples, `sequence_length`), the last gives logits (samples, `sequence_length`,
+            vocabulary). This machine's processes get them through a file that only they read.
+        loss: of the last layer's outputs and the targets, summed over the batch. Cross-entropy by
+            default, where targets are tokens or classes.
         state_dir: a folder that keeps the peers' checkpoints and logs: the same call goes on from
             them. A temporary one by default.
         on_round: called with each `RoundFinished`, in order, on a thread of its own: it may take
@@ -151,7 +166,7 @@ def local(
         **group_of(options or LocalPeerOptions(), LocalPeerOptions),
     )
     kept = None if state_dir is None else Path(state_dir).absolute()
-    session = functools.partial(local_session, spec, data, choices, kept)
+    session = functools.partial(local_session, spec, Given(data, model, loss), choices, kept)
     return _opening(session, on_round, log_to, notify)
 
 
@@ -176,7 +191,7 @@ def start(
         options: of this machine's peer; `spec` and `join` are left out.
     """
     choices = replace(_without_run(options), rounds=rounds, seed=seed)
-    session = functools.partial(peer_session, spec, data, choices)
+    session = functools.partial(peer_session, spec, Given(data), choices)
     return _opening(session, on_round, log_to, notify)
 
 
@@ -198,7 +213,7 @@ def join(
             and `builder` name files of this machine: none is chosen by the network.
     """
     choices = replace(_without_run(options), join=_addresses(address))
-    session = functools.partial(peer_session, None, None, choices)
+    session = functools.partial(peer_session, None, NOTHING, choices)
     return _opening(session, on_round, log_to, notify)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet.api.given import DataLike, SpecLike, spec_file
+from swarmnet.api.given import Given, SpecLike, spec_file
 from swarmnet.api.history import History
 from swarmnet.observe.events import Event
 from swarmnet.observe.monitor import RunMonitor
@@ -177,7 +177,7 @@ class Session:
 @asynccontextmanager
 async def local_session(
     spec: SpecLike | None,
-    data: DataLike | None,
+    given: Given,
     choices: LocalChoices,
     state_dir: Path | None = None,
     *,
@@ -187,7 +187,7 @@ async def local_session(
     """A swarm on this machine. `choices.spec` is set here. `state_dir`: where the run is kept, and
     goes on. `command` and `join` are there for tests."""
     with run_folder() if state_dir is None else used_folder(state_dir) as folder:
-        path = await asyncio.to_thread(spec_file, spec, data, folder)
+        path = await asyncio.to_thread(spec_file, spec, given, folder)
         started, choices = await begin_local(replace(choices, spec=path))
         if state_dir is not None:
             check_kept(folder, started.spec.run_id)
@@ -214,7 +214,7 @@ async def local_session(
 @asynccontextmanager
 async def peer_session(
     spec: SpecLike | None,
-    data: DataLike | None,
+    given: Given,
     choices: PeerChoices,
     *,
     command: Sequence[str] = PEER_COMMAND,
@@ -223,7 +223,7 @@ async def peer_session(
     """One peer of this machine, which starts a run or joins one (`choices.join`)."""
     with run_folder() as folder:
         if not choices.join:
-            path = await asyncio.to_thread(spec_file, spec, data, folder)
+            path = await asyncio.to_thread(spec_file, spec, given, folder)
             choices = replace(choices, spec=path)
         processes = PeerProcesses(folder, command, SAVING_STEPS, invite_in(choices.invite))
         words = arguments_for(replace(choices, invite=""), PeerChoices)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from swarmnet.api.given import spec_file
+from swarmnet.api.given import NOTHING, Given, spec_file
 from swarmnet.errors import DataError, SpecError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.options import default_spec_path
@@ -34,14 +34,14 @@ class Endless(IterableDataset[dict[str, Any]]):
 
 
 def test_a_path_stays_what_it_is_and_none_is_the_default(tmp_path: Path) -> None:
-    assert spec_file("there/run.toml", None, tmp_path) == Path("there/run.toml")
-    assert spec_file(None, None, tmp_path) == DEFAULT
+    assert spec_file("there/run.toml", NOTHING, tmp_path) == Path("there/run.toml")
+    assert spec_file(None, NOTHING, tmp_path) == DEFAULT
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("make", [read_values, load_spec, lambda path: start_run(path).spec])
 def test_tables_and_specs_make_the_run_of_their_file(make: Any, tmp_path: Path) -> None:
-    path = spec_file(make(DEFAULT), None, tmp_path)
+    path = spec_file(make(DEFAULT), NOTHING, tmp_path)
     assert path.parent == tmp_path
     assert start_run(path).spec.run_id == start_run(DEFAULT).spec.run_id
 
@@ -49,7 +49,7 @@ def test_tables_and_specs_make_the_run_of_their_file(make: Any, tmp_path: Path) 
 def test_a_codec_that_was_chosen_stays(tmp_path: Path) -> None:
     text = DEFAULT.read_text().replace("[pipeline]", '[pipeline]\ncodec = "none"')
     spec = parse_spec(text.replace("[sync]", '[sync]\ncodec = "none"'))
-    again = load_spec(spec_file(spec, None, tmp_path))
+    again = load_spec(spec_file(spec, NOTHING, tmp_path))
     assert (again.pipeline.codec, again.sync.codec) == ("none", "none")
     assert again == spec
 
@@ -62,7 +62,7 @@ def test_a_codec_that_was_chosen_stays(tmp_path: Path) -> None:
 def test_samples_of_a_program_are_the_data_of_the_run(data: Any, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     folder.mkdir()
-    spec = start_run(spec_file(DEFAULT, data, folder)).spec
+    spec = start_run(spec_file(DEFAULT, Given(data), folder)).spec
     (path,) = spec.data.paths
     assert [json.loads(line) for line in Path(path).read_text().splitlines()] == [
         {"text": t} for t in TEXTS
@@ -79,11 +79,11 @@ def test_dialogues_are_in_the_field_that_the_run_names(tmp_path: Path) -> None:
     values = read_values(DEFAULT)
     values["data"]["messages_field"] = "talk"
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    path = spec_file(values, [{"talk": tuple(said)}], tmp_path)
+    path = spec_file(values, Given([{"talk": tuple(said)}]), tmp_path)
     (data,) = load_spec(path).data.paths
     assert json.loads(Path(data).read_text()) == {"talk": said}
     with pytest.raises(DataError, match="sample 1 has no list of messages in 'talk'"):
-        spec_file(values, [{"talk": "Hi"}], tmp_path)
+        spec_file(values, Given([{"talk": "Hi"}]), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_dialogues_are_in_the_field_that_the_run_names(tmp_path: Path) -> None:
 )
 def test_samples_that_are_none_are_named(data: Any, line: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
-        spec_file(DEFAULT, data, tmp_path)
+        spec_file(DEFAULT, Given(data), tmp_path)
     assert str(error.value) == line
 
 
@@ -113,11 +113,11 @@ def test_what_is_no_spec_is_told_before_anything_starts(
     spec: Any, line: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SpecError, match=line):
-        spec_file(spec, None, tmp_path)
+        spec_file(spec, NOTHING, tmp_path)
 
 
 def test_several_sources_are_no_place_for_samples(tmp_path: Path) -> None:
     values = read_values(DEFAULT)
     values["data"] = {"source": [{"paths": ["python-stdlib"]}]}
     with pytest.raises(SpecError, match=r"leave \[\[data.source\]\] out"):
-        spec_file(values, [{"text": "x"}], tmp_path)
+        spec_file(values, Given([{"text": "x"}]), tmp_path)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import swarmnet
+from swarmnet.api.given import NOTHING
 from swarmnet.api.opening import Opening
 from swarmnet.api.session import local_session, peer_session, watching_session
 from swarmnet.errors import SwarmnetError, UsageError, UserError
@@ -52,7 +53,7 @@ def opening(tmp_path: Path) -> Open:
         command = fake_command(tmp_path, mode)
         return Opening(
             functools.partial(
-                local_session, None, None, choices, command=command, join=observer.join
+                local_session, None, NOTHING, choices, command=command, join=observer.join
             )
         )
 
@@ -282,7 +283,7 @@ def test_one_peer_is_told_what_was_chosen(tmp_path: Path, spec: RunSpec) -> None
         its = choices if given is None else replace(choices, join=given)
         observer = FakeObserver(spec, last_round=ROUNDS)
         make = functools.partial(
-            peer_session, default_spec_path(), None, its, command=command, join=observer.join
+            peer_session, default_spec_path(), NOTHING, its, command=command, join=observer.join
         )
         with Opening(make) as run:
             (words,) = (tmp_path / "temp").glob("*/peer.args")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet.api.given import Given
 from swarmnet.api.opening import OnRound, Opening
 from swarmnet.api.session import local_session
 from swarmnet.api.telling import Wishes, telling_session
@@ -60,7 +61,7 @@ def opening(tmp_path: Path, spec: RunSpec) -> Open:
         session = functools.partial(
             local_session,
             None,
-            None,
+            Given(),
             choices,
             state_dir,
             command=fake_command(tmp_path, mode),

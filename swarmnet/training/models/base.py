@@ -211,23 +211,34 @@ def build_layer(plan: ModelPlan, layer: LayerBuilder, seed: int) -> nn.Module:
     """
     with seeded(derive_seed(seed, layer.name)):
         module = layer.build()
-    for name, part in module.named_modules():
-        if getattr(part, "track_running_stats", False):
-            raise SpecError(
-                f"{layer.name}.{name}: {type(part).__name__} keeps running statistics, which "
-                "replicas do not share; use one without, such as GroupNorm or RMSNorm"
-            )
+    check_layer(layer.name, module, has_base=plan.has_base)
     for name, parameter in module.named_parameters():
         full_name = f"{layer.name}.{name}"
         if plan.has_base and not parameter.requires_grad:
             continue
-        if parameter.dtype != torch.float32 or not parameter.requires_grad:
-            raise SpecError(f"{full_name} must be a float32 parameter that requires a gradient")
         if plan.initialize is not None:
             generator = torch.Generator().manual_seed(derive_seed(seed, full_name))
             with torch.no_grad():
                 plan.initialize(full_name, parameter, generator)
     return module
+
+
+def check_layer(layer_name: str, module: nn.Module, *, has_base: bool = False) -> None:
+    """Raises `SpecError` where `build_layer` does. `has_base`: as `ModelPlan`."""
+    for name, part in module.named_modules():
+        if getattr(part, "track_running_stats", False):
+            of = ".".join(filter(None, (layer_name, name)))
+            raise SpecError(
+                f"{of}: {type(part).__name__} keeps running statistics, which "
+                "replicas do not share; use one without, such as GroupNorm or RMSNorm"
+            )
+    for name, parameter in module.named_parameters():
+        if has_base and not parameter.requires_grad:
+            continue
+        if parameter.dtype != torch.float32 or not parameter.requires_grad:
+            raise SpecError(
+                f"{layer_name}.{name} must be a float32 parameter that requires a gradient"
+            )
 
 
 @dataclass(frozen=True, slots=True)

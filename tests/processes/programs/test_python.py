@@ -116,6 +116,62 @@ def test_an_interrupted_cell_leaves_nothing(running: Machine) -> None:
         assert peers_in(running.folder) == {}
 
 
+LAYERS = """
+import torch, swarmnet
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+    def forward(self, x):
+        return x + F.gelu(self.inner(x))
+
+def layers():
+    return nn.Sequential(nn.Linear(2, 32), Block(32), Block(32), nn.Linear(32, 2))
+
+torch.manual_seed(0)
+points = torch.randn(1024, 2)
+arms = (points[:, 0] * points[:, 1] > 0).long()
+spec = {
+    "optimizer": {"learning_rate": 1e-2, "rounds": 20},
+    "pipeline": {"num_stages": 2, "global_batch": 64, "microbatch": 16},
+}
+def train(out):
+    heard = []
+    with swarmnet.local(
+        spec, peers=2, model=layers(), data=list(zip(points, arms)), state_dir="kept",
+        on_round=lambda done: heard.append(done.round),
+    ) as run:
+        losses = [done.loss for done in run.rounds()]
+        run.export(out)
+    return heard, losses
+"""
+
+
+def test_layers_of_a_cell_are_trained_and_go_on(running: Machine) -> None:
+    """Their class is in no file. The second time begins with other values, and has those of the
+    first at once."""
+    with kernel(running) as (_, client):
+        client.execute(f"import os; os.chdir({str(running.folder)!r})")
+        client.execute(LAYERS)
+        cell = client.execute(
+            "heard, losses = train('first')\n"
+            "print('heard', heard == sorted(heard) and max(heard) == 19, losses[-1] < 0.6)\n"
+        )
+        printed(client, cell, "heard True True")
+        cell = client.execute("train('second'); print('went', 'on')")
+        printed(client, cell, "went on")
+    first, second = (
+        load_file(running.folder / name / "model.safetensors") for name in ("first", "second")
+    )
+    assert sorted(first) == sorted(second)
+    assert "1.inner.weight" in first
+    assert all(first[name].equal(second[name]) for name in first)
+    assert peers_in(running.folder) == {}
+
+
 LEAVES = """
 import sys, swarmnet
 run = swarmnet.local(sys.argv[1], peers=2).open()
@@ -157,7 +213,8 @@ with swarmnet.start(spec, options=options("first")) as run:
             assert {r.address.rpartition("/")[2] for r in (run, joined)} <= live, live
             line = seen.export(pathlib.Path(folder) / "model")
             text = seen.generate("abc", max_new_tokens=5, do_sample=False)
-            print(json.dumps([line, len(text)]))
+            pieces = list(seen.generate("abc", max_new_tokens=5, do_sample=False, stream=True))
+            print(json.dumps([line, len(text), len(pieces)]))
 """
 
 
@@ -168,9 +225,10 @@ def test_a_program_starts_joins_and_watches(running: Machine) -> None:
         "program", str(spec), data, str(running.folder), command=(sys.executable, "-c", TAKES_PART)
     )
     assert running.wait(program, ANSWER_S) == 0, running.describe()
-    line, num_letters = json.loads(program.output().splitlines()[-1])
+    line, num_letters, num_pieces = json.loads(program.output().splitlines()[-1])
     assert line.startswith(str(running.folder / "model"))
     assert num_letters > 0
+    assert num_pieces > 1
     assert load_file(running.folder / "model" / "model.safetensors")
     assert processes_of(running.folder) == {}
 
