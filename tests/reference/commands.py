@@ -8,7 +8,7 @@ from peer.cli import EXIT_CODES, EXIT_FAILED, EXIT_USAGE, app
 from peer.shell.described import DescribedCommand, DescribedOption, described
 from swarmnet import errors
 from tests.reference.docstrings import of_class
-from tests.reference.tables import code, page, table
+from tests.reference.tables import code, either, page, table
 
 
 def commands() -> str:
@@ -35,8 +35,10 @@ def _command(command: DescribedCommand) -> str:
 def _row(option: DescribedOption) -> tuple[str, str, str]:
     name = "<br>".join(map(code, option.flags[:-1])) + "<br>" * (len(option.flags) > 1)
     last = option.flags[-1:]
-    name += code(" ".join(filter(None, (*last, option.value))))
-    notes = [option.bounds]
+    choices = option.value.split("|")
+    value = option.value if len(choices) == 1 else ""
+    name += code(" ".join(filter(None, (*last, value))))
+    notes = [option.bounds, "" if value else either(list(map(code, filter(None, choices))))]
     if option.repeats and option.flags and "repeat" not in option.text.lower():
         notes.append("may be repeated")
     note = ", ".join(filter(None, notes))
