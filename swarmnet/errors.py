@@ -13,7 +13,8 @@
     ├── NotNow                 nobody's mistake: what was asked for may be had later
     ├── TransportError         the link, not what was said over it
     │   ├── Unreachable        no address of the peer answers
-    │   │   └── WrongProtocol  something answers there that opens no channels of ours
+    │   │   ├── WrongProtocol  something answers there that opens no channels of ours
+    │   │   └── Gone           it answered before, and does not any more
     │   ├── ChannelClosed      the channel broke while a call was open
     │   └── DeadlineExceeded   the peer did not answer in time
     ├── ProtocolViolation      theirs: what arrived breaks the protocol
@@ -46,6 +47,9 @@ def one_line(error: object, most: int = 200) -> str:
 
 class SwarmnetError(Exception):
     """The root of the tree."""
+
+    peer_id: str = ""
+    """Of the peer whose call failed so; empty where no peer was called."""
 
 
 class UserError(SwarmnetError):
@@ -100,6 +104,10 @@ class Unreachable(TransportError):
 
 class WrongProtocol(Unreachable):
     """Something answers at the address, and does not speak this protocol: no waiting helps."""
+
+
+class Gone(Unreachable):
+    """The peer answered before, and has fallen silent."""
 
 
 class ChannelClosed(TransportError):

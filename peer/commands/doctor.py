@@ -26,6 +26,7 @@ from peer.commands.doctor_report import report
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
 from peer.options import DoctorOptions
+from swarmnet.causes import Failures, told
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import (
@@ -61,6 +62,7 @@ CHECKPOINTS_KEPT = 3
 MAX_CLOCK_ERROR_S = 30.0
 SLOW_UPLOAD_BYTES_PER_S = 250_000
 PROBE_TIMEOUT_S = 40.0
+MAX_WHY_CHARS = 500
 TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/|$)")
 """The host and port of an address."""
 GIB, MIB = 1 << 30, 1 << 20
@@ -287,7 +289,7 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
             shares_port=True,
         )
         try:
-            more, spec = await _ask(asking.transport, addresses, second.port, options)
+            more, spec = await ask_run(asking.transport, addresses, second.port, options)
             return found + more, spec
         finally:
             await asking.transport.close()
@@ -295,7 +297,7 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
         await listening.transport.close()
 
 
-async def _ask(
+async def ask_run(
     transport: ChannelTransport, own: Sequence[str], second: int, options: DoctorOptions
 ) -> tuple[list[Finding], RunSpec | None]:
     """`own`, `second`: the addresses of the identity that listens, and its port for direct
@@ -306,9 +308,13 @@ async def _ask(
         began = time.perf_counter()
         peer_id = await dial_any(transport, given)
         dial_s = time.perf_counter() - began
-        spec = await fetch_run(transport, peer_id)
     except UserError as e:
-        return [await look_out(str(e)[:300], given)], None
+        return [await look_out(str(e)[:MAX_WHY_CHARS], given)], None
+    try:
+        spec = await fetch_run(transport, peer_id)
+    except UserError as e:  # the way is open: what is wrong is at its other end
+        why, _, mend = str(e)[:MAX_WHY_CHARS].rpartition("; ")
+        return [Finding(OUT, BAD, why, mend)], None
     text = f"peer {peer_id[-8:]} of {spec.name!r} answered in {1000 * dial_s:.0f} ms"
     found = [Finding(OUT, GOOD, text)]
     transport.set_run(spec.run_id)
@@ -327,7 +333,8 @@ async def _ask(
         try:
             found += await check
         except SwarmnetError as e:
-            found.append(Finding("the peer", SKIPPED, f"did not help: {e}", "try another peer"))
+            mend = Failures([e]).mend or "try another peer"
+            found.append(Finding("the peer", SKIPPED, f"did not help: {told(e)}", mend))
     return found, spec
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from peer.commands.doctor_reach import explain, standing
 from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding
+from swarmnet.causes import Failures
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.identity import verify
 from swarmnet.methods.contact import PING, RELAY_RESERVE
@@ -115,20 +116,20 @@ async def _check_relay(
         return Finding(
             "relay", GOOD, "not needed: this machine can be dialled, and can relay itself"
         )
-    reasons = []
+    failures = Failures()
     offering = 0
     for peer_id in list(dict.fromkeys(candidates))[:MAX_ASKED_FOR_RELAY]:
         try:
             await call(transport, peer_id, RELAY_RESERVE, Message(), timeout_s=ASK_TIMEOUT_S)
             offering += 1
         except SwarmnetError as e:
-            reasons.append(str(e)[:120])
+            failures.add(e, peer_id)
     if offering:
         text = (
             f"{offering} of the peers asked give this machine a place: others reach it through them"
         )
         return Finding("relay", GOOD, text)
-    why = reasons[0] if reasons else "nobody to ask"
+    why = failures.told() or "nobody to ask"
     mend = "ask somebody whose machine can be dialled to start a peer without --no-relay"
     return Finding("relay", WARNING, f"no peer gives this machine a place ({why})", mend)
 

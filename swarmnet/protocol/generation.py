@@ -15,16 +15,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from swarmnet.errors import (
-    Busy,
-    NoRoute,
-    NotNow,
-    NotReady,
-    Refused,
-    Stale,
-    SwarmnetError,
-    UserError,
-)
+from swarmnet.causes import Failures
+from swarmnet.errors import Busy, NoRoute, NotReady, Refused, Stale, SwarmnetError
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.rate import RateLimiter
@@ -252,6 +244,8 @@ class Found:
 
     error: SwarmnetError = field(default_factory=lambda: NoRoute("nobody was asked"))
     """Of the last one that has none."""
+    failures: Failures = field(default_factory=Failures)
+    """Of all that have none."""
     peers: list[str] = field(default_factory=list)
     """Those that have one."""
     offers: list[int] = field(default_factory=list)
@@ -264,6 +258,7 @@ class Found:
     def refused(self, error: SwarmnetError) -> None:
         """A replica opened none."""
         self.error = error
+        self.failures.add(error)
         if not isinstance(error, (Stale, NotReady)):
             return
         theirs = error.details.get("round")
@@ -285,15 +280,17 @@ def newest_common(rounds: Sequence[Collection[int]]) -> int:
 
 
 def gives_up(found: Sequence[Found], waited_s: float) -> None:
-    """Raises `UserError` where a stage without a session refuses, `NotNow` where another reason
-    lasts: after `waited_s` seconds it is of no use to ask again."""
+    """Raises `UserError` where a stage without a session refuses (`InviteError` where that is for
+    want of an invite), `NotNow` where another reason lasts: after `waited_s` seconds it is of no
+    use to ask again."""
     for k, stage in enumerate(found):
         if stage.peers:
             continue
+        failures = stage.failures or Failures([stage.error])
         if isinstance(stage.error, Refused) and waited_s >= REFUSED_S:
-            raise UserError(f"stage {k} does not write: {stage.error}")
+            raise failures.as_error(f"stage {k} does not write")
         if waited_s >= PATIENCE_S:
-            raise NotNow(f"stage {k} does not write now: {stage.error}; try again")
+            raise failures.as_error(f"stage {k} does not write now")
 
 
 def next_offer(found: Sequence[Found]) -> int | None:

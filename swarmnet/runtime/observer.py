@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarmnet.errors import AddressError, ProtocolViolation
+from swarmnet.causes import Failures
+from swarmnet.errors import AddressError, NotNow, ProtocolViolation, SwarmnetError
 from swarmnet.identity import Identity as Key
 from swarmnet.methods.microbatch import LOGITS, InferReply, InferRequest
 from swarmnet.parsing.frames import given
@@ -19,7 +20,7 @@ from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.admission import admission_of, admit
 from swarmnet.runtime.compose import run_settings
-from swarmnet.runtime.joining.find import WaysIn, find_run, read_addresses
+from swarmnet.runtime.joining.find import Backoff, WaysIn, find_run, read_addresses
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.runtime.options import TransportName
@@ -80,6 +81,7 @@ class Observer:
         key = Key.generate()
         net = await open_net(transport, key, host=host, port=0, announce=())
         ways = WaysIn(KnownPeers(Path()), addresses)
+        failures = Failures()
         try:
             async with asyncio.timeout(patience_s):
                 if patience_s is not None:
@@ -110,11 +112,12 @@ class Observer:
                     admission=admission_of(spec),
                     bounds=run_settings(spec).bounds,
                 )
-                await gossip.reconcile(neighbour)
+                await _hear(gossip, neighbour, patience_s, failures)
                 return cls(spec, gossip, net.transport, ways)
         except TimeoutError:
             await net.transport.close()
-            raise AddressError(f"no answer within {patience_s:.0f} s") from None
+            why = failures.told() or "try again"
+            raise AddressError(f"no answer within {patience_s:.0f} s; {why}") from None
         except BaseException:
             await net.transport.close()
             raise
@@ -157,14 +160,18 @@ class Observer:
         """The run's files, by name. Raises `SwarmnetError` where nobody gives one."""
         now = asyncio.get_running_loop().time()
         peers = [r.peer_id for r in self.view.live(now) if r.is_replica]
-        return given(
-            {
-                name: await fetch_file(
-                    self.transport, peers, about.sha256, about.size, self.gossip.rng
+        found = {}
+        for name, about in self.spec.files.items():
+            if not peers:
+                raise NotNow(f"the run's {name} is not to be had: no peer of the run serves now")
+            failures, rng = Failures(), self.gossip.rng
+            try:
+                found[name] = await fetch_file(
+                    self.transport, peers, about.sha256, about.size, rng, failures
                 )
-                for name, about in self.spec.files.items()
-            }
-        )
+            except SwarmnetError:
+                raise failures.as_error(f"the run's {name} is not to be had") from None
+        return given(found)
 
     async def close(self) -> None:
         """Leaves; nobody notices."""
@@ -176,6 +183,23 @@ class Observer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def _hear(
+    gossip: Gossip, neighbour: str, patience_s: float | None, failures: Failures
+) -> None:
+    """The records that a peer of the run has: without them nothing is known of it. `failures`:
+    takes why it gives none. Raises `UserError` which says so."""
+    backoff = Backoff(None if patience_s is None else patience_s / 2)
+    while True:
+        try:
+            return await gossip.exchange(neighbour)
+        except SwarmnetError as e:
+            failures.add(e, neighbour)
+            failed = failures.as_error("nothing is known of the run's peers", AddressError)
+            if not isinstance(failed, AddressError):
+                raise failed from None
+        await backoff.wait(str(failed))
 
 
 TEMPERATURE = 0.7

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarmnet.causes import Failures
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.files import write_whole
 from swarmnet.methods.records import GOSSIP, GossipRequest
@@ -99,7 +100,7 @@ class RunFiles:
 
     async def fetch(self, transport: Transport, peer_ids: Sequence[str]) -> None:
         """Gets what is missing from others: those named, and where that takes long those that they
-        know. Raises `AddressError`."""
+        know. Raises `UserError`."""
         givers, rng = list(peer_ids), random.Random()
         looking = asyncio.ensure_future(_add_others(transport, peer_ids, givers))
         try:
@@ -107,10 +108,14 @@ class RunFiles:
                 if self.read(about.sha256) is not None:
                     continue
                 log.info("fetching the run's %s, %d bytes", name, about.size)
+                failures = Failures()
                 try:
-                    data = await fetch_file(transport, givers, about.sha256, about.size, rng)
-                except SwarmnetError as e:
-                    raise AddressError(f"the run's {name} is not to be had: {e}") from None
+                    data = await fetch_file(
+                        transport, givers, about.sha256, about.size, rng, failures
+                    )
+                except SwarmnetError:
+                    what = f"the run's {name} is not to be had"
+                    raise failures.as_error(what, AddressError) from None
                 self.save({name: data})
         finally:
             looking.cancel()

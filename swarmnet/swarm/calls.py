@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from swarmnet.errors import Busy, ProtocolViolation
+from swarmnet.errors import Busy, ProtocolViolation, SwarmnetError
 from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.base import Request, Transport
@@ -37,7 +37,7 @@ async def call(
     on_progress: Callable[[Message[Any]], None] | None = None,
 ) -> Message[ReplyT]:
     """As `Transport.call`. A reply of another form than the method's is a `ProtocolViolation`, and
-    a progress message of another form is not heard."""
+    a progress message of another form is not heard. What it raises names the peer."""
     hear = None
     if on_progress is not None:
 
@@ -49,10 +49,14 @@ async def call(
                 return
             on_progress(decoded)
 
-    reply = await transport.call(
-        peer_id, method.name, message, timeout_s=timeout_s, on_progress=hear
-    )
-    return method.reply_in(reply)
+    try:
+        reply = await transport.call(
+            peer_id, method.name, message, timeout_s=timeout_s, on_progress=hear
+        )
+        return method.reply_in(reply)
+    except SwarmnetError as e:
+        e.peer_id = peer_id
+        raise
 
 
 def notify(

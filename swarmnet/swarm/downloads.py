@@ -9,6 +9,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from swarmnet.causes import Failures
 from swarmnet.errors import Busy, NotReady, Stale, SwarmnetError
 from swarmnet.protocol.least_rate import LeastRate
 from swarmnet.protocol.moments import NEVER, Deadline, Since
@@ -70,9 +71,11 @@ class _Asked(Generic[PieceT]):
 class Downloads:
     """Asks for pieces, and learns who gives them."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, failures: Failures | None = None) -> None:
+        """`failures`: takes why peers do not give what they were asked for."""
         self._rng = rng
         self._least = LeastRate()
+        self.failures = Failures() if failures is None else failures
 
     async def piece(
         self,
@@ -101,11 +104,13 @@ class Downloads:
                         piece = task.result()
                     except SwarmnetError as e:
                         asked.failed(giver, e, loop.time())
+                        self.failures.add(e, giver)
                         error = e
                         if isinstance(e, Stale):
                             raise
                         self._least.in_vain(giver, is_busy=isinstance(e, Busy))
                         continue
+                    self.failures.answered(giver)
                     self._least.came(giver, num_bytes, since.s(loop.time()))
                     for slow in asked.givers():
                         self._least.in_vain(slow)

@@ -296,7 +296,7 @@ class Peer:
 
     async def run(self, neighbours: list[str]) -> None:
         """Joins through `neighbours` (peer ids with known addresses; none for the first peer of a
-        run), serves until `stop()`, leaves. Raises `Unreachable` where no neighbour answers."""
+        run), serves until `stop()`, leaves. Raises `SwarmnetError` where no neighbour answers."""
         self.transport.set_run(self.identity.run_id)
         self.gossip.update(addresses=tuple(self.transport.addresses()[:MAX_ADDRESSES]))
         gossiping = self._tasks.start(self.gossip.run())

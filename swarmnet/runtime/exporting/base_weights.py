@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnet.causes import Failures
 from swarmnet.errors import SpecError, SwarmnetError, UserError
 from swarmnet.ports import Worker
 from swarmnet.runtime.run_files import WEIGHTS, RunFiles
@@ -116,8 +116,9 @@ async def _one(
         now = asyncio.get_running_loop().time()
         live = gossip.view.live(now)
         # Replicas of the stage have it; whoever has the model's folder has all.
+        failures = Failures()
         for record in sorted(live, key=lambda r: r.stage != stage):
-            with suppress(SwarmnetError):
+            try:
                 return await fetch_initial(
                     transport,
                     record.peer_id,
@@ -128,7 +129,10 @@ async def _one(
                     size,
                     WaitLimits().fetch_timeout_s,
                 )
-    what = "ask again when more peers are there"
+            except SwarmnetError as e:
+                failures.add(e, record.peer_id)
+    mend = "ask again when more peers are there"
     if not weights.adapts_ended:
-        what = "name the model's folder with --weights"
-    raise UserError(f"no peer gives the base of stage {stage}; {what}")
+        mend = "name the model's folder with --weights"
+    what = f"no peer gives the base of stage {stage}; {mend}"
+    raise failures.as_error(what, UserError) if failures else UserError(what)

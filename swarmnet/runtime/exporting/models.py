@@ -149,7 +149,10 @@ async def fetch_trained(
             return Trained(spec, round_index, _named(spec, shards), held_out=held_out)
         if wanted.round is not None or wanted.best:
             what = "a measured round" if wanted.best else f"round {wanted.round}"
-            raise UserError(f"no peer has {what} saved; see --state-dir, or leave the option out")
+            why = f" ({said})" if (said := fetch.failures.told()) else ""
+            raise UserError(
+                f"no peer has {what} saved{why}; see --state-dir, or leave the option out"
+            )
         try:
             round_index, named = await fetch_named(spec, transport, gossip)
         except RoundsPassed:

@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarmnet.causes import Failures, cause_of
 from swarmnet.errors import (
     AddressError,
+    NotReady,
     SpecError,
     SwarmnetError,
     UserError,
     WrongAddress,
-    WrongProtocol,
-    WrongVersion,
+    WrongRun,
 )
 from swarmnet.files import lines_of, text_of
 from swarmnet.protocol.dialing.addresses import by_peer, in_turns, peer_of
@@ -174,14 +175,22 @@ async def dial_any(
 
 
 def _as_error(failed: NoneAnswers) -> UserError:
-    """In one line; what no waiting mends comes before what it may."""
-    for address, e in failed.reasons.items():
-        if isinstance(e, (WrongVersion, WrongProtocol)):
-            return UserError(f"{address}: {e}")
+    """In one line, with what to do; what no waiting mends comes before what it may."""
+    for e in failed.reasons.values():
         if isinstance(e, UserError) and not isinstance(e, AddressError):
             return e
-    parts = [f"{address}: {e}" for address, e in failed.reasons.items()]
-    return AddressError(listed(parts, "; ", MAX_REASON_CHARS) or "no address was given")
+    causes = {address: cause_of(e) for address, e in failed.reasons.items()}
+    for address, cause in causes.items():
+        if cause is not None and cause.lasts:
+            e = failed.reasons[address]
+            return UserError(f"{address}: {cause.says} ({e}); {cause.mend}")
+    parts = [
+        f"{address}: {e}" if cause is None else f"{address}: {cause.says} ({e})"
+        for (address, e), cause in zip(failed.reasons.items(), causes.values(), strict=True)
+    ]
+    mend = Failures(failed.reasons.values()).mend
+    text = listed(parts, "; ", MAX_REASON_CHARS) or "no address was given"
+    return AddressError(f"{text}; {mend}" if mend else text)
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
@@ -301,7 +310,7 @@ async def find_living(
         peer_id = await transport.dial(address, timeout_s=REJOIN_S)
         reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_S)
         if reply.run_id != run_id:
-            raise SwarmnetError("it trains another run")
+            raise WrongRun("it trains another run")
         return peer_id
 
     met = known.addresses() if known.run_id == run_id else []
@@ -348,10 +357,10 @@ async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:
     """The spec of the run that a peer belongs to, its hash checked."""
     try:
         reply = await fetch_spec(transport, peer_id)
-    except WrongVersion as e:
-        raise UserError(str(e)) from None
+    except NotReady as e:  # of a peer that is in no run yet
+        raise AddressError(f"the run is not known yet: {Failures([e]).told()}") from None
     except SwarmnetError as e:
-        raise AddressError(f"peer {peer_id[-8:]} does not tell its run: {e}") from None
+        raise Failures([e]).as_error("the peer does not tell its run", AddressError) from None
     try:
         spec = RunSpec.from_canonical(reply.spec)
     except SpecError as e:

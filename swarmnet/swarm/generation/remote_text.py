@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from swarmnet.causes import Failures, told
 from swarmnet.errors import (
     Busy,
     NoRoute,
@@ -263,7 +264,7 @@ class RemoteText:
         """A pass through one stage, at whichever replica does it."""
         stage = self._stages[k]
         stage.give(array)
-        why: SwarmnetError = NoRoute("nobody was asked")
+        failures = Failures()
         may_pass = False
         for _ in range(MAX_TRIES):
             try:
@@ -271,14 +272,14 @@ class RemoteText:
             except NotNow:
                 raise
             except SwarmnetError as e:
-                why = e
+                failures.add(e)
                 may_pass |= type(e) is not RemoteError  # which says that the pass itself fails
                 self._failed(stage.peers[0], e)
                 self._end(k, stage.peers.pop(0))
                 await self._replace(k, e)
         if not may_pass:
-            raise UserError(f"stage {k} does not write: {why}")
-        raise NotNow(f"stage {k} does not write now: {why}; try again")
+            raise UserError(f"stage {k} does not write: {failures.told()}")
+        raise NotNow(f"stage {k} does not write now: {failures.told()}")
 
     async def _pass(
         self, k: int, peer_id: str, position: int, array: Array, num_logits: int
@@ -369,7 +370,7 @@ class RemoteText:
 
     def _check_time(self, why: SwarmnetError) -> None:
         if self._until.is_over(asyncio.get_running_loop().time()):
-            raise NotNow(f"the text was not done in {LONGEST_S:.0f} s: {why}")
+            raise NotNow(f"the text was not done in {LONGEST_S:.0f} s: {told(why)}")
 
     def _say(self, line: str) -> None:
         if line not in self._told:

@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from swarmnet.causes import Failures
 from swarmnet.errors import Busy, NotReady, ProtocolViolation
 from swarmnet.methods.contact import SPEC, SpecReply
 from swarmnet.methods.state import RUN_FILE, FileReply, FileRequest
@@ -101,12 +102,17 @@ def _reply(size: int, part: bytes) -> Message[FileReply]:
 
 
 async def fetch_file(
-    transport: Transport, givers: Sequence[str], sha256: str, size: int, rng: random.Random
+    transport: Transport,
+    givers: Sequence[str],
+    sha256: str,
+    size: int,
+    rng: random.Random,
+    failures: Failures | None = None,
 ) -> bytes:
     """A file of the run, from some peers, checked; others may be added to `givers` meanwhile. Its
     parts come from any of them; where they do not make the file, all of it from one. Raises
-    `SwarmnetError` where they do not give it."""
-    downloads = Downloads(rng)
+    `SwarmnetError` where they do not give it; `failures` takes why, of each."""
+    downloads = Downloads(rng, failures)
 
     async def part_from(giver: str) -> bytes:
         return await _ask(transport, giver, FileRequest(sha256, len(data)), size)

@@ -189,10 +189,12 @@ class WeightService:
 
     def _say(self, reason: str) -> None:
         if self._said.is_due(asyncio.get_running_loop().time(), SAY_EVERY_S):
+            why = self._downloads.failures.told()
             log.warning(
                 "waiting: %s; a peer that has the model's folder gives them (--weights FOLDER), or "
-                "the one that began the run",
+                "the one that began the run%s",
                 reason,
+                f" ({why})" if why else "",
             )
 
     def _say_once(self, error: UserError) -> None:

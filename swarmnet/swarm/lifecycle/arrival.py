@@ -8,7 +8,8 @@ import logging
 import random
 from dataclasses import dataclass
 
-from swarmnet.errors import Unreachable, UserError, WrongRun
+from swarmnet.causes import Failures
+from swarmnet.errors import SwarmnetError, UserError, WrongRun
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import JOINING, OBSERVER_STAGE
 from swarmnet.protocol.membership.seats import stages_beside
@@ -23,6 +24,7 @@ from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 
 log = logging.getLogger("swarmnet.peer")
 
+NOBODY_TELLS = "no known peer of the run tells who is in it"
 MEET_S = PATIENCE_S
 """How long a newcomer tries to reach any of the peers that it was told of."""
 CLAIM_S = 0.5
@@ -32,24 +34,28 @@ newcomers of one moment that all take the same stage (tests/swarm/membership/tes
 
 async def meet(gossip: Gossip, neighbours: list[str]) -> None:
     """Hears of the run from at least one neighbour, where there are any. A peer that is cut off
-    from all of them would otherwise begin the run anew, alone. Raises `Unreachable` where none
-    answers within `MEET_S`, `WrongRun` where the only one belongs to another run."""
+    from all of them would otherwise begin the run anew, alone. Raises `UserError` or
+    `NotNow` where none answers within `MEET_S`, or the only one belongs to another run."""
     loop = asyncio.get_running_loop()
     end = Deadline.after(loop.time(), MEET_S)
-    met = not neighbours
+    met, failures = not neighbours, Failures()
     while not met:
         for peer_id in list(neighbours):
             try:
-                met = await gossip.reconcile(peer_id) or met
+                await gossip.exchange(peer_id)
+                met = True
             except WrongRun as e:
+                failures.add(e, peer_id)
                 if len(neighbours) == 1:
-                    raise
+                    raise failures.as_error(NOBODY_TELLS) from None
                 log.warning("%s is not asked any more: %s", peer_id[-8:], e)
                 neighbours = [p for p in neighbours if p != peer_id]
+            except SwarmnetError as e:
+                failures.add(e, peer_id)
         # Found otherwise, meanwhile; not by another newcomer that is alone too.
         met = met or any(r.is_replica for r in gossip.view.live(loop.time()))
         if not met and end.is_over(loop.time()):
-            raise Unreachable("none of the known peers of the run answers")
+            raise failures.as_error(NOBODY_TELLS)
         if not met:
             await asyncio.sleep(LOOK_AGAIN_S)
 

@@ -76,7 +76,18 @@ class AntiEntropy:
         return partner(self._view, self._transport.connected(), self._rng, now)
 
     async def reconcile(self, peer_id: str, timeout_s: float = RECONCILE_S) -> bool:
-        """Exchanges records with one peer; False where it cannot be reached. Raises `WrongRun`."""
+        """Exchanges records with one peer; False where that fails. Raises `WrongRun`."""
+        try:
+            await self.exchange(peer_id, timeout_s)
+        except WrongRun:
+            raise
+        except SwarmnetError as e:
+            log.debug("gossip with %s: %s", peer_id[-8:], e)
+            return False
+        return True
+
+    async def exchange(self, peer_id: str, timeout_s: float = RECONCILE_S) -> None:
+        """Exchanges records with one peer. Raises `SwarmnetError`."""
         self._own.seal_if_due()
         request = GossipRequest(stamps=self._stamps(), suspicions=self._liveness.suspicions())
         try:
@@ -85,13 +96,10 @@ class AntiEntropy:
             ask = self._liveness.call_while_live if is_live else partial(call, self._transport)
             reply = await ask(peer_id, GOSSIP, Message(request), timeout_s=timeout_s)
             theirs = reply.body
-        except WrongRun:
-            raise
         except SwarmnetError as e:
-            log.debug("gossip with %s: %s", peer_id[-8:], e)
             if not isinstance(e, RemoteError):  # which is an answer
                 self._unreached.tell(peer_id)
-            return False
+            raise
         self._liveness.answered(peer_id)
         try:
             await self._records.take_all(peer_id, theirs.records, is_asked=True)
@@ -102,7 +110,6 @@ class AntiEntropy:
         wanted = self._fitting(theirs.wanted)
         if wanted:
             notify(self._transport, peer_id, RECORDS, Message(Records(records=wanted)))
-        return True
 
     async def hear_from(self, peer_id: str, timeout_s: float) -> None:
         """As `reconcile`, where it does not matter whether that works."""

@@ -138,7 +138,7 @@ class CallerChecks:
         if row.caller is Caller.RUN:
             return
         if not self.is_admitted(envelope.remote):
-            raise Refused("this run is closed, and you have shown no valid invite")
+            raise Refused("this run is closed, and you have shown no valid invite", closed=True)
         if row.caller in STATES_OF and row.caller is not Caller.REPLICA:
             if self._served is None:
                 raise NotReady("this peer serves no stage")

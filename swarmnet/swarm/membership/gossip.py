@@ -196,8 +196,12 @@ class Gossip:
         return self._pace.spread_s
 
     async def reconcile(self, peer_id: str, timeout_s: float = RECONCILE_S) -> bool:
-        """Exchanges records with one peer; False where it cannot be reached. Raises `WrongRun`."""
+        """Exchanges records with one peer; False where that fails. Raises `WrongRun`."""
         return await self._exchange.reconcile(peer_id, timeout_s)
+
+    async def exchange(self, peer_id: str, timeout_s: float = RECONCILE_S) -> None:
+        """The same. Raises `SwarmnetError` where it fails."""
+        await self._exchange.exchange(peer_id, timeout_s)
 
     async def catch_up(self) -> None:
         """Hears what was urgent in the last moments: in a large swarm from one of those peers that

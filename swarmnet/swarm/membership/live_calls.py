@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swarmnet.errors import DeadlineExceeded, Unreachable
+from swarmnet.errors import DeadlineExceeded, Gone, SwarmnetError
 from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.protocol.membership.failure_detector import ALIVE, LateCallees, State
 from swarmnet.protocol.membership.view import View
@@ -61,7 +61,7 @@ class LiveCalls:
         0 where that is unknown, infinity for a callee that is asked in another way."""
         loop = asyncio.get_running_loop()
         if not self._is_live(peer_id, loop.time()):
-            raise Unreachable(f"{peer_id[-8:]} does not answer")
+            raise _of(peer_id, Gone(f"{peer_id[-8:]} does not answer"))
         try:
             async with asyncio.timeout(None) as scope:
                 deadline = Deadline.after(self._awake_s(), timeout_s)
@@ -80,8 +80,8 @@ class LiveCalls:
             self._transport.traffic.add_failed_call(method.name)
             if call.is_late:
                 text = f"{method.name}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
-                raise DeadlineExceeded(text) from None
-            raise Unreachable(f"{peer_id[-8:]} has fallen silent") from None
+                raise _of(peer_id, DeadlineExceeded(text)) from None
+            raise _of(peer_id, Gone(f"{peer_id[-8:]} has fallen silent")) from None
         finally:
             if call.timer is not None:
                 call.timer.cancel()
@@ -124,6 +124,11 @@ class LiveCalls:
             return
         call.is_late = True
         _end(call)
+
+
+def _of(peer_id: str, error: SwarmnetError) -> SwarmnetError:
+    error.peer_id = peer_id
+    return error
 
 
 def _end(call: _Call) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 
 import xxhash
 
+from swarmnet.causes import Failures, is_closed
 from swarmnet.errors import ProtocolViolation, Stale, SwarmnetError, UserError
 from swarmnet.methods.state import FETCH_PARAMETERS, FetchRequest
 from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
@@ -55,7 +56,8 @@ async def fetch_model(
 ) -> tuple[int, list[list[Array]]]:
     """The round, and for every stage its shards (flat fp32). `shard_sizes`: elements of each shard
     of each stage. Raises `UserError` where a stage is not served, and `RoundsPassed`."""
-    downloads = Downloads(rng)
+    failures = Failures()
+    downloads = Downloads(rng, failures)
     for _ in range(MAX_TRIES):  # rounds that pass under a download
         model = await _common_model(gossip, shard_sizes)
         at_once = asyncio.Semaphore(limits.max_fetching)
@@ -75,6 +77,8 @@ async def fetch_model(
             for task in fetching:
                 task.cancel()
             await asyncio.gather(*fetching, return_exceptions=True)
+    if any(is_closed(e) for e in failures):
+        raise failures.as_error("the model is not given")
     raise RoundsPassed(
         f"the run made {MAX_TRIES} updates while the model was on its way, and no peer has saved "
         "one; export from the peers' --state-dir, or when the run is done"
@@ -148,7 +152,8 @@ async def _fetch(
                 await asyncio.sleep(LOOK_AGAIN_S)
     if isinstance(error, Stale):
         raise error
-    raise UserError(f"shard {j} of stage {k} is not to be had: {error}")
+    what = f"shard {j} of stage {k} is not to be had"
+    raise (downloads.failures or Failures([error])).as_error(what, UserError)
 
 
 def _are_past(gossip: Gossip, donors: Sequence[Record]) -> bool:

@@ -15,13 +15,14 @@ from typing import Protocol
 
 import xxhash
 
+from swarmnet.causes import Failures, is_closed
 from swarmnet.errors import (
     Busy,
+    Gone,
     NotReady,
     Stale,
     SwarmnetError,
     TransportError,
-    Unreachable,
     UserError,
 )
 from swarmnet.methods.state import (
@@ -34,6 +35,7 @@ from swarmnet.methods.state import (
     SavedRound,
 )
 from swarmnet.ports import Checkpoints, Worker
+from swarmnet.protocol.generation import REFUSED_S
 from swarmnet.protocol.membership.records import LEFT, OBSERVING, Record
 from swarmnet.protocol.moments import LONG_AGO, NEVER, Deadline
 from swarmnet.protocol.saved_rounds import (
@@ -143,6 +145,8 @@ class SavedModelFetch:
         self._asking: dict[str, asyncio.Task[bool]] = {}
         """By peer, the question that it has not answered yet."""
         self._say_again = Deadline(LONG_AGO)
+        self.failures = Failures()
+        """Why peers do not say what they have saved, or do not give it."""
         self.is_saved = False
         """Some peer keeps checkpoints, if not of a whole round."""
 
@@ -152,13 +156,15 @@ class SavedModelFetch:
         """The round, its shards by stage, and the held-out losses; None where all peers have
         answered, and no round is to be had whole. As long as some have not, waits for them. What
         has come stays in `parts` when this ends otherwise. Raises `UserError` where the run has
-        ended, and what `choose` raises."""
+        ended, and what `choose` raises; `InviteError` where
+        the run is closed to this peer."""
         try:
             while (found := await self._find(choose)) is not None:
                 try:
                     return found.key, await self._fetch(found.offer), found.losses
                 except Stale as e:
-                    told.warning("round %d: %s; looking again", found.key[1], e)
+                    why = self.failures.told() or e
+                    told.warning("round %d: %s; looking again", found.key[1], why)
                     await asyncio.sleep(RETRY_S)
             return None
         finally:
@@ -169,8 +175,10 @@ class SavedModelFetch:
         nobody is left who might have one."""
         loop = asyncio.get_running_loop()
         patience = Deadline.after(loop.time(), PATIENCE_S)
+        refused = Deadline.after(loop.time(), REFUSED_S)
         while True:
             silent = await self._ask_all()
+            self._check_admitted(has_waited=refused.is_over(loop.time()))
             begun = await self.worker.run(self.parts.begun)
             match self._saved.decide(
                 choose,
@@ -213,6 +221,13 @@ class SavedModelFetch:
             del self._asking[peer_id]
         return self._saved.silent([r.peer_id for r in holders])
 
+    def _check_admitted(self, *, has_waited: bool) -> None:
+        """Raises `InviteError` where the run is closed to this peer: an own invite may be on its
+        way to those that refuse."""
+        closed = [e for e in self.failures if is_closed(e)]
+        if closed and has_waited and not self.is_saved:
+            raise Failures(closed).as_error("the model is not given")
+
     async def _ask_nobody(self) -> None:
         asking = list(self._asking.values())
         self._asking.clear()
@@ -227,13 +242,15 @@ class SavedModelFetch:
                 self.transport, peer_id, SAVED, Message(SavedRequest(keep)), timeout_s=PATIENCE_S
             )
             self._saved.answered(peer_id, reply.body)
+            self.failures.answered(peer_id)
             self.is_saved = True
             return True
-        except (TransportError, Busy) as e:
-            self._saved.unanswered(peer_id)
-            log.debug("what %s has saved: %s", peer_id[-8:], e)
-            return False
         except SwarmnetError as e:
+            self.failures.add(e, peer_id)
+            if isinstance(e, (TransportError, Busy)) or is_closed(e):
+                self._saved.unanswered(peer_id)
+                log.debug("what %s has saved: %s", peer_id[-8:], e)
+                return False
             self._saved.answered(peer_id, NOTHING)
             log.debug("%s has saved nothing: %s", peer_id[-8:], e)
             return True
@@ -245,8 +262,12 @@ class SavedModelFetch:
         self._say_again = Deadline.after(now, PATIENCE_S)
         names = ", ".join(f"...{peer_id[-8:]}" for peer_id in silent[:NAMED])
         more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+        why = self.failures.told()
         told.warning(
-            "waiting for an answer of %s%s: the others do not have all stages", names, more
+            "waiting for an answer of %s%s: the others do not have all stages%s",
+            names,
+            more,
+            f" ({why})" if why else "",
         )
 
     # ---- its shards -------------------------------------------------------------------------
@@ -290,6 +311,7 @@ class SavedModelFetch:
         """Tries again for a while where a holder cannot give it. Raises `Stale`."""
         loop = asyncio.get_running_loop()
         turn, patience = j, Deadline(NEVER)
+        last: SwarmnetError = NotReady("what came was wrong")
         while not patience.is_over(loop.time()):
             holders = [p for p in offer.holders[k] if self.gossip.view.get(p) is not None]
             if not holders:
@@ -300,10 +322,13 @@ class SavedModelFetch:
             turn += 1
             try:
                 reply = await self._call(peer_id, FetchRequest(offer.key[1], k, j))
-            except NotReady:
+            except NotReady as e:
+                self.failures.add(e, peer_id)
                 self._saved.refused(offer, k, peer_id)
                 continue
             except SwarmnetError as e:
+                self.failures.add(e, peer_id)
+                last = e
                 log.debug("shard %d of stage %d from %s: %s", j, k, peer_id[-8:], e)
                 patience = patience.first(Deadline.after(loop.time(), PATIENCE_S))
                 backlog_s = e.backlog_s if isinstance(e, Busy) else 0.0
@@ -314,7 +339,7 @@ class SavedModelFetch:
                 return values
             log.debug("shard %d of stage %d from %s is wrong", j, k, peer_id[-8:])
             self._saved.refused(offer, k, peer_id)
-        raise Stale("nobody gives it now")
+        raise Stale(f"nobody gives it now: {Failures([last]).told()}")
 
     async def _call(self, peer_id: str, wanted: FetchRequest) -> Message[FetchReply]:
         """Of `saved_shard`. A callee that stands still for some seconds goes on with its answer, so
@@ -327,7 +352,7 @@ class SavedModelFetch:
             while not (await asyncio.wait([calling], timeout=ANSWER_S))[0]:
                 self.gossip.liveness.probe(peer_id)
                 if view.gone_s(peer_id, loop.time()) >= PATIENCE_S:
-                    raise Unreachable(f"{peer_id[-8:]} has fallen silent")
+                    raise Gone(f"{peer_id[-8:]} has fallen silent")
             return calling.result()
         finally:
             calling.cancel()

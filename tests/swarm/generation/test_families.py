@@ -68,7 +68,9 @@ def test_a_family_that_writes_nothing_says_so_and_not_to_try_again(tmp_path: Pat
         start(swarm, None, 2)
         await swarm.until_round(1)
         async with Asker(swarm) as asker:
-            with pytest.raises(UserError, match="stage 0 does not write: this peer writes no tex"):
+            with pytest.raises(
+                UserError, match=r"stage 0 does not write: .*this peer writes no tex"
+            ):
                 await asker.text().extend([1], 1)
 
     in_virtual_time(scenario, spec)
@@ -86,7 +88,9 @@ def test_a_pass_that_fails_everywhere_is_not_to_be_tried_again(
         start(swarm)
         await swarm.until_round(2)
         async with Asker(swarm) as asker:
-            with pytest.raises(UserError, match="stage 0 does not write: ValueError: the layer ca"):
+            with pytest.raises(
+                UserError, match=r"stage 0 does not write: .*ValueError: the layer ca"
+            ):
                 await asker.text().extend([1], 1)
 
     in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2, rounds=2))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from swarmnet.errors import Unreachable, WrongRun
+from swarmnet.errors import NotNow, UserError
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run
@@ -49,7 +49,7 @@ def test_a_newcomer_that_is_cut_off_does_not_begin_alone() -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        with pytest.raises(Unreachable):
+        with pytest.raises(NotNow, match=r"peer \.\.\.gone: not reached"):
             await meet(member(MemoryHub(), "new"), ["gone"])
         assert loop.time() - began >= MEET_S
 
@@ -60,7 +60,7 @@ def test_the_only_neighbour_of_another_run_is_an_error_at_once() -> None:
     async def scenario() -> None:
         hub = MemoryHub()
         newcomer, _ = member(hub, "new"), member(hub, "stranger", OTHER_RUN)
-        with pytest.raises(WrongRun):
+        with pytest.raises(UserError, match=r"peer \.\.\.stranger: in another run"):
             await meet(newcomer, ["stranger"])
 
     run(scenario())

@@ -1,0 +1,408 @@
+"""Each command that asks other peers says which cause it was, of whom, and what to do: every pair
+of command and cause, over the memory transport in virtual time, against peers that fail so."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from peer.commands import doctor
+from peer.commands.dashboard import show_live
+from peer.commands.generate import generate_text
+from peer.commands.invites import issue_invite
+from peer.commands.status import show_status
+from peer.options import DashboardOptions, DoctorOptions, InviteOptions, StatusOptions, TextOptions
+from swarmnet.causes import TABLE, Failures, cause_of, told
+from swarmnet.errors import (
+    REMOTE_ERRORS,
+    Busy,
+    FinalError,
+    InviteError,
+    NoRoute,
+    NotNow,
+    NotReady,
+    Redirect,
+    Refused,
+    RemoteError,
+    Stale,
+    SwarmnetError,
+    TransportError,
+    Unreachable,
+    Unsupported,
+    UserError,
+    WrongProtocol,
+    WrongRun,
+    WrongVersion,
+)
+from swarmnet.identity import Identity
+from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.runtime import observer as observers
+from swarmnet.runtime.exporting.models import export_live
+from swarmnet.runtime.joining.find import find_run
+from swarmnet.runtime.joining.known_peers import KnownPeers
+from swarmnet.runtime.joining.starting import start_run
+from swarmnet.runtime.net import KeySigner, Net
+from swarmnet.runtime.options import default_spec_path
+from swarmnet.runtime.run_files import RunFiles
+from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.simulation.device import InlineWorker
+from swarmnet.spec import FileSpec
+from swarmnet.swarm.initial.files import SpecService
+from swarmnet.swarm.lifecycle.arrival import meet
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.training.models.registry import stage_shard_sizes
+from swarmnet.transport.base import Request
+from swarmnet.transport.libp2p.knocking import Answer, Heard
+from swarmnet.transport.memory import MemoryHub, MemoryTransport
+from swarmnet.wire import Message
+
+RUN = start_run(default_spec_path()).spec
+KEYS = [Identity(bytes([n]) * 32) for n in (1, 2)]
+ADDRESS = f"/ip4/127.0.0.1/tcp/4001/p2p/{KEYS[0].peer_id}"
+LONG_S = 200.0
+"""A command that goes on waiting has said by then what for."""
+
+Fail = Callable[[Request[Any]], Awaitable[Message[Any]]]
+
+
+def answers(error: RemoteError) -> Fail:
+    async def fail(_: Request[Any]) -> Message[Any]:
+        raise error
+
+    return fail
+
+
+async def says_nothing(_: Request[Any]) -> Message[Any]:
+    await asyncio.sleep(1e6)
+    raise AssertionError
+
+
+async def says_nonsense(_: Request[Any]) -> Message[Any]:
+    return Message("nonsense")
+
+
+FAILS: dict[str, Fail] = {
+    "closed": answers(Refused("you have shown none", closed=True)),
+    "version": answers(WrongVersion("it has version 7")),
+    "another_run": answers(WrongRun("this peer trains another")),
+    "unknown": answers(Unsupported("no such method")),
+    "refused": answers(Refused("not that")),
+    "wrong": says_nonsense,
+    "failed": answers(RemoteError("ValueError")),
+    "not_yet": answers(NotReady("still joining")),
+    "past": answers(Stale("round 3 is over")),
+    "no_next": answers(NoRoute("stage 1 has nobody")),
+    "elsewhere": answers(Redirect("ask another")),
+    "busy": answers(Busy("serving others", backlog_s=1.0)),
+    "too_slow": says_nothing,
+}
+"""What a peer does by the code of the cause."""
+OF_THE_LINK: dict[str, SwarmnetError] = {
+    "no_peer": WrongProtocol("no channels of ours"),
+    "unreachable": Unreachable("connection refused"),
+}
+"""Causes that are known before a peer is asked anything."""
+ROWS = {row.code: row for row in TABLE}
+
+
+@dataclass
+class Stage:
+    """What the gate of a replica looks at."""
+
+    index: int
+    num_shards: int
+    largest_shard_bytes: int
+    synced: bool = True
+
+
+class FailingSwarm:
+    """Two peers that know each other, one a stage, which fail in one way at some methods."""
+
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self._gossips = [self._peer(stage, key) for stage, key in enumerate(KEYS)]
+        self._tasks: list[asyncio.Future[None]] = []
+
+    def _peer(self, stage: int, key: Identity) -> Gossip:
+        transport = self.hub.transport(key.peer_id)
+        transport.set_run(RUN.run_id)
+        record = Record(
+            key.peer_id,
+            RUN.run_id,
+            int(time.time() * 1000),
+            1,
+            state=ACTIVE,
+            stage=stage,
+            round=3,
+            digests=bytes(DIGEST_BYTES * len(stage_shard_sizes(RUN, stage))),
+            addresses=(f"/ip4/127.0.0.1/tcp/{4001 + stage}/p2p/{key.peer_id}",),
+        )
+        rng = random.Random(stage)
+        gossip = Gossip(transport, View(key.peer_id), KeySigner(key), record, rng)
+        SpecService(transport, RUN.run_id, RUN.canonical())
+        shards = stage_shard_sizes(RUN, stage)
+        gossip.serves(Stage(stage, len(shards), 4 * max(shards)))
+        return gossip
+
+    async def begin(self, methods: Sequence[str], fail: Fail) -> None:
+        await self._gossips[0].exchange(KEYS[1].peer_id)
+        self._tasks = [asyncio.ensure_future(g.run()) for g in self._gossips]
+        await asyncio.sleep(5.0)
+        for gossip in self._gossips:
+            for method in methods:
+                gossip.transport.handle(method, fail)
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+# ---- the commands -------------------------------------------------------------------------------
+
+Command = Callable[[MemoryHub, Path], Coroutine[Any, Any, str]]
+
+
+async def joins(hub: MemoryHub, folder: Path) -> str:
+    await find_run(hub.transport("joiner"), [ADDRESS], KnownPeers(folder), patience_s=0.0)
+    return ""
+
+
+async def meets(hub: MemoryHub, folder: Path) -> str:
+    key = Identity.generate()
+    transport = hub.transport(key.peer_id)
+    transport.set_run(RUN.run_id)
+    own = Record(key.peer_id, RUN.run_id, 1, 0)
+    gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(0))
+    for method in ("gossip", "records"):  # nor does it hear of the run otherwise
+        transport.handle(method, says_nothing)
+    await meet(gossip, [KEYS[0].peer_id])
+    return ""
+
+
+async def fetches_files(hub: MemoryHub, folder: Path) -> str:
+    files = RunFiles(folder, {"tokenizer.json": FileSpec(sha256="0" * 64, size=10)})
+    await files.fetch(hub.transport("joiner"), [KEYS[0].peer_id])
+    return ""
+
+
+async def looks(hub: MemoryHub, folder: Path) -> str:
+    await show_status(StatusOptions(ADDRESS), Console(file=io.StringIO()))
+    return ""
+
+
+async def shows_page(hub: MemoryHub, folder: Path) -> str:
+    await show_live(DashboardOptions(join=(ADDRESS,), port=0))
+    return ""
+
+
+async def invites(hub: MemoryHub, folder: Path) -> str:
+    Identity.load_or_create(folder / "owner.key")
+    return await issue_invite(InviteOptions(folder / "owner.key", join=(ADDRESS,)))
+
+
+async def exports(hub: MemoryHub, folder: Path) -> str:
+    return await export_live([ADDRESS], folder / "model")
+
+
+async def generates(hub: MemoryHub, folder: Path) -> str:
+    await generate_text(TextOptions("Once", (ADDRESS,)), {})
+    return ""
+
+
+async def is_examined(hub: MemoryHub, folder: Path) -> str:
+    transport = cast(Any, hub.transport("doctor"))
+    transport.own_addresses = lambda: [f"/ip4/198.51.100.1/tcp/1/p2p/{transport.peer_id}"]
+    options = DoctorOptions(join=(ADDRESS,))
+    findings, _ = await doctor.ask_run(transport, ["/ip4/198.51.100.1/tcp/1/p2p/x"], 2, options)
+    return "; ".join(f"{f.found}: {f.mend}" for f in findings)
+
+
+class Disk(InlineWorker):
+    """In place of a thread."""
+
+    def __init__(self, _: str) -> None:
+        super().__init__()
+
+    async def close(self) -> None:
+        """There is none."""
+
+
+FIRST = ("spec",)
+COMMANDS: dict[str, tuple[Command, tuple[str, ...]]] = {
+    "a joining peer asks for the run": (joins, FIRST),
+    "a joining peer asks who is there": (meets, ("gossip",)),
+    "a joining peer asks for files": (fetches_files, ("run_file",)),
+    "status asks for the run": (looks, FIRST),
+    "status asks who is there": (looks, ("gossip",)),
+    "dashboard asks for the run": (shows_page, FIRST),
+    "dashboard asks who is there": (shows_page, ("gossip",)),
+    "invite asks for the run": (invites, FIRST),
+    "invite asks who is there": (invites, ("gossip",)),
+    "export asks for the run": (exports, FIRST),
+    "export asks for the model": (exports, ("saved", "fetch_parameters")),
+    "generate asks for the run": (generates, FIRST),
+    "generate asks for a text": (generates, ("generate",)),
+    "doctor asks for the run": (is_examined, FIRST),
+    "doctor asks for help": (is_examined, ("dial_back", "look_back", "bandwidth", "relay_reserve")),
+}
+"""What people start, and the methods that fail."""
+IN_OTHER_WORDS = {
+    ("export asks for the model", "past"): "updates while the model was on its way",
+}
+"""Rounds that pass under a download are its own cause."""
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "swarmnet")
+    return caplog
+
+
+@pytest.fixture
+def hub_of_net(monkeypatch: pytest.MonkeyPatch) -> list[MemoryHub]:
+    """Observers open their transport in this hub."""
+    hubs: list[MemoryHub] = []
+
+    async def open_net(_: object, key: Identity, **__: object) -> Net:
+        return Net(cast(Any, hubs[0].transport(key.peer_id)), None, None)
+
+    async def beside(work: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        return work(*values, **named)
+
+    monkeypatch.setattr(observers, "open_net", open_net)
+
+    async def knock(_: str, __: int) -> Answer:
+        return Answer(heard=Heard.CLOSED)
+
+    monkeypatch.setattr(doctor, "knock_at", knock)
+    monkeypatch.setattr(asyncio, "to_thread", beside)  # there are no threads in virtual time
+    monkeypatch.setattr("swarmnet.training.device.WorkerThread", Disk)
+    return hubs
+
+
+def said_by(
+    command: Command,
+    hubs: list[MemoryHub],
+    folder: Path,
+    methods: Sequence[str],
+    fail: Fail,
+) -> tuple[str, SwarmnetError | None]:
+    """What a command returns or raises, where it does not wait."""
+
+    async def main() -> tuple[str, SwarmnetError | None]:
+        swarm = FailingSwarm()
+        hubs.append(swarm.hub)
+        await swarm.begin(methods, fail)
+        try:
+            async with asyncio.timeout(LONG_S):
+                return await command(swarm.hub, folder), None
+        except TimeoutError:
+            return "", None
+        except SwarmnetError as e:
+            return str(e), e
+        finally:
+            await swarm.end()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("code", FAILS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_names_the_cause_the_peer_and_what_to_do(
+    name: str,
+    code: str,
+    tmp_path: Path,
+    warned: pytest.LogCaptureFixture,
+    hub_of_net: list[MemoryHub],
+) -> None:
+    command, methods = COMMANDS[name]
+    said, error = said_by(command, hub_of_net, tmp_path, methods, FAILS[code])
+    text = " ".join([said, *(record.getMessage() for record in warned.records)])
+    if other := IN_OTHER_WORDS.get((name, code)):
+        assert other in text
+        return
+    row = ROWS[code]
+    assert row.says in text
+    assert row.mend in text
+    assert KEYS[0].peer_id[-8:] in text
+    assert isinstance(error, (UserError, NotNow)) or not said or error is None
+    if code == "closed" and command is not is_examined:
+        assert isinstance(error, FinalError), "who starts it again hears the same"
+
+
+@pytest.mark.parametrize("code", OF_THE_LINK)
+@pytest.mark.parametrize("name", [n for n, (_, methods) in COMMANDS.items() if methods == FIRST])
+def test_what_is_known_before_a_peer_is_asked(
+    name: str,
+    code: str,
+    tmp_path: Path,
+    warned: pytest.LogCaptureFixture,
+    hub_of_net: list[MemoryHub],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def dial(self: MemoryTransport, address: str, timeout_s: float = 10.0) -> str:
+        raise OF_THE_LINK[code]
+
+    monkeypatch.setattr(MemoryTransport, "dial", dial)
+    said, _ = said_by(COMMANDS[name][0], hub_of_net, tmp_path, (), says_nothing)
+    text = " ".join([said, *(record.getMessage() for record in warned.records)])
+    assert ROWS[code].says in text
+    assert ROWS[code].mend in text
+    assert ADDRESS in text
+
+
+def test_a_peer_that_goes_while_it_is_asked_is_gone(
+    tmp_path: Path, warned: pytest.LogCaptureFixture, hub_of_net: list[MemoryHub]
+) -> None:
+    async def goes(_: Request[Any]) -> Message[Any]:
+        hub_of_net[0].kill(KEYS[0].peer_id)
+        return await says_nothing(_)
+
+    said, _ = said_by(joins, hub_of_net, tmp_path, FIRST, goes)
+    assert ROWS["gone"].says in said
+    assert ROWS["gone"].mend in said
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def test_every_error_of_another_peer_has_a_row() -> None:
+    of_others = {*REMOTE_ERRORS.values(), *TransportError.__subclasses__()}
+    of_others |= set(Unreachable.__subclasses__())
+    for kind in of_others:
+        assert cause_of(kind("x")) is not None, kind
+    assert not any(";" in row.mend for row in TABLE), "it is the last part of a line"
+    assert len({row.code for row in TABLE}) == len(TABLE)
+    assert len({row.says for row in TABLE}) == len(TABLE)
+    assert {*FAILS, *OF_THE_LINK, "gone"} == set(ROWS), "a cause without a test"
+
+
+def test_a_line_names_the_peers_and_what_can_be_mended_first() -> None:
+    failures = Failures()
+    for n in range(5):
+        failures.add(Busy("serving others"), f"peer-number-{n:08d}")
+    failures.add(Refused("none shown", closed=True), "peer-that-refuses")
+    line = failures.told()
+    assert line.startswith("peer ...-refuses: the run is closed")
+    assert "peers ...00000000, ...00000001, ...00000002 and 2 more: busy (serving others)" in line
+    assert line.endswith(TABLE[0].mend)
+    assert isinstance(failures.as_error("no"), InviteError)
+    failures.answered("peer-that-refuses")
+    assert failures.told().endswith(ROWS["busy"].mend)
+    failures.add(Refused("no"), "another-that-refuses")
+    assert isinstance(failures.as_error("no"), NotNow), "others are only busy"
+    assert isinstance(Failures([Refused("no")]).as_error("no"), UserError)
+    assert told(UserError("one line")) == "one line"
+    assert Failures().told() == ""
