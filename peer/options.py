@@ -93,9 +93,9 @@ NotifyOption = Annotated[
 LogToOption = Annotated[
     str,
     typer.Option(
-        metavar="tensorboard:DIR",
-        help="Write charts of the run, by round, into this folder for TensorBoard. A run "
-        "that is started again goes on in the same chart.",
+        metavar="KIND:WHERE",
+        help="Draw charts of the run, by round: tensorboard:DIR, wandb:PROJECT, mlflow:URI or "
+        "trackio:PROJECT. A run that is started again goes on in the same chart.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]

@@ -18,7 +18,7 @@ from peer.observe.report import Reporter, open_page
 from peer.observe.screen import peers_table
 from peer.options import LocalOptions
 from swarmnet.errors import SwarmnetError, UserError
-from swarmnet.observe.charts import Charts, charts_folder
+from swarmnet.observe.charts import Charts
 from swarmnet.observe.notify import check_url, open_notifier
 from swarmnet.observe.text import number, size
 from swarmnet.observe.view_model import Summary
@@ -78,8 +78,7 @@ async def run_local(
             )
         kept = options.state_dir
         metrics = stack.enter_context(open_metrics(options.metrics, append=kept is not None))
-        drawn = charts_folder(options.log_to)
-        charts = None if drawn is None else Charts(drawn, spec)
+        charts = Charts(options.log_to, spec) if options.log_to else None
         notifier = await open_notifier(stack, options.notify, spec)
         reporter = stack.enter_context(
             Reporter(spec, options.screen, metrics, hub, notifier, charts)

@@ -30,14 +30,14 @@ def serve(choices: PeerChoices, limits: LimitOptions, output: OutputOptions) -> 
     from peer.loop import Stopped
     from peer.loop import run as run_in_loop
     from peer.observe.metrics import open_metrics
-    from swarmnet.observe.charts import charts_folder
+    from swarmnet.observe.chart_clients import client_of
     from swarmnet.observe.notify import check_url
     from swarmnet.runtime.run import run_peer
 
     check(choices)
     if output.notify:
         check_url(output.notify)
-    charts_folder(output.log_to)
+    client_of(output.log_to)
     with claimed_state_dir(choices.state_dir) as folder:
         options = PeerOptions(
             **asdict(choices) | {"state_dir": folder},
@@ -101,13 +101,13 @@ def extras(output: OutputOptions, metrics: Any, page: Any) -> list[Extra]:
     async def report(running: RunningPeer) -> Coroutine[Any, Any, None]:
         from peer.disk.state import removable_line
         from peer.observe.report import report_peer
-        from swarmnet.observe.charts import Charts, charts_folder
+        from swarmnet.observe.charts import Charts
 
         def removable() -> str:
             return removable_line(running.options.state_dir, running.spec.run_id)
 
-        folder, notify = charts_folder(output.log_to), output.notify
-        charts = None if folder is None else Charts(folder, running.spec)
+        notify = output.notify
+        charts = Charts(output.log_to, running.spec) if output.log_to else None
         return report_peer(
             running, output.screen, metrics, page, keepers[0], removable, notify, charts
         )

@@ -7,7 +7,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 
 from swarmnet.api.session import Session
-from swarmnet.observe.charts import Charts, charts_folder
+from swarmnet.observe.chart_clients import client_of
+from swarmnet.observe.charts import Charts
 from swarmnet.observe.notify import check_url, open_notifier
 
 
@@ -16,7 +17,7 @@ class Wishes:
     """What a program wants of it."""
 
     log_to: str = ""
-    """`tensorboard:DIR`; empty for no charts."""
+    """`KIND:WHERE`, as `--log-to` takes it; empty for no charts."""
     notify: str = ""
     """An address; empty for no messages."""
 
@@ -26,12 +27,12 @@ async def telling_session(
     opening: Callable[[], AbstractAsyncContextManager[Session]], wishes: Wishes
 ) -> AsyncIterator[Session]:
     """A session that tells. Raises `UserError` before it is opened where it could not."""
-    folder = charts_folder(wishes.log_to)
+    client_of(wishes.log_to)
     if wishes.notify:
         check_url(wishes.notify)
     async with opening() as session, AsyncExitStack() as stack:
-        if folder is not None:
-            charts = Charts(folder, session.spec)
+        if wishes.log_to:
+            charts = Charts(wishes.log_to, session.spec)
             stack.callback(charts.close)
             session.sinks.append(lambda events, model, now: charts.write(events, model))
         notifier = await open_notifier(stack, wishes.notify, session.spec)

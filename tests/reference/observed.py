@@ -86,7 +86,7 @@ def metrics() -> str:
         "not brought yet:",
         table(("metric", "kind", "labels", "meaning"), _metrics(OF_RUN)),
         "## TensorBoard",
-        "`--log-to tensorboard:DIR` of `swarmnet local` and `swarmnet peer` draws these charts, "
+        "`--log-to KIND:WHERE` of `swarmnet local` and `swarmnet peer` draws these charts, "
         "by round. Joined, lost, paused and moved peers stand beside them as text, under "
         "`events`.",
         table(("chart", "meaning"), ((code(name), text) for name, text in CHARTS.items())),
