@@ -36,6 +36,7 @@ from peer.options import (
     SamplingOptions,
     SimulateOptions,
     StatusOptions,
+    StopOptions,
     TextOptions,
 )
 from peer.shell.completion import answer, is_asked
@@ -267,6 +268,14 @@ def invite(options: InviteOptions) -> None:
     if options.spec is None and (options.rounds is not None or options.seed is not None):
         raise UsageError("--rounds and --seed go with --spec")
     say(_run(issue_invite(options)))
+
+
+@command(app, _errors_told)
+def stop(options: StopOptions) -> None:
+    """End a closed run for everybody, as its owner: after a round that all peers save."""
+    from peer.commands.stop import stop_run
+
+    _run(stop_run(options))
 
 
 @command(app, _errors_told)

@@ -655,6 +655,22 @@ class InviteOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class StopOptions:
+    """Which run `swarmnet stop` ends."""
+
+    key: Annotated[
+        Path, typer.Option(metavar="FILE", help="The owner's secret key, which closed the run.")
+    ]
+    join: Annotated[tuple[str, ...], typer.Option(metavar="ADDR", help="Any peer of the run.")]
+    wait: Annotated[
+        bool,
+        typer.Option("--wait/--no-wait", help="Wait until all peers have left; say how far it is."),
+    ] = True
+    transport: TransportOption = "auto"
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
 class DiskOptions:
     """What `swarmnet state` lists, and what it removes."""
 

@@ -24,6 +24,8 @@ MAX_DIAL_BACK = 4
 MAX_ADDRESS_CHARS = 512
 MAX_HOST_CHARS = 64
 MAX_MEETING_WAIT_S = 5.0
+MAX_ORDER_BYTES = 512
+SIGNATURE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,19 @@ class Meeting:
             raise ValueError("a wait that is too long")
 
 
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """The run's owner ends it. `order`: msgpack of `stop_order.StopOrder`; `signature`: by the
+    owner's key."""
+
+    order: bytes
+    signature: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.order) > MAX_ORDER_BYTES or len(self.signature) != SIGNATURE_BYTES:
+            raise ValueError("an order or its signature has an impossible length")
+
+
 SPEC = Method("spec", NoneType, SpecReply, Caller.ANYONE, quota=STRANGERS)
 TICKET = Method("ticket", NoneType, Ticket, Caller.ANYONE, quota=STRANGERS)
 PING = Method("ping", NoneType, NoneType, Caller.ANYONE, quota=STRANGERS)
@@ -187,3 +202,4 @@ BANDWIDTH = Method(
 LOOK_BACK = Method("look_back", LookBackRequest, LookBackReply, Caller.ANYONE, quota=LOOKS)
 RELAY_RESERVE = Method("relay_reserve", NoneType, RelayGrant, Caller.ADMITTED)
 MEET = Method("meet", Meeting, Meeting, Caller.ADMITTED, quota=LOOKS)
+STOP = Method("stop", StopRequest, NoneType, Caller.RUN, quota=STRANGERS)

@@ -13,6 +13,7 @@ from swarmnet.errors import UsageError
 from swarmnet.identity import Identity as Key
 from swarmnet.runtime.admission import Admitted
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches
+from swarmnet.runtime.joining.stopped import keep_stop
 from swarmnet.runtime.net import AGENT, KeySigner
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.state_dir import next_incarnation
@@ -91,6 +92,8 @@ def compose(
         begin_anew=options.begin_anew,
         resource_limits=resource_limits or ResourceLimits(),
         remembered=remembered,
+        owner=spec.security.owner if not admitted.admission.is_open else "",
+        keep_stop=keep_stop(options.state_dir, spec.run_id),
         journal=CountedMicrobatches(options.state_dir / COUNTED_FILE, spec.run_id),
     )
 

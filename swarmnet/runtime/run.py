@@ -23,6 +23,7 @@ from swarmnet.runtime.joining.beside import say_run_beside, tell_run, watch_rend
 from swarmnet.runtime.joining.entry import Entry, enter
 from swarmnet.runtime.joining.past import past_line
 from swarmnet.runtime.joining.ready import ReadyFile
+from swarmnet.runtime.joining.stopped import refuse_stopped
 from swarmnet.runtime.machine import build_machine
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
@@ -66,6 +67,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
     async with AsyncExitStack() as stack:
         entry = await enter(options, stack)
         spec, transport = entry.spec, entry.net.transport
+        await _refuse_stopped(entry, options)
         admitted = admit(spec, entry.key.peer_id, options.invite, options.state_dir)
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
@@ -104,6 +106,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
             tasks.start(watch_rendezvous(transport, options.ready_file, spec.run_id))
         for work in beside:
             tasks.start(work)
+        tasks.start(_stop_when_ordered(running.peer, running.seats.stop))
         if options.exit_when_done:
             tasks.start(stop_when_done(running.peer, spec.optimizer.end, running.seats.stop))
         await running.live()
@@ -280,6 +283,18 @@ async def stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> N
             if measured or not asked or loop.time() - done_at > FINISH_WAIT_S:
                 stop()
                 return
+
+
+async def _refuse_stopped(entry: Entry, options: PeerOptions) -> None:
+    """Raises `FinalError` where the run's owner has ended it."""
+    neighbours = list(await entry.neighbours) if entry.spec.security.owner else []
+    await refuse_stopped(entry.spec, options.state_dir, entry.net.transport, neighbours)
+
+
+async def _stop_when_ordered(peer: Peer, stop: Callable[[], None]) -> None:
+    """Stops this machine's peers when the run's owner has ended it, with the round that is left."""
+    await peer.stopping.until_over()
+    stop()
 
 
 async def _say_past(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import UserError
+from swarmnet.methods.contact import StopRequest
 from swarmnet.ports import Data
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.pace import GossipSettings
@@ -33,6 +34,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import AUTO, DELAYED
 from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.protocol.update.replica_phase import Phase, State
+from swarmnet.stop_order import StopCheck
 from swarmnet.swarm.generation.service import GenerateService
 from swarmnet.swarm.initial.data import DataService, LateData
 from swarmnet.swarm.initial.files import FileService, SpecService
@@ -42,6 +44,7 @@ from swarmnet.swarm.lifecycle.departure import Mover
 from swarmnet.swarm.lifecycle.opening import Openings, Renamed, Speed
 from swarmnet.swarm.lifecycle.served_stage import ServedStage
 from swarmnet.swarm.lifecycle.stand_by import StandBy
+from swarmnet.swarm.lifecycle.stopping import Stopping
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.probes import Probes
@@ -105,6 +108,10 @@ class Peer:
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     remembered: Remembered = dict[str, Sequence[str]]
     """Members that this machine has met before, or was told of."""
+    owner: str = ""
+    """Of a closed run: the peer id of the key that may end it."""
+    keep_stop: Callable[[StopRequest], None] = lambda given: None
+    """Keeps the order that ends the run."""
     on_loss: Callable[[Loss], None] = lambda loss: None
     """Hears of the books that this peer closes for its stage (see
     `protocol.update.lost_samples`)."""
@@ -122,6 +129,12 @@ class Peer:
         machine = self.machine
         FileService(self.transport, machine.file_sizes, machine.read_file, machine.worker)
         Probes(self.transport, self.gossip)
+        self.stopping = Stopping(
+            self.gossip,
+            StopCheck(self.identity.run_id, self.owner),
+            self.settings.stop,
+            self.keep_stop,
+        )
 
     def _build_membership(self) -> None:
         """The bus, and what a restart needs of it."""
@@ -165,7 +178,9 @@ class Peer:
         if disk is not None:
             saved = SavedModels(self.transport, self.gossip, disk.checkpoints, disk.worker)
             rounds, is_measured = self.settings.rounds, self.settings.evaluate_every > 0
-            self.checkpointing = Checkpointing(self.gossip, disk, rounds, is_measured, saved.kept)
+            self.checkpointing = Checkpointing(
+                self.gossip, disk, rounds, is_measured, saved.kept, self.settings.stop
+            )
 
     def _build_pipeline(self) -> None:
         """The way of microbatches."""
@@ -466,6 +481,9 @@ class Peer:
                         served.replica, is_needed=is_alone
                     )
             self._speed.stopped(served.replica.index)
+        else:  # it would say that it joins, after it has said that it left
+            living.cancel()
+            await asyncio.wait((living,))
         if self.feeder is not None:
             self.feeder.leave()
         await self._say_goodbye()

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_SHARDS, record_bytes
 from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.protocol.slots import num_slots_of, sample_indices
-from swarmnet.protocol.sync_modes import ZERO, SyncPlan
+from swarmnet.protocol.sync_modes import NO_END, ZERO, SyncPlan
 from swarmnet.protocol.timing import BULK_S, CONNECT_S, PATIENCE_S, UPKEEP_S
+
+
+class RunEnd:
+    """A round that the run ends with before its time, once its owner has said so."""
+
+    def __init__(self) -> None:
+        self.round = NO_END
+
+    def at(self, round_index: int) -> None:
+        """Ends with this one."""
+        self.round = round_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,13 @@ class RunSettings:
     """First rounds in which exchanges come as soon as they can, whatever the mode."""
     begins_with_moments: bool = False
     """The optimizer's state is not empty at the beginning of the run: another one's goes on."""
+    stop: RunEnd = field(default_factory=RunEnd, compare=False)
+    """Of this peer, as it hears of it."""
+
+    @property
+    def end(self) -> int:
+        """No microbatch of this round, or of one after it, is begun."""
+        return min(self.rounds, self.stop.round)
 
     @property
     def max_record_bytes(self) -> int:

@@ -188,6 +188,8 @@ class Swarm:
     """By round and microbatch id: the replicas that it went through."""
     signer: Callable[[str], Signer] = lambda name: OpenSigner()
     """Of a peer by its name."""
+    owner: str = ""
+    """Peer id of the key that may end the run."""
     is_synthetic: bool = False
     """Without a neural network: for tests that compare no numbers. That each gradient has the
     microbatches which it names is checked at every step (`simulation.stage`)."""
@@ -252,6 +254,7 @@ class Swarm:
             feeds=feeds,
             begin_anew=begin_anew,
             remembered=remembered,
+            owner=self.owner,
             journal=CountedBySwarm(self, journal or Journal()),
         )
         known = list(self.members)[:1] if neighbours is None else list(neighbours)

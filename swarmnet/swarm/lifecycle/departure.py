@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership import assignment
@@ -21,7 +21,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.resource_limits import ResourceLimits
-from swarmnet.swarm.settings import RunSettings, WaitLimits
+from swarmnet.swarm.settings import RunEnd, RunSettings, WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.rounds import Rounds
@@ -48,6 +48,8 @@ class Departure:
     replica: Replica
     rounds: Rounds
     handover: Handover
+    stop: RunEnd = field(default_factory=RunEnd)
+    """The round that the run ends with before its time."""
 
     async def hand_over(self) -> bool:
         """Leaves the stage, be it without a replica; False where something that only this one has
@@ -122,7 +124,7 @@ class Departure:
             inside,
             self.others(ACTIVE),
             self.others(JOINING),
-            num_rounds=self.num_rounds,
+            num_rounds=min(self.num_rounds, self.stop.round),
             alone=alone,
         )
 

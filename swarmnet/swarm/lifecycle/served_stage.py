@@ -80,7 +80,13 @@ class ServedStage:
         )
         gossip.serves(replica)
         self.departure = Departure(
-            gossip, settings.rounds, self.steps, replica, self.rounds, self.handover
+            gossip,
+            settings.rounds,
+            self.steps,
+            replica,
+            self.rounds,
+            self.handover,
+            settings.stop,
         )
 
     def _updates(self) -> Updates:

@@ -170,7 +170,7 @@ class Feeder:
         """Starts as many microbatches as the round still needs of this feeder. Those of a round
         ahead never keep one of the present round from its start."""
         before = [m for m in self.rounds if m.round < mine.round]
-        if mine.round >= self.settings.rounds:
+        if mine.round >= self.settings.end:
             return
         if any(self._next_slot(m) is not None for m in before):
             return
@@ -231,7 +231,7 @@ class Feeder:
 
     def _maybe_seal(self, mine: FedRound, feeds: bool) -> None:
         """Says that this feeder is done with the round, or that it is not after all."""
-        if mine.round >= self.settings.rounds or not mine.has_begun:
+        if mine.round >= self.settings.end or not mine.has_begun:
             return
         now = asyncio.get_running_loop().time()
         count = self.gossip.own.count(mine.round)

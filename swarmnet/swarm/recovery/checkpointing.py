@@ -24,6 +24,7 @@ from swarmnet.protocol.timing import BULK_S
 from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
+from swarmnet.swarm.settings import RunEnd
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.wire import Array
@@ -66,6 +67,8 @@ class Checkpointing:
     """The run measures its held-out loss."""
     kept: KeptRounds = field(default_factory=KeptRounds)
     """Rounds whose checkpoints somebody is fetching."""
+    stop: RunEnd = field(default_factory=RunEnd)
+    """The round that the run ends with before its time."""
 
     def __post_init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -84,7 +87,8 @@ class Checkpointing:
         """A round has opened: saves its beginning when it is due."""
         r = replica.round
         self._hear_losses()
-        if not self._pace.is_due(r, is_writing=self._turn.locked()):
+        is_due = self._pace.is_due(r, is_writing=self._turn.locked())
+        if not is_due and r < self.stop.round:
             return
         await self._save(replica, exchanges)
         self._adapt(replica.round - r)
@@ -157,7 +161,7 @@ class Checkpointing:
         state that is on no disk, in a line; empty where it does not."""
         state = (replica.index, replica.round)
         is_saved = not self._failure or not replica.round or self._last == state
-        if is_saved or not (is_needed or replica.round >= self.rounds):
+        if is_saved or not (is_needed or replica.round >= min(self.rounds, self.stop.round)):
             return ""
         try:
             saved = await self.disk.worker.run(self.disk.checkpoints.available)
