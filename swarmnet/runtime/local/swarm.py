@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError, UsageError
+from swarmnet.protocol.membership.seats import MAX_SEATS
 from swarmnet.runtime.joining.starting import Run, start_run
 from swarmnet.runtime.local.processes import PEER_COMMAND, STOP_STEPS, PeerProcesses
 from swarmnet.runtime.observing import JoinRun, RunObserver, Say, join_run, with_invite
@@ -53,12 +54,15 @@ class LocalSwarm:
         """Starts the peers and looks on; the caller closes what is returned. Raises `UserError`
         with what the first peer said where it did not begin, or `SwarmnetError`."""
         choices, processes = self.choices, self.processes
-        say(f"starting {choices.num_peers} peers")
-        first = await processes.start("peer-1", first_arguments(choices, *self.more))
+        seats = seats_of(self.spec.pipeline.num_stages, choices.num_peers)
+        several = f"; one serves up to {seats[0]} stages" if seats[0] > 1 else ""
+        say(f"starting {choices.num_peers} peers{several}")
+        own = [*seat_arguments(seats[0]), *self.more]
+        first = await processes.start("peer-1", first_arguments(choices, *own))
         self.address = (await processes.wait_ready(first)).address
         say(f"join it from this machine: swarmnet peer --join {self.address}")
-        for _ in range(1, choices.num_peers):
-            await self._start_joiner(self.address)
+        for num_seats in seats[1:]:
+            await self._start_joiner(num_seats, self.address)
         look = with_invite(join, choices.invite)
         observer = await look([self.address], choices.transport)
         if observer.spec.run_id != self.spec.run_id:
@@ -72,12 +76,13 @@ class LocalSwarm:
         live = observer.view.live(now)
         addresses = [r.addresses[0] for r in live if r.is_replica and r.addresses]
         if addresses:
-            await self._start_joiner(*addresses[:JOIN_THROUGH])
+            most = seats_of(self.spec.pipeline.num_stages, self.choices.num_peers)[0]
+            await self._start_joiner(most, *addresses[:JOIN_THROUGH])
 
-    async def _start_joiner(self, *addresses: str) -> None:
+    async def _start_joiner(self, num_seats: int, *addresses: str) -> None:
         name = f"peer-{len(self.processes.children) + 1}"
         arguments = joiner_arguments(self.choices, self.spec, *addresses)
-        await self.processes.start(name, [*arguments, *self.more])
+        await self.processes.start(name, [*arguments, *seat_arguments(num_seats), *self.more])
 
     @property
     def state_dirs(self) -> list[Path]:
@@ -90,9 +95,26 @@ async def begin_local(choices: LocalChoices) -> tuple[Run, LocalChoices]:
     path = choices.spec or default_spec_path()
     started = await asyncio.to_thread(start_run, path, rounds=choices.rounds, seed=choices.seed)
     num_stages = started.spec.pipeline.num_stages
-    if choices.num_peers < num_stages:
-        raise UsageError(f"{num_stages} stages need at least --peers {num_stages}")
+    most = max(seats_of(num_stages, choices.num_peers))
+    if most > MAX_SEATS:
+        raise UsageError(f"a peer serves at most {MAX_SEATS} stages: take more --peers")
+    if most > 1 and (choices.tp or 1) > 1:
+        raise UsageError(
+            f"the ranks of --tp serve one stage: {num_stages} stages need --peers {num_stages}"
+        )
     return started, replace(choices, spec=path, threads=choices.threads_each)
+
+
+def seats_of(num_stages: int, num_peers: int) -> list[int]:
+    """How many stages each peer serves, so that all are served; one where there are enough peers.
+    The first ones have one more where they do not come out even."""
+    each, more = divmod(num_stages, num_peers)
+    return [max(1, each + (n < more)) for n in range(num_peers)]
+
+
+def seat_arguments(num_seats: int) -> list[str]:
+    """Of a peer that serves so many stages."""
+    return ["--stages", str(num_seats)] if num_seats > 1 else []
 
 
 def local_processes(

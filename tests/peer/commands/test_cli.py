@@ -242,7 +242,7 @@ def test_the_options_of_each_command_are_frozen(command: str) -> None:
         ("peer --port 70000 --join b", 2, "--port"),
         ("local --peers 0", 2, "--peers"),
         ("dashboard --join b --allowed-host https://a.example/", 2, "is no name of a host"),
-        ("local --peers 1", 2, "2 stages need at least --peers 2"),
+        ("local --peers 1 --tp 2", 2, "2 stages need --peers 2"),
         ("local --peres 3", 2, "No such option: --peres"),
         ("local --spec missing.toml", 2, "cannot read missing.toml: No such file"),
         ("local --metrics no/such/folder", 1, "cannot write --metrics no/such/folder"),

@@ -9,6 +9,7 @@ import random
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from peer.options import LocalOptions
 from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.local.processes import kept_folder, remove_stale_folders
-from swarmnet.runtime.local.swarm import first_arguments, joiner_arguments
+from swarmnet.runtime.local.swarm import first_arguments, joiner_arguments, seats_of
 from swarmnet.runtime.observer import sample_token
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import RunSpec, load_spec
@@ -140,9 +141,38 @@ def test_a_swarm_that_cannot_speak_has_still_done_its_run(
     assert "no sample: nobody serves stage 1" in capsys.readouterr().out
 
 
-def test_too_few_peers_are_wrong_use(tmp_path: Path, spec: RunSpec) -> None:
-    with pytest.raises(UsageError, match="2 stages need at least --peers 2"):
-        run(tmp_path, "good", FakeObserver(spec, last_round=1), num_peers=1)
+@pytest.mark.parametrize(
+    ("num_stages", "num_peers", "expected"),
+    [(2, 4, [1, 1, 1, 1]), (2, 1, [2]), (8, 3, [3, 3, 2]), (7, 4, [2, 2, 2, 1]), (1, 1, [1])],
+)
+def test_all_stages_are_served_by_few_peers(
+    num_stages: int, num_peers: int, expected: list[int]
+) -> None:
+    assert seats_of(num_stages, num_peers) == expected
+
+
+def test_a_peer_serves_several_stages_where_there_are_few(
+    tmp_path: Path, temp_root: Path, spec: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def look() -> None:
+        started.extend(json.loads(p.read_text()) for p in sorted(temp_root.glob("*/*.args")))
+
+    class Looking(FakeObserver):
+        async def join(self, *names: Any) -> FakeObserver:
+            look()
+            return await super().join(*names)
+
+    run(tmp_path, "good", Looking(spec, last_round=ROUNDS), num_peers=1)
+    (words,) = started
+    assert words[words.index("--stages") + 1] == "2"
+    assert "starting 1 peers; one serves up to 2 stages" in capsys.readouterr().out
+
+
+def test_ranks_serve_one_stage(tmp_path: Path, spec: RunSpec) -> None:
+    with pytest.raises(UsageError, match="ranks of --tp serve one stage: 2 stages need --peers 2"):
+        run(tmp_path, "good", FakeObserver(spec, last_round=1), num_peers=1, tp=2)
 
 
 def test_joiners_are_told_where_the_data_is_and_only_the_first_gets_the_spec(
