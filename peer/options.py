@@ -213,6 +213,13 @@ class OutputOptions:
     ] = None
     dashboard: DashboardOption = None
     dashboard_host: DashboardHostOption = LOOPBACK
+    dashboard_join: Annotated[
+        bool,
+        typer.Option(
+            help="Show on the page the line that joins this run, for copying: with it, this peer's "
+            "address."
+        ),
+    ] = False
     allowed_host: AllowedHostOption = ()
     metrics: MetricsOption = None
     log_to: LogToOption = ""

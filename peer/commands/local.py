@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.commands.chaos import Chaos, parse_chaos
+from peer.observe.dashboard.hub import Offers
 from peer.observe.dashboard.server import listen
 from peer.observe.metrics import open_metrics
 from peer.observe.report import Reporter, open_page
@@ -74,7 +75,12 @@ async def run_local(
         if options.dashboard is not None:
             listener = listen(options.dashboard_host, options.dashboard)
             hub, shown_at = await open_page(
-                stack, spec, options.dashboard_host, listener, options.allowed_host
+                stack,
+                spec,
+                options.dashboard_host,
+                listener,
+                options.allowed_host,
+                Offers(options.metrics),
             )
         kept = options.state_dir
         metrics = stack.enter_context(open_metrics(options.metrics, append=kept is not None))

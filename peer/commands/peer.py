@@ -109,7 +109,15 @@ def extras(output: OutputOptions, metrics: Any, page: Any) -> list[Extra]:
         notify = output.notify
         charts = Charts(output.log_to, running.spec) if output.log_to else None
         return report_peer(
-            running, output.screen, metrics, page, keepers[0], removable, notify, charts
+            running,
+            output.screen,
+            metrics,
+            page,
+            keepers[0],
+            removable,
+            notify,
+            charts,
+            shows_join=output.dashboard_join,
         )
 
     async def serve_prometheus(running: RunningPeer) -> Coroutine[Any, Any, None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from peer.console import make_console
 from peer.log import sum_up
-from peer.observe.dashboard.hub import Hub, state_of
+from peer.observe.dashboard.hub import Hub, Offers, state_of
 from peer.observe.metrics import MetricsFile
 from peer.observe.screen import PeerConsole, Screen
 from peer.options import ScreenName
@@ -157,13 +157,14 @@ async def open_page(
     host: str,
     listener: socket.socket,
     allowed: Sequence[str] = (),
+    offers: Offers | None = None,
 ) -> tuple[Hub, str]:
     """A dashboard of a run that the caller will look at, and its address. `host`: as the user
-    named it; `allowed`: further hosts under which it is asked for."""
+    named it; `allowed`: further hosts under which it is asked for; `offers`: to its visitors."""
     from peer.observe.dashboard.app import live_app
     from peer.observe.dashboard.server import serving
 
-    hub = Hub(spec)
+    hub = Hub(spec, offers)
     address = await stack.enter_async_context(serving(live_app(hub, host, allowed), listener))
     stack.callback(hub.close)  # before the server ends: it would cut streams off, with a traceback
     return hub, address
@@ -176,6 +177,11 @@ def ports_line(ports: Sequence[int]) -> str:
     return f"listens on TCP ports {ports[0]} and {ports[1]} (the second for large messages)"
 
 
+def join_line(addresses: Sequence[str]) -> str:
+    """What somebody types who joins through this peer."""
+    return f"swarmnet peer --join {addresses[0]}"
+
+
 async def report_peer(
     running: RunningPeer,
     mode: ScreenName,
@@ -185,18 +191,23 @@ async def report_peer(
     removable: Callable[[], str] = str,
     notify: str = "",
     charts: Charts | None = None,
+    *,
+    shows_join: bool = False,
 ) -> None:
     """Says how to join, and then what the peer sees, until it is cancelled. `page`: host, socket
     and further hosts of the dashboard, where one is wanted. `keeper`: of its owner's limits.
     `removable`: what to say of what the run has left on the disk when it is done; it may block.
-    `notify`: an address for messages, or empty. `charts`: where the run is drawn."""
+    `notify`: an address for messages, or empty. `charts`: where the run is drawn.
+    `shows_join`: the page says how to join."""
     stays = not running.options.exit_when_done
     and_now = "this peer goes on serving the model (Ctrl-C ends it)" if stays else "this peer ends"
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         hub = None
         if page is not None:
-            hub, shown_at = await open_page(stack, running.spec, *page)
+            replay = None if metrics is None else metrics.path
+            offers = Offers(replay, (lambda: join_line(running.addresses)) if shows_join else None)
+            hub, shown_at = await open_page(stack, running.spec, *page, offers)
         notifier = await open_notifier(stack, notify, running.spec)
         reporter = stack.enter_context(Reporter(running.spec, mode, metrics, hub, notifier, charts))
         say = reporter.screen.say
@@ -204,7 +215,7 @@ async def report_peer(
             say(describe(running.spec))
             own = short_id(peer_of(running.addresses[0]))
             say(f"to join this run (this peer is {own}):")
-        say(f"swarmnet peer --join {running.addresses[0]}")
+        say(join_line(running.addresses))
         if (others := others_to_name(running.addresses)) and not reporter.screen.is_quiet:
             say(f"or, where that cannot be reached: {listed(others, ', ', MAX_OTHERS_CHARS)}")
         if not reporter.screen.is_quiet:

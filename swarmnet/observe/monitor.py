@@ -66,6 +66,7 @@ SHOWN_TOTALS = (
     "direct_links",
     "direct_sent_bytes",
     "rerouted",
+    "samples_computed",
 )
 """Of a record's totals, those that `PeerRow` has."""
 MAX_FORGOTTEN = 1024

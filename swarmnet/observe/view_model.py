@@ -52,6 +52,8 @@ class PeerRow:
     """Whether it has the run's data, and feeds."""
     paused: str = ""
     """Why it serves no stage for now, by its owner's wish. Empty: it is not paused."""
+    samples_computed: int = 0
+    """Samples that it computed for its stage, forward and backward, since it was started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peer.observe.dashboard.hub import Hub
+from peer.observe.dashboard.hub import Hub, Offers
 from swarmnet.observe.monitor import RunMonitor
 from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record
 from swarmnet.spec import RunSpec, parse_spec
@@ -51,9 +51,11 @@ def held_out(round_index: int, loss: float) -> HeldOut:
 class Played:
     """A hub, a monitor and a clock."""
 
-    def __init__(self, num_stages: int = 2, rounds: int = 100) -> None:
+    def __init__(
+        self, num_stages: int = 2, rounds: int = 100, offers: Offers | None = None
+    ) -> None:
         self.spec = spec_of(num_stages, rounds)
-        self.hub = Hub(self.spec)
+        self.hub = Hub(self.spec, offers)
         self.monitor = RunMonitor(
             num_stages=num_stages, global_batch=GLOBAL_BATCH, samples_per_slot=1, rounds=rounds
         )

@@ -15,9 +15,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from peer.observe.dashboard.app import live_app, replay_app
+from peer.observe.dashboard.hub import Hub, Offers
 from peer.observe.dashboard.server import listen, serving
 from peer.observe.report import open_page
 from swarmnet.errors import UserError
+from swarmnet.spec import RunSpec
 from tests.dashboard.making import Played, replica, spec_of
 
 LOOPBACK = "127.0.0.1"
@@ -46,6 +48,26 @@ def test_the_page_and_what_it_needs_come_from_here_alone() -> None:
             assert ".innerHTML" not in answer.text, "text of peers is hostile"
     assert visitor.get("/healthz").json() == {"status": "ok"}
     assert visitor.get("/replay.json").status_code == 204
+
+
+def test_what_may_be_taken_away(tmp_path: Path) -> None:
+    """The spec always; the rest where it is there, and its owner shows it."""
+    visitor = client()
+    played = Played()
+    spec = RunSpec.from_canonical(visitor.get("/spec.json").content)
+    assert spec.run_id == played.spec.run_id
+    assert visitor.get("/state.json").json()["about"]["offers"] == {"replay": False, "join": False}
+    assert visitor.get("/replay.jsonl").status_code == 404
+    assert visitor.get("/join.txt").status_code == 404
+    path = tmp_path / "metrics.jsonl"
+    hub = Hub(played.spec, Offers(path, lambda: "swarmnet peer --join /ip4/x"))
+    assert hub.state()["about"]["offers"] == {"replay": True, "join": True}
+    visitor = TestClient(live_app(hub, LOOPBACK), base_url="http://127.0.0.1:8080")
+    assert visitor.get("/replay.jsonl").status_code == 404, "nothing is written yet"
+    path.write_text('{"event": "round"}\n')
+    assert visitor.get("/replay.jsonl").text == path.read_text()
+    assert visitor.get("/join.txt").text == "swarmnet peer --join /ip4/x"
+    assert visitor.get("/join.txt").headers["content-type"].startswith("text/plain")
 
 
 def test_only_this_machine_is_answered_under_its_own_names() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from peer.observe.dashboard.app import live_app, replay_app
-from peer.observe.dashboard.hub import MAX_ROUNDS_KEPT, thin
+from peer.observe.dashboard.hub import MAX_ROUNDS_KEPT, Offers, thin
 from peer.observe.dashboard.replay import make_film
 from peer.observe.dashboard.server import listen, serving
 from peer.observe.metrics import MetricsFile
@@ -155,6 +155,36 @@ def test_hostile_peers_are_shown_as_text(served: Served, chrome: Any) -> None:
         assert opened.locator("#peer-name").inner_text() == evil
         assert opened.locator("img").count() == 1, "the page's own"
         assert opened.locator("h1").inner_text() == "a <b>bold</b> run"
+
+
+def test_spec_replay_and_join_line_are_taken_away(
+    served: Served, chrome: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "round"}\n')
+    line = "swarmnet peer --join /ip4/x <b>"
+    played = Played(offers=Offers(tmp_path / "metrics.jsonl", lambda: line))
+    served.look(played, replica("a", 0, totals={"samples_computed": 1234}), replica("b", 1))
+    with page(chrome) as opened:
+        opened.goto(served.open(live_app(played.hub, LOOPBACK)))
+        opened.locator("#join-line").get_by_text("/ip4/x").wait_for(timeout=WAIT_MS)
+        assert opened.locator("#join-line").inner_text() == line
+        opened.locator("#copy-join").click()
+        assert opened.evaluate("getSelection().toString()") == line
+        for name, file in (("its replay file", "replay.jsonl"), ("the run's spec", "spec.json")):
+            with opened.expect_download() as loaded:
+                opened.get_by_text(name).click()
+            assert loaded.value.suggested_filename == file
+        opened.locator('tr[data-peer="a"]').get_by_text("1,234").wait_for(timeout=WAIT_MS)
+
+
+def test_what_is_not_offered_is_not_shown(served: Served, chrome: Any) -> None:
+    played = Played()
+    served.look(played, replica("a", 0), replica("b", 1))
+    with page(chrome) as opened:
+        opened.goto(served.open(live_app(played.hub, LOOPBACK)))
+        opened.get_by_text("the run's spec").wait_for(timeout=WAIT_MS)
+        assert not opened.locator("#offer-replay").is_visible()
+        assert not opened.locator("#offer-join").is_visible()
 
 
 def test_the_spread_is_shown_where_replicas_differ(served: Served, chrome: Any) -> None:

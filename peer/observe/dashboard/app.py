@@ -20,7 +20,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -98,7 +104,22 @@ def live_app(hub: Hub, host: str, allowed: Sequence[str] = ()) -> Starlette:
     async def no_film(request: Request) -> Response:
         return Response(status_code=204)
 
+    async def spec(request: Request) -> Response:
+        return Response(hub.spec_json, media_type="application/json")
+
+    async def metrics(request: Request) -> Response:
+        path = hub.offers.replay
+        if path is None or not await asyncio.to_thread(path.is_file):
+            return Response("no replay file is written here (--metrics)", 404)
+        return FileResponse(path, media_type="application/x-ndjson")
+
+    async def join(request: Request) -> Response:
+        if hub.offers.join is None:
+            return Response("the owner of this peer does not show it (--dashboard-join)", 404)
+        return PlainTextResponse(hub.offers.join())
+
     routes = {"/stream": stream, "/peer": history, "/state.json": state, "/replay.json": no_film}
+    routes |= {"/spec.json": spec, "/replay.jsonl": metrics, "/join.txt": join}
     return _app(names_of(host, allowed), [Route(p, answer) for p, answer in routes.items()])
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from swarmnet.observe.events import Event, HeldOut, RoundFinished, is_for_programs
@@ -116,11 +117,27 @@ def state_of(spec: RunSpec, model: ViewModel) -> Message:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What visitors may take away, beside the run's spec."""
+
+    replay: Path | None = None
+    """What `--metrics` writes."""
+    join: Callable[[], str] | None = None
+    """The line that joins the run, now; where the peer's owner shows it."""
+
+    def described(self) -> Message:
+        """Which there are."""
+        return {"replay": self.replay is not None, "join": self.join is not None}
+
+
 class Hub:
     """One run's past and present, and its visitors. `tell` is for whoever looks at the run."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        self.about = about(spec)
+    def __init__(self, spec: RunSpec, offers: Offers | None = None) -> None:
+        self.offers = offers or Offers()
+        self.spec_json = spec.canonical()
+        self.about = about(spec) | {"offers": self.offers.described()}
         self._model: Message = {}
         self._peers: dict[str, Message] = {}
         self._kept: dict[str, Any] = {

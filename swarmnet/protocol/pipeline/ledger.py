@@ -62,6 +62,8 @@ class Ledger:
     def __init__(self) -> None:
         self._rounds: dict[int, dict[int, Entry]] = {}
         self._num_entries = 0
+        self._num_finished = 0
+        """Samples that counted, in rounds that are finished; as `take_finished`."""
 
     def __len__(self) -> int:
         return self._num_entries
@@ -153,7 +155,15 @@ class Ledger:
     def finish_round(self, round_index: int) -> None:
         """Drops all entries of this round and of those before it."""
         for index in [r for r in self._rounds if r <= round_index]:
-            self._num_entries -= len(self._rounds.pop(index))
+            ended = self._rounds.pop(index).values()
+            self._num_entries -= len(ended)
+            self._num_finished += sum(e.num_samples for e in ended if e.state == COMMITTED)
+
+    def take_finished(self) -> int:
+        """Samples that this replica computed and that counted, in rounds that finished since this
+        was asked last."""
+        taken, self._num_finished = self._num_finished, 0
+        return taken
 
     def drop_round(self, round_index: int) -> None:
         """Drops the entries of a round."""

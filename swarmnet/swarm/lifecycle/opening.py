@@ -114,6 +114,8 @@ class Openings:
         """A round has begun here: says so, with digests, and sees to the shards it owns. Returns
         what the peer is to know of."""
         await replica.measure_digests()
+        if computed := replica.ledger.take_finished():
+            self.gossip.add_total("samples_computed", computed)
         own = self.gossip.own
         joined = own.state == JOINING
         history = self.recovery.history()

@@ -57,6 +57,7 @@ COMMANDS = {
         "--notify",
         "--dashboard",
         "--dashboard-host",
+        "--dashboard-join",
         "--allowed-host",
         "--exit-when-done",
         "--checkpoint-every",

@@ -34,6 +34,7 @@ def test_the_usual_life() -> None:
     ledger.finish_round(3)
     assert ledger.get(KEY) is None
     assert len(ledger) == 0
+    assert [ledger.take_finished(), ledger.take_finished()] == [4, 0], "they are said once"
 
 
 def test_a_commit_may_overtake_the_end() -> None:

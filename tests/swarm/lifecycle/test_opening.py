@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.tasks import Tasks
 from tests.protocol.making import counted
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.swarm.lifecycle.test_speed import machine_of
 from tests.swarm.one_replica import OneReplica
 
@@ -90,3 +92,19 @@ def test_a_history_that_is_named_otherwise_is_told() -> None:
         await opened.close()
 
     run(scenario())
+
+
+def test_replicas_say_how_much_they_computed_that_counts(tmp_path: Path) -> None:
+    """All of a stage together: every sample of the rounds that are over, once."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(4)
+        computed = [0, 0]
+        for member in swarm.members.values():
+            own = member.peer.gossip.own
+            computed[own.stage] += own.totals.get("samples_computed", 0)
+        assert computed == [4 * spec.pipeline.global_batch] * 2
+
+    in_virtual_time(scenario, spec)

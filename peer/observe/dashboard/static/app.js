@@ -95,7 +95,31 @@ function drawAbout() {
   setText($("description"), run.about.description || "");
   $("description").title = run.about.description || "";
   document.title = `${run.about.name || "swarmnet"} · swarmnet`;
+  drawOffers(run.about.offers);
 }
+
+// ---- what may be taken away --------------------------------------------------------------------
+
+let joinAsked = false;
+
+function drawOffers(offers) {
+  $("offers").hidden = !offers;
+  if (!offers) return;
+  $("offer-replay").hidden = !offers.replay;
+  if (!offers.join || joinAsked) return;
+  joinAsked = true;
+  fetch("join.txt").then((answer) => (answer.ok ? answer.text() : ""), () => "").then((line) => {
+    joinAsked = Boolean(line);
+    $("offer-join").hidden = !line;
+    setText($("join-line"), line);
+  });
+}
+
+$("copy-join").addEventListener("click", () => {
+  const chosen = getSelection();
+  chosen.selectAllChildren($("join-line"));
+  navigator.clipboard?.writeText($("join-line").textContent).catch(() => {});
+});
 
 function drawNumbers() {
   const m = run.model;
@@ -194,6 +218,7 @@ const COLUMNS = [
   ["sent", (p) => p.sent_bytes, (p) => size(p.sent_bytes)],
   ["received", (p) => p.received_bytes, (p) => size(p.received_bytes)],
   ["direct", (p) => p.direct_links, (p) => `${p.direct_links}/${p.links}`],
+  ["computed", (p) => p.samples_computed ?? 0, (p) => int(p.samples_computed ?? 0)],
   ["re-routes", (p) => p.rerouted, (p) => int(p.rerouted)],
   ["since", (p) => p.started_unix_s, (p) => since(run.now() - p.started_unix_s)],
   ["version", (p) => p.agent, (p) => p.agent || "–"],
