@@ -9,18 +9,22 @@ from typing import Any
 ANY_VALUE_KEYS = """
     architectures torch_dtype dtype transformers_version use_cache pretraining_tp bos_token_id
     eos_token_id pad_token_id unk_token_id _name_or_path auto_map attn_implementation
-    output_attentions output_hidden_states return_dict is_decoder
+    output_attentions output_hidden_states return_dict is_decoder output_router_logits
 """
-"""They change no number of a training pass."""
+"""They change no number of a training pass; or the coefficients of `[model]` do, as of the last."""
 ANY_VALUE = frozenset(ANY_VALUE_KEYS.split())
 FIXED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
+    "model_type": ("llama", "mixtral"),
     "hidden_act": ("silu", "swish"),
     "tie_word_embeddings": (False,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "attention_dropout": (0,),
     "hidden_dropout": (0,),
+    "sliding_window": (None,),
+    "router_jitter_noise": (0,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
 }
 INSTEAD = 'the built-in Llama does not have it; from = "FOLDER" takes the model whole'
 

@@ -81,6 +81,20 @@ class StageResult:
     num_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """What the router of a layer with experts did in a round: of microbatches that counted."""
+
+    layer: str
+    """Its name in the model."""
+    shares: tuple[float, ...]
+    """Of each expert in all choices: 1 / E each where they are used alike."""
+    dropped: float
+    """Share of the choices for which an expert had no room."""
+    entropy: float
+    """Of a token's probabilities, nats, the mean: log E where no expert is preferred."""
+
+
 class Generation(Protocol):
     """What a stage does for texts that its model writes: passes over a few tokens, whose keys and
     values stay, by session, for those that follow. All *device*."""
@@ -208,6 +222,10 @@ class Stage(Protocol):
     """None where the model, or this replica, cannot write texts token by token."""
 
     @property
+    def routed(self) -> tuple[RouterReport, ...]:
+        """What its routers did in the newest round that is over; empty where it has none."""
+
+    @property
     def base(self) -> Base:
         """Its parameters that are not trained."""
 
@@ -220,9 +238,15 @@ class Stage(Protocol):
         (`protocol.codecs`): what a stage takes and gives here is what is on the wire."""
 
     def forward_pass(
-        self, key: StepKey, inputs: Array, documents: Documents | None = None
+        self,
+        key: StepKey,
+        inputs: Array,
+        documents: Documents | None = None,
+        targets: Array | None = None,
     ) -> Passage[Array]:
         """The activation for the next stage. Keeps what `backward_pass` needs under `key`.
+        `targets`: of the microbatch, by which losses of the stage's own are weighted; where not
+        given, as if every token had one.
         Raises `ProtocolViolation` where inputs or outputs are not finite."""
 
     def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:

@@ -104,6 +104,16 @@ LLAMA_SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+EXPERT_KEYS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "capacity_factor",
+)
+ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef")
+ROUTER_AUX_LOSS, ROUTER_Z_LOSS, EXPERTS_PER_TOKEN = 0.01, 0.001, 2
+"""Of the built-in model with experts, where the run does not say."""
 MAX_VOCABULARY = 1 << 22
 MIN_SUBSPACE, MIN_SUBSPACE_LAYERS = 8, 2
 BUILDER_PATTERN = re.compile(r"[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*")
@@ -279,6 +289,36 @@ class ModelSpec(_Table):
     subspace_seed: Annotated[int, FILLED_IN] = Field(default=0, ge=0, le=MAX_WHOLE)
     """Seed of the fixed embedding of `subspace`."""
 
+    num_experts: int = Field(default=0, ge=0, le=1 << 12)
+    """Experts in place of each feed-forward layer, of which a router chooses some for each token; 0
+    = one feed-forward layer for all. A config.json may have it as `num_local_experts`."""
+
+    num_experts_per_tok: int = Field(default=0, ge=0, le=1 << 12)
+    """Experts that a token meets; left out: 2."""
+
+    moe_intermediate_size: int = Field(default=0, ge=0, le=1 << 19)
+    """Width of an expert's SwiGLU layer; 0 = `intermediate_size`."""
+
+    shared_expert_intermediate_size: int = Field(default=0, ge=0, le=1 << 19)
+    """Width of one more expert, which all tokens meet, behind a gate of its own; 0 = none."""
+
+    norm_topk_prob: bool = True
+    """The weights of a token's experts are their probabilities over the sum of these. `false` =
+    the probabilities, as it is where a token meets one expert only."""
+
+    capacity_factor: float = Field(default=0.0, ge=0, le=1e6)
+    """In training an expert takes so many times its equal share of a sample's choices, and later
+    tokens go without it; 0 = it takes all."""
+
+    router_aux_loss_coef: float | None = Field(default=None, ge=0, le=1e3)
+    """Of the loss by which routers use their experts alike, the mean over layers; left out: 0.01
+    with `num_experts`. Beside `from`, for a mixture of experts: as its config.json has it where
+    that says `output_router_logits`, else 0."""
+
+    router_z_loss_coef: float | None = Field(default=None, ge=0, le=1e3)
+    """Of the loss that keeps the routers' logits small, the mean over layers; left out: 0.001 with
+    `num_experts`, else 0."""
+
     builder: Text = ""
     """Python file and function that make a custom model, such as `examples/custom_model.py:build`.
     The function returns the layers and the loss."""
@@ -296,7 +336,7 @@ class ModelSpec(_Table):
         if values.get("kind", "llama") == "llama":
             values = honoured(values)
             heads = values.get("num_attention_heads", 0)
-            return {"num_key_value_heads": heads, **values}
+            return {"num_key_value_heads": heads, **_with_experts(values)}
         return values
 
     @model_validator(mode="after")
@@ -321,7 +361,7 @@ class ModelSpec(_Table):
             raise ValueError(
                 'kind "transformers" begins from a folder: write from = "FOLDER" and nothing else'
             )
-        for name in (*LLAMA_SIZES, "builder", "options"):
+        for name in (*LLAMA_SIZES, *EXPERT_KEYS, "builder", "options"):
             if getattr(self, name):
                 raise ValueError(f"{name} comes from the config.json that from names; remove it")
         _check_plain(self.config, "config")
@@ -346,6 +386,28 @@ class ModelSpec(_Table):
             )
         if self.builder or self.options:
             raise ValueError('builder and options are for kind = "custom" only; remove them')
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        experts, chosen = self.num_experts, self.num_experts_per_tok
+        if not experts:
+            for name in (*EXPERT_KEYS, *ROUTER_KEYS):
+                if getattr(self, name):
+                    raise ValueError(f"{name} goes with num_experts; remove it, or add that")
+            return
+        if not 1 <= chosen <= experts or experts < 2:
+            raise ValueError(
+                f"num_experts_per_tok ({chosen}) must be at least 1 and at most num_experts "
+                f"({experts}), of which there are 2 or more"
+            )
+        if chosen == 1 and self.norm_topk_prob:
+            raise ValueError(
+                "norm_topk_prob: the weight of a single expert would always be 1, and its router "
+                "would not learn from the loss; write norm_topk_prob = false, or "
+                "num_experts_per_tok = 2"
+            )
+        if self.subspace:
+            raise ValueError("subspace does not go with num_experts; remove one of them")
 
     def _check_subspace(self) -> None:
         if not self.subspace:
@@ -374,8 +436,8 @@ class ModelSpec(_Table):
             )
 
     def _check_custom(self) -> None:
-        for name in LLAMA_SIZES:
-            if getattr(self, name) != 0:
+        for name in (*LLAMA_SIZES, *EXPERT_KEYS, *ROUTER_KEYS):
+            if getattr(self, name):
                 raise ValueError(
                     f'{name} is for kind "llama" only; pass it to your builder in [model.options]'
                 )
@@ -389,19 +451,66 @@ class ModelSpec(_Table):
         return self.hidden_size // max(self.num_attention_heads, 1)
 
     @property
+    def expert_size(self) -> int:
+        """Width of an expert's feed-forward layer."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """Width of the feed-forward layers that a token meets in a layer, together."""
+        if not self.num_experts:
+            return self.intermediate_size
+        return self.num_experts_per_tok * self.expert_size + self.shared_expert_intermediate_size
+
+    @property
+    def router_losses(self) -> tuple[float, float]:
+        """The coefficients of the routers' own losses: balance and z, each of the mean over
+        layers."""
+        is_own = self.kind == "llama" and self.num_experts > 0
+        usual = (ROUTER_AUX_LOSS, ROUTER_Z_LOSS) if is_own else (0.0, 0.0)
+        given = (self.router_aux_loss_coef, self.router_z_loss_coef)
+        balance, z = (u if g is None else g for u, g in zip(usual, given, strict=True))
+        return balance, z
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the Llama (embeddings not tied); 0 for a custom model."""
+        return self._count(self.num_experts * self.expert_size)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Of them, those that a token meets."""
+        return self._count(self.num_experts_per_tok * self.expert_size)
+
+    def _count(self, experts_width: int) -> int:
+        """`experts_width`: of the counted experts' layers, together."""
         if self.kind != "llama":
             return 0
         width, kv_width = self.hidden_size, self.num_key_value_heads * self.head_size
         attention = 2 * width * width + 2 * width * kv_width
-        layer = attention + 3 * width * self.intermediate_size + 2 * width
+        inner, routers = self.intermediate_size, 0
+        if self.num_experts:
+            inner = experts_width + self.shared_expert_intermediate_size
+            routers = width * (self.num_experts + bool(self.shared_expert_intermediate_size))
+        layer = attention + 3 * width * inner + routers + 2 * width
         whole = 2 * self.vocab_size * width + self.num_hidden_layers * layer + width
         if not self.subspace:
             return whole
         written = width + self.intermediate_size  # numbers that each of a layer's outputs is of
         saved = self.vocab_size + (self.num_hidden_layers - 1) * written
         return whole - saved * (width - self.subspace)
+
+
+def _with_experts(values: dict[str, Any]) -> dict[str, Any]:
+    """With what is filled in where there are experts."""
+    if "num_local_experts" in values:
+        values = {k: v for k, v in values.items() if k != "num_local_experts"} | {
+            "num_experts": values["num_local_experts"]
+        }
+    if not values.get("num_experts"):
+        return values
+    chosen = values.get("num_experts_per_tok", EXPERTS_PER_TOKEN)
+    return {"num_experts_per_tok": chosen, "norm_topk_prob": chosen != 1, **values}
 
 
 class SourceSpec(_Table):
@@ -1015,6 +1124,11 @@ class RunSpec(_Table):
             raise ValueError(
                 "[optimizer] rounds and [data] epochs both say how long the run is; remove one"
             )
+        if self.lora is not None and model.num_experts:
+            raise ValueError(
+                "[lora] does not go with [model] num_experts; write [model] continues without it, "
+                "or export the model and name its folder with [model] from"
+            )
         if self.lora is not None and self.optimizer.kind == "muon":
             raise ValueError(
                 '[optimizer] kind = "muon" is for the matrices of decoder layers, which [lora] '
@@ -1245,6 +1359,7 @@ def describe(spec: RunSpec) -> str:
             f"llama of {model.num_parameters / 1e6:.2f} M parameters "
             f"({model.num_hidden_layers} layers, width {model.hidden_size}, "
             + (f"subspace of {model.subspace}, " if model.subspace else "")
+            + (_about_experts(model) if model.num_experts else "")
             + f"sequences of {spec.sequence_length})"
         )
     elif model.kind == "transformers":
@@ -1263,6 +1378,13 @@ def describe(spec: RunSpec) -> str:
     return (
         f"{spec.name}: {what}, {stages}, global batch {pipeline.global_batch} "
         f"in microbatches of {pipeline.microbatch}, {length}"
+    )
+
+
+def _about_experts(model: ModelSpec) -> str:
+    return (
+        f"{model.num_experts_per_tok} of {model.num_experts} experts a token, "
+        f"{model.num_active_parameters / 1e6:.2f} M parameters active, "
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import MixtralConfig
 
 from swarmnet.spec import ModelSpec
 from tests.training.specs import MODEL
@@ -22,6 +24,17 @@ from tests.training.specs import MODEL
 )
 def test_values_that_are_implemented_anyway(more: dict[str, Any]) -> None:
     assert ModelSpec.model_validate({**MODEL, **more}) == ModelSpec.model_validate(MODEL)
+
+
+def test_a_config_of_a_mixtral_is_one_of_experts() -> None:
+    sizes = {**MODEL, "num_local_experts": 4, "num_experts_per_tok": 3}
+    config = MixtralConfig(**sizes, router_aux_loss_coef=0.02, rope_theta=1e5, head_dim=8)
+    written = json.loads(config.to_json_string())  # as transformers saves it
+    found = ModelSpec.model_validate({k: v for k, v in written.items() if v is not None})
+    assert (found.num_experts, found.num_experts_per_tok, found.expert_size) == (4, 3, 48)
+    assert found.router_losses == (0.02, 0.001)
+    assert found.norm_topk_prob
+    assert found.rope_theta == config.rope_parameters["rope_theta"]
 
 
 def test_rope_parameters_give_the_base() -> None:

@@ -46,7 +46,9 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
         (check_split if is_sharded else check_cut)(spec, options.tp)
         kind = here if num_gpus >= options.tp else accelerators.CPU
         return [kind if kind == accelerators.CPU else f"{kind}:{i}" for i in range(options.tp)]
-    if num_gpus < 2 or spec.lora is not None or (spec.model.kind != "llama" and not is_sharded):
+    model = spec.model
+    is_whole = spec.lora is not None or model.num_experts > 0 or any(model.router_losses)
+    if num_gpus < 2 or is_whole or (model.kind != "llama" and not is_sharded):
         return [f"{here}:0" if num_gpus else accelerators.CPU]
 
     def is_possible(num_ranks: int) -> bool:

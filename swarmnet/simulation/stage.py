@@ -31,6 +31,7 @@ from swarmnet.ports import (
     LossResult,
     Passage,
     Rest,
+    RouterReport,
     ShardCodec,
     StageResult,
     StepKey,
@@ -217,6 +218,7 @@ class SyntheticStage:
         self.max_in_flight = 1 << 16
         self.tied_shards = 0
         self.base = NoBase()
+        self.routed: tuple[RouterReport, ...] = ()
         self.can_open_ahead = True
         self.generation: Generation | None = None
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
@@ -242,7 +244,11 @@ class SyntheticStage:
             raise ProtocolViolation("not a gradient of a synthetic stage")
 
     def forward_pass(
-        self, key: StepKey, inputs: Array, documents: Documents | None = None
+        self,
+        key: StepKey,
+        inputs: Array,
+        documents: Documents | None = None,
+        targets: Array | None = None,
     ) -> Passage[Array]:
         def forward() -> Array:
             self._check_key(key, inputs)

@@ -54,6 +54,11 @@ SAME_MODEL = (
     "rope_theta",
     "subspace",
     "subspace_seed",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
     "config",
 )
 """Keys of `[model]` that two runs of one model have in common; a custom model's is known by its

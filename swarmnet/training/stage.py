@@ -29,7 +29,7 @@ from torch import Tensor
 import swarmnet.training.accelerators as accelerators
 from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, NotSent, SpecError
-from swarmnet.ports import LossResult, Passage, StageResult, StepKey
+from swarmnet.ports import LossResult, Passage, RouterReport, StageResult, StepKey
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec, boundary_codec
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
@@ -43,6 +43,7 @@ from swarmnet.training.models.base import (
     ModelPlan,
     TensorSpec,
     cut_shards,
+    routing_of,
 )
 from swarmnet.training.models.registry import (
     model_plan,
@@ -51,6 +52,7 @@ from swarmnet.training.models.registry import (
     stage_shards,
     tied_elements,
 )
+from swarmnet.training.models.routing import RoutersOfStage, Routing, names_of_parts
 from swarmnet.training.passes.backward import BackwardPasses
 from swarmnet.training.passes.boundary import Boundary, finite_loss
 from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
@@ -144,6 +146,8 @@ class TorchStage:
         self.vectors = RoundVectors(self.layers, reuses_gradient=reuses_gradient)
         self.shard_sizes = self.vectors.shard_sizes
         self.base = self.layers.base
+        named = zip((layer.name for layer in layers), self.layers.modules, strict=True)
+        self.routers = RoutersOfStage(names_of_parts(named))
         self.kept = KeptMicrobatches(needs_input_gradients=stage_index > 0)
         is_fp16 = computing.precision == "fp16"
         refusals = Fp16Refusals(stage_index) if is_fp16 else None
@@ -171,6 +175,11 @@ class TorchStage:
             else None
         )
 
+    @property
+    def routed(self) -> tuple[RouterReport, ...]:
+        """As the port says."""
+        return self.routers.last
+
     def state_dict(self) -> dict[str, Tensor]:
         """Views of the parameters by name (Hugging Face's for a Llama), until `finish_round`."""
         flat = self.vectors.present.parameters
@@ -187,12 +196,18 @@ class TorchStage:
         self._boundary.check_gradient(grad_outputs)
 
     def forward_pass(
-        self, key: StepKey, inputs: Array, documents: Documents | None = None
+        self,
+        key: StepKey,
+        inputs: Array,
+        documents: Documents | None = None,
+        targets: Array | None = None,
     ) -> Passage[Array]:
         def arrive() -> tuple[Tensor, LayerContext | None]:
             self._boundary.check_inputs(inputs)
             self._boundary.check_documents(inputs, documents)
-            context = self._boundary.receive_context(inputs, documents)
+            context = self._boundary.receive_context(
+                inputs, documents, self._routing(inputs, targets)
+            )
             return self._boundary.receive_inputs(inputs), context
 
         def compute(came: tuple[Tensor, LayerContext | None]) -> Callable[[], Array]:
@@ -231,12 +246,15 @@ class TorchStage:
                 return self._with_room(lambda: self.layers.again(key, kept))
 
             try:
-                scale = self._backward_passes.add(kept.take_graph(), again, grad, kept.inputs)
+                scale = self._backward_passes.add(
+                    kept.take_graph(), again, grad, kept.inputs, routing_of(kept.context)
+                )
             except RuntimeError as error:
                 if accelerators.is_out_of_memory(error):
                     self._keep_less()  # a part of it is added: it cannot be done again
                 raise
             kept.mark_added(scale, grad)
+            self.routers.add(key[0], routing_of(kept.context))
             with _after_adding():
                 return self._input_gradient(kept)
 
@@ -260,7 +278,7 @@ class TorchStage:
             return (
                 self._boundary.receive_inputs(inputs),
                 wanted,
-                self._boundary.receive_context(inputs, documents),
+                self._boundary.receive_context(inputs, documents, self._routing(inputs, targets)),
             )
 
         def compute(came: tuple[Tensor, Tensor, LayerContext | None]) -> tuple[Any, ...]:
@@ -271,9 +289,14 @@ class TorchStage:
                 loss = self._with_room(lambda: self.layers.again(key, kept))
                 loss_sum = finite_loss(loss)
             scale = self._backward_passes.add(
-                loss, lambda: self.layers.again(key, kept), torch.ones_like(loss), kept.inputs
+                loss,
+                lambda: self.layers.again(key, kept),
+                torch.ones_like(loss),
+                kept.inputs,
+                routing_of(context),
             )
             kept.mark_added(scale)
+            self.routers.add(key[0], routing_of(context))
             with _after_adding():
                 return loss_sum, self.layers.plan.count(wanted), self._input_gradient(kept)
 
@@ -284,9 +307,15 @@ class TorchStage:
 
         return Passage(arrive, compute, depart, self.layers.copies.is_apart)
 
-    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
+    def forward(
+        self,
+        key: StepKey,
+        inputs: Array,
+        documents: Documents | None = None,
+        targets: Array | None = None,
+    ) -> Array:
         """The whole of `forward_pass`, *device*; so the next two."""
-        return self.forward_pass(key, inputs, documents)()
+        return self.forward_pass(key, inputs, documents, targets)()
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         return self.backward_pass(key, grad_outputs)()
@@ -314,9 +343,11 @@ class TorchStage:
         if kept is None:
             return
         self.vectors.use(key[0])
+        routing = routing_of(kept.context)
         self._backward_passes.subtract(
-            lambda: self.layers.again(key, kept), kept.grad_outputs, kept.scale
+            lambda: self.layers.again(key, kept), kept.grad_outputs, kept.scale, routing
         )
+        self.routers.take_out(key[0], routing)
 
     def forget(self, key: StepKey) -> None:
         self.kept.forget(key)
@@ -371,6 +402,7 @@ class TorchStage:
 
     def finish_round(self) -> None:
         self.kept.keep_round(self.vectors.round_ahead)
+        self.routers.finish(self.vectors.round_ahead)
         self.vectors.finish_round()
 
     @property
@@ -383,9 +415,13 @@ class TorchStage:
     def drop_ahead(self) -> None:
         if self.vectors.round_ahead is not None:
             self.kept.forget_round(self.vectors.round_ahead)
+            self.routers.drop(self.vectors.round_ahead)
             self.vectors.drop_ahead()
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _routing(self, inputs: Array, targets: Array | None) -> Routing | None:
+        return self._boundary.routing(inputs, targets) if self.layers.routes else None
 
     def _with_room(self, run: Callable[[], Tensor]) -> Tensor:
         """A pass that adds no gradient; where there is no memory for it, once more in less."""

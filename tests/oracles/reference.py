@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import LayerContext, TakesContext, build_layer
 from swarmnet.training.models.registry import model_plan, split_stages
+from swarmnet.training.models.routing import Routing
 from swarmnet.training.optimizer.rates import learning_rate
 from tests.oracles.optimizers import Optimizers
 
@@ -103,8 +106,11 @@ class ReferenceTrainer:
         return loss_sum / num_tokens
 
     def update(self, round_index: int, num_tokens: int) -> None:
-        """One update from the gradients of `accumulate`, which are sums over `num_tokens`."""
+        """One update from the gradients of `accumulate`, which are sums over `num_tokens`. Those of
+        an expert that no token has met are 0, as where all experts are one parameter."""
         for p in self.model.parameters():
+            if p.grad is None and p.requires_grad:
+                p.grad = torch.zeros_like(p)
             if p.grad is not None:
                 p.grad /= num_tokens
         if self._spec.optimizer.grad_clip_norm:
@@ -141,17 +147,53 @@ class ReferenceTrainer:
         self._optimizers.zero_grad()
         loss_sum, num_tokens = 0.0, 0
         for slot in slots:
-            for inputs, targets in _alone(self._batch(round_index, slot)):
-                loss = self.plan.loss(self._outputs(inputs), targets)
-                loss.backward()
-                loss_sum += loss.item()
-                num_tokens += self.plan.count(targets)
+            batch = self._batch(round_index, slot)
+            part_sum, part_tokens = self._add(list(_alone(batch)))
+            loss_sum, num_tokens = loss_sum + part_sum, num_tokens + part_tokens
         return loss_sum, num_tokens
 
-    def _outputs(self, inputs: Tensor) -> Tensor:
+    def accumulate_of(self, arrays: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+        """The same of microbatches of which inputs and targets are given."""
+        self._optimizers.zero_grad()
+        found = [self._add([pair]) for pair in arrays]
+        return sum(loss for loss, _ in found), sum(n for _, n in found)
+
+    def _add(self, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+        """Of a microbatch, in one part or in its documents. Routers' losses are those of the
+        microbatch: of all tokens in it, by those that have a target."""
+        heard: dict[nn.Module, list[Tensor]] = {}
+        training = None if not self.plan.routes else Routing(1)
+        with ExitStack() as stack:
+            for router in _routers(self.model):
+                hook = router.register_forward_hook(partial(_hear, heard))
+                stack.callback(hook.remove)
+            losses = [self.plan.loss(self._outputs(x, training), t) for x, t in parts]
+        num_tokens = sum(self.plan.count(targets) for _, targets in parts)
+        whole = torch.stack(losses).sum()
+        own = [self._router_loss(said) for said in heard.values()]
+        (whole + num_tokens * sum(own) / max(1, len(own))).backward()
+        return whole.item(), num_tokens
+
+    def _router_loss(self, said: Sequence[Tensor]) -> Tensor:
+        """By the formulas of the papers, from the logits of one router."""
+        model, logits = self._spec.model, torch.cat([*said])
+        probs = logits.softmax(-1)
+        of_token = model.num_experts_per_tok or model.config["num_experts_per_tok"]
+        chosen = probs.topk(of_token).indices
+        balance = torch.zeros(())
+        for expert in range(logits.shape[-1]):
+            share = (chosen == expert).any(-1).float().mean()
+            balance = balance + logits.shape[-1] * share * probs[:, expert].mean()
+        z = logits.exp().sum(-1).log().square().mean()
+        of_balance, of_z = model.router_losses
+        return of_balance * balance + of_z * z
+
+    def _outputs(self, inputs: Tensor, routing: Routing | None = None) -> Tensor:
         context = None
         if self.plan.fixed is not None:
             context = LayerContext(tokens=inputs, fixed=self.plan.fixed(inputs, torch.float32))
+        elif routing is not None:
+            context = LayerContext(routing=Routing(0))  # a capacity counts; losses are made here
         for layer in self.model:
             is_beside = context is not None and isinstance(layer, TakesContext)
             inputs = layer(inputs, context) if is_beside else layer(inputs)
@@ -204,6 +246,18 @@ class ReferenceTrainer:
     def _batch(self, round_index: int, slot: int) -> Batch:
         indices = self._settings.samples_of(round_index, slot, self._data.num_samples)
         return self._data.microbatch(indices)
+
+
+def _routers(model: nn.Module) -> Iterator[nn.Module]:
+    """Of the built-in model and of those of transformers, which call them so."""
+    for name, part in model.named_modules():
+        if name.endswith("mlp.gate"):
+            yield part
+
+
+def _hear(heard: dict[nn.Module, list[Tensor]], router: nn.Module, _: Any, said: Any) -> None:
+    """Keeps the logits of each call."""
+    heard.setdefault(router, []).append(said if isinstance(said, Tensor) else said[0])
 
 
 def _alone(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:

@@ -333,7 +333,7 @@ class StepService:
         key = (step.round, step.microbatch_id)
         stage, own = replica.stage, self.gossip.own
         forward = beside(
-            stage.forward_pass(key, inputs, step.documents),
+            stage.forward_pass(key, inputs, step.documents, targets),
             lambda: (hash_of(inputs), hash_of_targets(targets, step.documents)),
             hash_of,
         )

@@ -34,7 +34,7 @@ the policy (`Activations`), and the activation as it came and as it went, in fp3
 
 Activations of the built-in Llama are those that autograd keeps (`layer_bytes`): B samples, S
 positions, D width, K width of keys and values, I width of the feed-forward layer, H heads,
-V tokens.
+V tokens. With experts `experts_bytes` stands for the feed-forward layer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from swarmnet.training.models.registry import (
 )
 from swarmnet.training.models.subspace import has_table
 
-FP32_BYTES, LOW_BYTES = 4, 2
+FP32_BYTES, LOW_BYTES, INDEX_BYTES = 4, 2, 8
 MODES = (ZERO, DELAYED, LOCAL, GOSSIP)
 ERROR_BYTES = 2
 """A parameter, of what coding has lost of contributions."""
@@ -245,8 +245,7 @@ def layer_bytes(model: ModelSpec, layer: str, positions: int, element: int = FP3
     attention's output and one fp32 number a head, gate, its SiLU, up, and their product. In fp32
     the norms' inputs are the layer's input and the residual between.
     """
-    width, inner = model.hidden_size, model.intermediate_size
-    kv_width = model.num_key_value_heads * model.head_size
+    width, kv_width = model.hidden_size, model.num_key_value_heads * model.head_size
     if layer == "model.embed_tokens":
         return positions * FP32_BYTES  # the tokens
     if layer == "model.norm":
@@ -254,7 +253,33 @@ def layer_bytes(model: ModelSpec, layer: str, positions: int, element: int = FP3
     if layer == "lm_head":
         return positions * FP32_BYTES * (model.vocab_size + 2)  # log-probabilities; int64 targets
     exact = 4 * width + model.num_attention_heads + 2
-    return positions * (FP32_BYTES * exact + element * (4 * width + 2 * kv_width + 4 * inner))
+    kept = positions * (FP32_BYTES * exact + element * (4 * width + 2 * kv_width))
+    if model.num_experts:
+        return kept + experts_bytes(model, positions, element)
+    return kept + positions * element * 4 * model.intermediate_size
+
+
+def experts_bytes(model: ModelSpec, positions: int, element: int) -> int:
+    """Of it, in place of what a dense feed-forward layer keeps, the experts and their router. An
+    expert keeps of each of its tokens what a dense layer does, its input and its output; the router
+    the probabilities of all experts, and the logits and more where it has losses of its own, in
+    fp32; and of each choice its expert, its place and its weight. That is without a limit to an
+    expert's tokens (`capacity_factor`), under which there are fewer."""
+    width, chosen = model.hidden_size, model.num_experts_per_tok
+    shared = model.shared_expert_intermediate_size
+    balance, z = model.router_losses
+    tables = 1 + (2 if balance or z else 0) + (1 if z else 0)
+    numbers = (
+        tables * model.num_experts + 2 * bool(z) + chosen + model.norm_topk_prob * (chosen + 1)
+    )
+    of_choices = chosen * (element * (2 * width + 4 * model.expert_size) + 2 * INDEX_BYTES)
+    of_shared = element * (4 * shared + width + 1) if shared else 0
+    routed = 0
+    if element != FP32_BYTES:  # the router has a copy of its input, and of its weights
+        routed = (FP32_BYTES - (0 if shared else element)) * width
+        routed += element * chosen
+    whole = positions * (FP32_BYTES * numbers + of_choices + of_shared + routed)
+    return whole + (FP32_BYTES * model.num_experts * width if element != FP32_BYTES else 0)
 
 
 def document_bytes(spec: RunSpec, element: int) -> tuple[int, int, int]:

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
+from swarmnet.training.models.routing import Routing
 
 if TYPE_CHECKING:
     from swarmnet.spec import RunSpec
@@ -105,6 +106,13 @@ class LayerContext:
     fixed: Tensor | None = None
     """Likewise, what `ModelPlan.fixed` makes of them: (samples, length, width), in the precision of
     the pass. Made once for all layers of a pass."""
+    routing: Routing | None = None
+    """What routers of experts are told and say (`ModelPlan.routes`), in training."""
+
+
+def routing_of(context: LayerContext | None) -> Routing | None:
+    """That of a pass, where there is one."""
+    return None if context is None else context.routing
 
 
 def with_mask(context: LayerContext, dtype: torch.dtype) -> LayerContext:
@@ -185,6 +193,10 @@ class ModelPlan:
     trains (`LayerContext.fixed`). The tokens go from stage to stage with the activations."""
     whole_end: int = 1
     """So many of the last layers are always one stage."""
+    routes: bool = False
+    """Some layers have experts and routers, which take `LayerContext.routing`."""
+    routers_learn: bool = False
+    """These routers have losses of their own (`routing`)."""
 
 
 def derive_seed(seed: int, name: str) -> int:

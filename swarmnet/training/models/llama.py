@@ -1,4 +1,5 @@
-"""Llama (Touvron et al., 2023), number for number as Hugging Face's `LlamaForCausalLM`.
+"""Llama (Touvron et al., 2023), number for number as Hugging Face's `LlamaForCausalLM`; with
+`num_experts`, as its Mixtral or Qwen2-MoE (`experts`).
 
 RMSNorm before attention and feed-forward, rotary positions in the `rotate_half` form, SwiGLU,
 grouped query heads, no biases, embeddings not tied. Parameters carry Hugging Face's names.
@@ -24,6 +25,7 @@ from swarmnet.training.models.base import (
     TakesContext,
     TensorSpec,
 )
+from swarmnet.training.models.experts import Experts
 
 ROTARY_TABLES = 16
 """Tables of cosines and sines kept, one a sequence length."""
@@ -142,13 +144,16 @@ class DecoderLayer(TakesContext):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.self_attn = Attention(spec)
-        self.mlp = FeedForward(spec)
+        self.mlp = Experts(spec) if spec.num_experts else FeedForward(spec)
         self.input_layernorm = norm(spec)
         self.post_attention_layernorm = norm(spec)
 
     def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), context)
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+        h_BSD = self.post_attention_layernorm(x_BSD)
+        if isinstance(self.mlp, Experts):
+            return x_BSD + self.mlp(h_BSD, context)
+        return x_BSD + self.mlp(h_BSD)
 
 
 def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
@@ -196,17 +201,22 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         takes_context=True,
         takes_ignored=True,
         cache=CachePlan(KeyValues, 2 * spec.num_key_value_heads * spec.head_size),
+        routes=spec.num_experts > 0,
+        routers_learn=any(spec.router_losses),
     )
 
 
 def decoder_flops(spec: ModelSpec, length: int, written: int = 0) -> int:
     """FLOPs of one decoder layer's forward pass over one sample. Causal attention needs half of the
-    scores; its two products of S x S x D count so. `written`: numbers of a position that attention
+    scores; its two products of S x S x D count so. Of experts those count that a token meets.
+    `written`: numbers of a position that attention
     and feed-forward add to the residual stream, where these are fewer than its width."""
     width, written = spec.hidden_size, written or spec.hidden_size
     kv_width = spec.num_key_value_heads * spec.head_size
     attention = width * width + 2 * width * kv_width + width * written
-    matrices = attention + (2 * width + written) * spec.intermediate_size
+    matrices = attention + (2 * width + written) * spec.active_intermediate_size
+    if spec.num_experts:
+        matrices += width * (spec.num_experts + bool(spec.shared_expert_intermediate_size))
     return length * (2 * matrices + 2 * length * width)
 
 

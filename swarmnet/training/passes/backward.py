@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from swarmnet.training.models.routing import Routing
 from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.passes.roots import given
@@ -32,7 +33,12 @@ class BackwardPasses:
         self._refusals = refusals
 
     def add(
-        self, root: Tensor | None, again: Callable[[], Tensor], grad: Tensor, inputs: Tensor
+        self,
+        root: Tensor | None,
+        again: Callable[[], Tensor],
+        grad: Tensor,
+        inputs: Tensor,
+        routing: Routing | None = None,
     ) -> float:
         """Adds the gradient of a pass.
 
@@ -41,6 +47,7 @@ class BackwardPasses:
             again: makes the forward pass again, as often as fp16 needs it.
             grad: of the root, of the same shape.
             inputs: the start of the forward pass.
+            routing: of the pass, where layers have routers.
 
         Returns:
             The scale of the pass: the gradient of `inputs` is this number times too large.
@@ -57,6 +64,8 @@ class BackwardPasses:
         largest = float(grad.abs().max())
         while True:
             scale = scaling.scale(largest)
+            if routing is not None:
+                routing.scale = scale
             root = again() if root is None else root
             self._run(root, (grad * scale).to(root.dtype))
             root = None
@@ -70,14 +79,23 @@ class BackwardPasses:
         waiting.add(1.0 / scale)
         return scale
 
-    def subtract(self, again: Callable[[], Tensor], grad: Tensor | None, scale: float) -> None:
+    def subtract(
+        self,
+        again: Callable[[], Tensor],
+        grad: Tensor | None,
+        scale: float,
+        routing: Routing | None = None,
+    ) -> None:
         """Takes the gradient of a pass out of the sum: the same pass with the negated gradient.
 
         Args:
             again: makes the forward pass again.
             grad: of its end; None for a loss, whose gradient is 1.
             scale: as `add` returned it.
+            routing: as for `add`.
         """
+        if routing is not None:
+            routing.scale = -scale
         try:
             root = again()
             grad = torch.ones_like(root) if grad is None else grad

@@ -8,6 +8,7 @@ cannot make an infinite gradient where it enters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,7 @@ from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec
 from swarmnet.training.arrays import LARGEST_VALUE, check_shape, to_tensor
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.models.base import LayerContext, ModelPlan, TensorSpec
+from swarmnet.training.models.routing import Routing
 from swarmnet.training.passes.crossing import Crossing, WithTokens
 from swarmnet.training.passes.fp16 import Fp16Refusals
 from swarmnet.wire import Array
@@ -102,18 +104,32 @@ class Boundary:
         check_documents(documents, *inputs.shape[:2])
 
     def receive_context(
-        self, inputs: Array, documents: Documents | None = None
+        self,
+        inputs: Array,
+        documents: Documents | None = None,
+        routing: Routing | None = None,
     ) -> LayerContext | None:
         """What layers get beside the activation, on the device: the position of each token in its
         document, int64 (samples, length), and the tokens, where the model asks for them. `inputs`:
-        their shape was checked. What is kept of it is small: each pass makes its mask."""
+        their shape was checked. `routing`: of `routing`. What is kept of it is small: each pass
+        makes its mask."""
         tokens = self._tokens(inputs)
         positions = None
         if documents is not None:
             positions = self._copies.to_device(torch.stack([_positions(n) for n in documents]))
-        if tokens is None and positions is None:
+        if tokens is None and positions is None and routing is None:
             return None
-        return LayerContext(positions, tokens=tokens)
+        return LayerContext(positions, tokens=tokens, routing=routing)
+
+    def routing(self, inputs: Array, targets: Array | None) -> Routing | None:
+        """For a pass of training where the model has routers, else None. `inputs`: their shape
+        was checked. No targets: as if all tokens had one."""
+        if not self._plan.routes:
+            return None
+        if targets is None:
+            return Routing(math.prod(inputs.shape[:2]))
+        self.check_targets(targets)
+        return Routing(self._plan.count(to_tensor(targets)))
 
     def _tokens(self, inputs: Array, *, exact: bool = False) -> Tensor | None:
         if self._plan.fixed is None:

@@ -58,6 +58,8 @@ class StageLayers:
     """False where other ranks would have to know of it."""
     streams = False
     """The weights do not lie on the device: they come for each layer's part of a pass."""
+    routes = True
+    """False where a pass sees a part of a microbatch: what routers do with it is not known."""
     overlaps_rounds = True
     """False where the layers hold parameters in a way of their own: they can show one pair of
     vectors only, so no round is opened ahead."""
@@ -108,8 +110,10 @@ class StageLayers:
         self.shown = self._flatten(shard_size)
         """The vectors that the layers compute with and add gradients to."""
         if computing.compile:
-            for module in self.modules:
-                module.compile(dynamic=False)
+            for builder, module in zip(builders, self.modules, strict=True):
+                # How many tokens an expert gets is another number each time.
+                if not (plan.routes and builder.is_block):
+                    module.compile(dynamic=False)
 
     def parameters(self) -> list[nn.Parameter]:
         """The layers' parameters, in canonical order."""

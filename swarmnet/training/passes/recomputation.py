@@ -18,7 +18,8 @@ import swarmnet.training.accelerators as accelerators
 from swarmnet.batch import Documents
 from swarmnet.errors import ProtocolViolation, RemoteError
 from swarmnet.ports import Passage, StageResult, StepKey
-from swarmnet.training.models.base import LayerContext
+from swarmnet.training.models.base import LayerContext, routing_of
+from swarmnet.training.models.routing import Routing
 from swarmnet.training.passes.boundary import Boundary, finite_loss
 from swarmnet.training.passes.fp16 import FALL, MIN_TARGET, LossScale
 from swarmnet.training.passes.layers import StageLayers
@@ -64,7 +65,8 @@ class Recomputation:
                 if grad_outputs is None:
                     raise ProtocolViolation("a recomputation without the gradient of the outputs")
                 grad = boundary.receive_gradient(grad_outputs)
-            context = boundary.receive_context(inputs, documents)
+            routing = boundary.routing(inputs, targets)
+            context = boundary.receive_context(inputs, documents, routing)
             return boundary.receive_inputs(inputs), wanted, grad, context
 
         def compute(came: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,18 +125,25 @@ class Recomputation:
         loss_sum = 0.0 if wanted is None else finite_loss(root)
         if wants_gradient:
             grad = torch.ones_like(root) if grad is None else grad
-            found = self._input_gradient(root, run, grad, x)
+            found = self._input_gradient(root, run, grad, x, routing_of(context))
             gradient = self._boundary.send_input_gradient(found)
         num_tokens = 0 if wanted is None else self._layers.plan.count(wanted)
         return sending, gradient, loss_sum, num_tokens
 
     def _input_gradient(
-        self, root: Tensor, again: Callable[[], Tensor], grad: Tensor, x: Tensor
+        self,
+        root: Tensor,
+        again: Callable[[], Tensor],
+        grad: Tensor,
+        x: Tensor,
+        routing: Routing | None,
     ) -> Tensor:
         if self._loss_scale is None:
             return _gradient(root, x, grad).float()
         scale, target = self._loss_scale.scale(float(grad.abs().max())), self._loss_scale.target
         while True:
+            if routing is not None:
+                routing.scale = scale
             found = _gradient(root, x, (grad * scale).to(root.dtype))
             if bool(torch.isfinite(found).all()):
                 return found.float() / scale

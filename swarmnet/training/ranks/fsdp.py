@@ -62,6 +62,11 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
             f"--tp {num_ranks} --local fsdp: ranks do not get {buffers[0].name}, which comes with "
             "this model's weights; take --tp 1, or a peer for each device"
         )
+    if num_ranks > 1 and (spec.model.num_experts or plan.routers_learn):
+        raise SpecError(
+            f"--tp {num_ranks} --local fsdp: routers learn from whole microbatches; "
+            "take --tp 1, or a peer for each device"
+        )
     if spec.pipeline.microbatch % num_ranks:
         raise SpecError(
             f"--tp {num_ranks} --local fsdp: microbatches of {spec.pipeline.microbatch} samples "

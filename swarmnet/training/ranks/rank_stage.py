@@ -38,6 +38,7 @@ class RankLayers(StageLayers):
 
     generates = False
     may_keep_less = False
+    routes = False
     overlaps_rounds = False
 
     def __init__(
@@ -121,7 +122,11 @@ class LeadStage(RankStage):
         self.layers.shared.close_fd()
 
     def forward_pass(
-        self, key: StepKey, inputs: Array, documents: Documents | None = None
+        self,
+        key: StepKey,
+        inputs: Array,
+        documents: Documents | None = None,
+        targets: Array | None = None,  # for routers, which ranks do not train
     ) -> Passage[Array]:
         work = super().forward_pass(key, inputs, documents)
         values = {"key": list(key), "documents": documents}

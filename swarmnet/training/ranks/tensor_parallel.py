@@ -76,6 +76,11 @@ def check_cut(spec: RunSpec, num_ranks: int) -> None:
             f"--tp {num_ranks}: tensor parallelism cuts the built-in Llama only; this run's model "
             f"takes --tp {num_ranks} --local fsdp, or --tp 1"
         )
+    if model.num_experts:
+        raise SpecError(
+            f"--tp {num_ranks}: experts are not cut over ranks; take --tp 1, or a peer for each "
+            "device"
+        )
     if not fits(model, num_ranks):
         possible = [str(n) for n in range(1, MAX_RANKS + 1) if fits(model, n)]
         raise SpecError(

@@ -44,6 +44,7 @@ from tests.training.specs import small_spec, write_text
 
 ROUNDS = 5
 NUM_REPLICAS = 4
+SWITCH = {"num_experts_per_tok": 1, "norm_topk_prob": False, "router_z_loss_coef": 0.0}
 SCRATCH = ("gradient", "own", "change")
 """Vectors that a thread that makes updates keeps."""
 
@@ -118,8 +119,15 @@ def kept_bytes(
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "documents", "subspace"),
-    [(2, None, 0), (4, None, 0), (2, ((10, 6), (3, 13)), 0), (2, None, 8)],
+    ("model", "documents"),
+    [
+        ({}, None),
+        ({"num_key_value_heads": 4}, None),
+        ({}, ((10, 6), (3, 13))),
+        ({"subspace": 8}, None),
+        ({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}, None),
+        ({"num_experts": 8, "shared_expert_intermediate_size": 40, **SWITCH}, None),
+    ],
 )
 @pytest.mark.parametrize("policy", ["keep", "blocks", "recompute", "offload"])
 @pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=lambda p: p.name)
@@ -128,15 +136,14 @@ def test_activations_are_what_a_stage_keeps(
     monkeypatch: pytest.MonkeyPatch,
     precision: Precision,
     policy: Any,
-    kv_heads: int,
+    model: dict[str, Any],
     documents: Documents | None,
-    subspace: int,
 ) -> None:
     """Between the passes: with one microbatch more in flight there is so much more."""
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
     spec = small_spec(
         write_text(tmp_path),
-        model={"num_key_value_heads": kv_heads, "subspace": subspace},
+        model=model,
         pipeline={"num_stages": 3},
         data={"document_mask": documents is not None},
     )

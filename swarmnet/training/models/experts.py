@@ -1,0 +1,195 @@
+"""Feed-forward layers of several experts, of which a token meets a few (Shazeer et al., 2017).
+
+A router gives each token K of E experts, and the weights of these: their probabilities, over their
+sum where `norm_topk_prob` says so (GShard, arXiv 2006.16668; Mixtral) or as they are (Switch, arXiv
+2101.03961, with one expert a token). A shared expert, behind a gate of its own, sees all tokens.
+Number for number what transformers' Mixtral does, and with a shared expert its Qwen2-MoE, under the
+names of the latter's files.
+
+Tokens are put in the order of their experts, each expert works on its own, and they are put back.
+Nothing is dropped unless there is a capacity: then an expert takes `capacity_factor` times its
+equal share of a sample's choices, those of the earliest tokens, and the others go without it. So
+the output of a sample depends on this sample, and that of a token on no later one. Evaluation and
+texts drop nothing.
+
+Each matrix of an expert is a parameter of its own. What is computed again is the same: no order of
+additions is left to the device.
+
+Shapes: B samples, S positions, D width, T = B x S tokens, E experts, K experts a token, R = T x K
+choices, I width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from swarmnet.spec import ModelSpec
+from swarmnet.training.models.base import LayerContext
+from swarmnet.training.models.routing import RouterLosses, count, heard
+
+GROUPED_ALIGNMENT = 16
+"""Bytes that rows of matrices are a multiple of, where grouped products are asked for."""
+
+
+class ExpertLinear(nn.Linear):
+    """Of an expert: without bias, without torch's own initialisation, and never adapted."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Expert(nn.Module):
+    """SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = ExpertLinear(width, inner)
+        self.up_proj = ExpertLinear(width, inner)
+        self.down_proj = ExpertLinear(inner, width)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
+
+
+class Router(nn.Module):
+    """Logits of all experts, in fp32 whatever the precision of the pass: a token that rounding
+    sends elsewhere is another result."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD.float(), self.weight.float())
+
+
+class Experts(nn.Module):
+    """Router, experts and shared expert of a decoder layer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        width, shared = spec.hidden_size, spec.shared_expert_intermediate_size
+        self.gate = Router(width, spec.num_experts)
+        self.experts = nn.ModuleList(
+            Expert(width, spec.expert_size) for _ in range(spec.num_experts)
+        )
+        self.has_shared = shared > 0
+        if shared:
+            self.shared_expert = Expert(width, shared)
+            self.shared_expert_gate = ExpertLinear(width, 1)
+        self._num_chosen = spec.num_experts_per_tok
+        self._normalizes = spec.norm_topk_prob
+        self._capacity_factor = spec.capacity_factor
+        self._losses = RouterLosses.of(*spec.router_losses, spec.num_hidden_layers)
+
+    def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
+        """(B, S, D) to (B, S, D). `context`: of the pass; with a `Routing` in training."""
+        y_BSD = self._of_experts(x_BSD, context)
+        if not self.has_shared:
+            return y_BSD
+        return y_BSD + torch.sigmoid(self.shared_expert_gate(x_BSD)) * self.shared_expert(x_BSD)
+
+    def _of_experts(self, x_BSD: Tensor, context: LayerContext | None) -> Tensor:
+        routing = None if context is None else context.routing
+        x_TD = x_BSD.flatten(0, 1)
+        logits_TE = self.gate(x_TD)
+        weights_TK, chosen_TK = logits_TE.softmax(dim=-1).topk(self._num_chosen, dim=-1)
+        if self._normalizes:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        experts_R = chosen_TK.flatten()
+        kept_R = None
+        if routing is not None and self._capacity_factor:
+            kept_R = self._with_room(experts_R, x_BSD.shape[0])
+            # What is dropped goes behind all experts, where nobody works.
+            experts_R = torch.where(kept_R, experts_R, len(self.experts))
+        order_R = experts_R.argsort(stable=True)
+        place_R = order_R.argsort()
+        x_RD = _Dispatched.apply(x_TD, order_R, place_R, self._num_chosen)
+        product = grouped if takes_grouped(x_RD, self.experts[0]) else in_a_loop
+        y_RD = product(x_RD, count(experts_R, len(self.experts) + 1)[:-1], self.experts)
+        y_TKD = y_RD.index_select(0, place_R).view(*chosen_TK.shape, -1)
+        y_TD = (y_TKD * weights_TK.to(y_TKD.dtype).unsqueeze(-1)).sum(dim=1)
+        y_BSD = y_TD.view(x_BSD.shape)
+        if routing is None:
+            return y_BSD
+        dropped = None if kept_R is None else (~kept_R).sum()
+        return heard(routing, self, y_BSD, logits_TE, chosen_TK, self._losses, dropped)
+
+    def _with_room(self, experts_R: Tensor, num_samples: int) -> Tensor:
+        """Whether each choice is among the first of its expert in its sample, as many as there is
+        room for."""
+        num_experts, num_choices = len(self.experts), len(experts_R) // num_samples
+        room = max(1, math.ceil(self._capacity_factor * num_choices / num_experts))
+        at_R = torch.arange(len(experts_R), device=experts_R.device)
+        groups_R = at_R // num_choices * num_experts + experts_R
+        order_R = groups_R.argsort(stable=True)
+        sizes = count(groups_R, num_samples * num_experts)
+        first_R = (sizes.cumsum(0) - sizes)[groups_R[order_R]]
+        return torch.empty_like(at_R, dtype=torch.bool).index_copy_(
+            0, order_R, at_R - first_R < room
+        )
+
+
+class _Dispatched(torch.autograd.Function):
+    """Rows of tokens, each K times, in another order. Gradients of a token's rows are added in the
+    order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, place_R: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place_R)
+        ctx.k = k
+        return x_TD.index_select(0, order_R // k)
+
+    @staticmethod
+    def backward(  # type: ignore[override,unused-ignore]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        (place_R,) = ctx.saved_tensors
+        grad_TD = grad_RD.index_select(0, place_R).unflatten(0, (-1, ctx.k)).sum(dim=1)
+        return grad_TD, None, None, None
+
+
+def takes_grouped(x_RD: Tensor, expert: nn.Module) -> bool:
+    """Whether the products of all experts are made as one: torch has kernels for bf16 on GPUs,
+    where loops wait for the device at every layer."""
+    assert isinstance(expert, Expert)
+    sides = expert.down_proj.weight.shape
+    return (
+        x_RD.device.type == "cuda"
+        and x_RD.dtype == torch.bfloat16
+        and all(side * x_RD.element_size() % GROUPED_ALIGNMENT == 0 for side in sides)
+    )
+
+
+def in_a_loop(x_RD: Tensor, sizes_E: Tensor, experts: nn.ModuleList) -> Tensor:
+    """What each expert makes of its rows, which lie one after the other, `sizes_E` of them; zeros
+    for those behind them."""
+    sizes = sizes_E.tolist()
+    *parts, behind = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
+    pairs = zip(experts, parts, strict=True)
+    made = [expert(part) for expert, part in pairs if part.shape[0]]
+    return torch.cat([*made, torch.zeros_like(behind)])
+
+
+def grouped(x_RD: Tensor, sizes_E: Tensor, experts: nn.ModuleList) -> Tensor:
+    """`in_a_loop` by grouped products: matrices of all experts are put side by side for
+    it."""
+    ends_E = sizes_E.cumsum(0).to(torch.int32)
+    # Products leave the rows behind the last expert's as they find them, forward and backward.
+    is_made_R1 = (torch.arange(x_RD.shape[0], device=x_RD.device) < ends_E[-1]).unsqueeze(1)
+    x_RD = torch.where(is_made_R1, x_RD, 0.0)
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        matrices = torch.stack([expert.get_parameter(f"{name}.weight") for expert in experts])
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends_E)
+
+    inner_RI = F.silu(product(x_RD, "gate_proj")) * product(x_RD, "up_proj")
+    return torch.where(is_made_R1, product(inner_RI, "down_proj"), 0.0)
