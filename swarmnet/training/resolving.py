@@ -199,6 +199,8 @@ def described(spec: RunSpec) -> RunSpec:
         folder = find_folder(spec.model.source)
         read = read_config(folder)
         values: dict[str, Any] = {"config": read.values, "base": spec.model.source}
+        if spec.model.router_aux_loss_coef is None:
+            values["router_aux_loss_coef"] = read.router_loss
         spec = spec.model_copy(update={"model": spec.model.model_copy(update=values)})
         check_model(spec)
     spec = _with_lora(spec)

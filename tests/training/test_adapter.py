@@ -290,7 +290,6 @@ def test_a_stage_has_its_own_layers_and_a_memory_plan(tmp_path: Path) -> None:
     [
         ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope_scaling type spiral"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
-        ({"output_router_logits": True}, "output_router_logits is not supported"),
         ({"model_type": "mine", "auto_map": {"AutoModel": "evil.Model"}}, "code that comes with"),
         ({"hidden_size": 1 << 30}, "hidden_size = 1073741824 is beyond"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000 is beyond"),

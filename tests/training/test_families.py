@@ -314,7 +314,7 @@ def test_a_config_in_the_spec_is_written_with_all_its_keys(tmp_path: Path) -> No
     spec = resolve_run(RunSpec.model_validate(values)).spec
     assert spec.model.config == json.loads(json.dumps(canonical("llama", **SIZES)))
     values["model"]["config"]["output_router_logits"] = True
-    with pytest.raises(SpecError, match=r"output_router_logits is not supported: the router"):
+    with pytest.raises(SpecError, match=r"output_router_logits is a folder's key; write \[model\]"):
         resolve_run(RunSpec.model_validate(values))
 
 

@@ -34,6 +34,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.llama import LOSS_FLOPS_PER_LOGIT, count_tokens, next_token_loss
 from swarmnet.training.models.model_config import load_config, model_classes
+from swarmnet.training.models.routing import RouterLosses, heard
 from swarmnet.training.models.text_cache import TextCache
 
 EMBEDDING, LAYERS, NORM, HEAD = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
@@ -41,6 +42,8 @@ PLAN_PARTS = ("embed_tokens", "layers", "norm")
 """Of `base_model_pp_plan`."""
 POSITION_TABLES = 16
 PROBE_SHAPE = (1, 3)
+ROUTED_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Their routers choose the largest logits, and so does transformers' loss for them."""
 NO_MASK = "swarmnet_causal"
 MAX_LENGTH = 1 << 30
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
@@ -55,7 +58,12 @@ class Decoder(TakesContext):
     Parameters have the names that they have in the family's layer.
     """
 
-    def __init__(self, config: Any, index: int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        index: int,
+        losses: RouterLosses = RouterLosses(),  # noqa: B008  it is immutable
+    ) -> None:
         super().__init__()
         shell = _base_shell(config, (index,))
         layer = _layer_class(config, index)(config, index)
@@ -76,6 +84,15 @@ class Decoder(TakesContext):
         self._causal._attn_implementation = NO_MASK  # noqa: SLF001  as in `model_config`
         self._window = _window(config)
         self._index = index
+        self._losses = losses
+        self._num_chosen = getattr(config, "num_experts_per_tok", None) or 0
+        self._logits: Tensor | None = None
+        router = _router(config, layer)
+        if router is not None:
+            router[0].register_forward_hook(functools.partial(self._hear, router[1]))
+
+    def _hear(self, index: int, _: nn.Module, __: Any, said: Any) -> None:
+        self._logits = said if isinstance(said, Tensor) else said[index]
 
     def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         shell: Any = self._shell
@@ -103,7 +120,37 @@ class Decoder(TakesContext):
         ).last_hidden_state
         if cache is not None:
             cache.extend(self._index, x_BSD.shape[1])
-        return y_BSD
+        logits, self._logits = self._logits, None
+        if context is None or context.routing is None or logits is None:
+            return y_BSD
+        logits_TE = logits.flatten(0, -2)
+        chosen_TK = logits_TE.detach().topk(self._num_chosen, dim=-1).indices
+        return heard(context.routing, self, y_BSD, logits_TE, chosen_TK, self._losses)
+
+
+def _router(config: Any, layer: nn.Module) -> tuple[nn.Module, int] | None:
+    """The router of a layer, and where in what it gives the logits are, as the family tells
+    transformers; None where there is none, or of another kind."""
+    if config.model_type not in ROUTED_FAMILIES:
+        return None
+    base, _ = model_classes(config)
+    recorder = base._can_record_outputs["router_logits"]  # noqa: SLF001  it has no public name
+    routers = (part for part in layer.modules() if isinstance(part, recorder.target_class))
+    return next(((router, recorder.index) for router in routers), None)
+
+
+@functools.lru_cache(maxsize=16)
+def _num_routers(key: str) -> int:
+    """Layers whose router has a loss."""
+    config = load_config(json.loads(key))
+    known: dict[Any, bool] = {}
+    with torch.device("meta"):
+        for i in range(config.num_hidden_layers):
+            kind = layer_kind(config, i)
+            if kind not in known:
+                layer = _layer_class(config, i)(config, i)
+                known[kind] = _router(config, layer) is not None
+    return sum(known[layer_kind(config, i)] for i in range(config.num_hidden_layers))
 
 
 def _window(config: Any) -> int:
@@ -192,9 +239,17 @@ def adapter_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
     """
     config = load_config(spec.config)
     check_cuttable(config)
+    num_routers, coefficients = _num_routers(_key(config)), spec.router_losses
+    if any(coefficients) and not num_routers:
+        name = "router_aux_loss_coef" if coefficients[0] else "router_z_loss_coef"
+        raise SpecError(
+            f"[model] {name}: this model ({config.model_type}) has no routers that can be trained "
+            f"so; those of {', '.join(ROUTED_FAMILIES)} can; remove it"
+        )
+    losses = RouterLosses.of(*coefficients, num_routers)
     tokens = TensorSpec("int32", (sequence_length,), num_values=config.vocab_size)
     return ModelPlan(
-        layers=_layers(config, sequence_length, has_weights=bool(spec.weights)),
+        layers=_layers(config, sequence_length, losses, has_weights=bool(spec.weights)),
         inputs=tokens,
         targets=tokens,
         loss=next_token_loss,
@@ -210,6 +265,8 @@ def adapter_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
             _state_numbers(config),
         ),
         exact_buffers=_exact_buffers(config),
+        routes=num_routers > 0,
+        routers_learn=any(coefficients),
     )
 
 
@@ -248,7 +305,13 @@ def _cached_numbers(config: Any) -> int:
     return 2 * heads * size
 
 
-def _layers(config: Any, length: int, *, has_weights: bool) -> tuple[LayerBuilder, ...]:
+def _layers(
+    config: Any,
+    length: int,
+    losses: RouterLosses = RouterLosses(),  # noqa: B008  it is immutable
+    *,
+    has_weights: bool,
+) -> tuple[LayerBuilder, ...]:
     width, vocabulary = config.hidden_size, config.vocab_size
     hidden = (length, width)
     counts = _costs(config, length)
@@ -264,7 +327,7 @@ def _layers(config: Any, length: int, *, has_weights: bool) -> tuple[LayerBuilde
         *(
             LayerBuilder(
                 f"{LAYERS}.{i}",
-                building(functools.partial(Decoder, config, i)),
+                building(functools.partial(Decoder, config, i, losses)),
                 counts[i],
                 hidden,
                 is_block=True,

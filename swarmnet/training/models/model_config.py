@@ -69,10 +69,12 @@ SILENT_KEYS = """
 """
 """They change no number of a training pass."""
 SILENT = frozenset(SILENT_KEYS.split())
+TRAINS_ROUTERS, ROUTER_LOSS = "output_router_logits", "router_aux_loss_coef"
+"""The first says that a model is trained on the loss of its routers too, the second how much. What
+a run does says its own `[model] router_aux_loss_coef`."""
 REFUSED_WHERE_SET = {
     "quantization_config": "its weights must be fp32, bf16 or fp16",
     "compression_config": "its weights must be fp32, bf16 or fp16",
-    "output_router_logits": "the router's own loss is not trained on",
     "use_bidirectional_attention": "training is causal",
     "per_layer_config": "layers of one model must be alike",
 }
@@ -92,6 +94,8 @@ class ReadConfig:
     """Of the weights, where the file says it; else empty."""
     ignored: tuple[str, ...]
     """Keys that the family does not know."""
+    router_loss: float | None = None
+    """Coefficient of the routers' loss, where the file says that it is trained on."""
 
 
 def require_transformers() -> Any:
@@ -135,11 +139,15 @@ def read_config(folder: Path) -> ReadConfig:
     dtype = next((str(used.pop(k)) for k in DTYPE_KEYS if used.get(k)), "")
     used = {k: v for k, v in used.items() if k not in DTYPE_KEYS}
     config = _made(str(given["model_type"]), used, str(path))
-    return ReadConfig(config.canonical_values, dtype, tuple(sorted(ignored)))
+    router_loss = None
+    if given.get(TRAINS_ROUTERS) is True:
+        router_loss = getattr(config, ROUTER_LOSS, None)
+    return ReadConfig(config.canonical_values, dtype, tuple(sorted(ignored)), router_loss)
 
 
 def _is_news(key: str, value: Any) -> bool:
-    return key not in SILENT and key not in REFUSED_WHERE_SET and value is not None
+    known = key in SILENT or key in REFUSED_WHERE_SET or key == TRAINS_ROUTERS
+    return not known and value is not None
 
 
 def load_config(values: Mapping[str, Any]) -> Any:
@@ -160,6 +168,10 @@ def _loaded(key: str) -> Any:
         if values.get(name):
             raise SpecError(f"[model] config: {name} is not supported: {why}")
         values.pop(name, None)
+    if values.pop(TRAINS_ROUTERS, None):
+        raise SpecError(
+            f"[model] config: {TRAINS_ROUTERS} is a folder's key; write [model] {ROUTER_LOSS}"
+        )
     unknown = sorted(values.keys() - _known_keys(_config_class(kind)))
     if unknown:
         raise SpecError(
@@ -220,7 +232,7 @@ def _known_keys(config_class: Any) -> frozenset[str]:
     own = {f.name for f in dataclasses.fields(config_class)}
     mapped = config_class.attribute_map  # two names of one key; files may have either
     names = (own - common) | mapped.keys() | set(mapped.values())
-    return frozenset((names | set(UNDECLARED_KEYS)) - REFUSED_WHERE_SET.keys())
+    return frozenset((names | set(UNDECLARED_KEYS)) - REFUSED_WHERE_SET.keys() - {TRAINS_ROUTERS})
 
 
 def _made(kind: str, values: Mapping[str, Any], source: str) -> Any:

@@ -65,6 +65,8 @@ def read_folder(folder: Path, model: ModelSpec) -> tuple[ModelSpec, dict[str, by
         "dtype": read.dtype,
         "license": _license(folder),
     }
+    if model.router_aux_loss_coef is None:
+        values["router_aux_loss_coef"] = read.router_loss
     return model.model_copy(update=values), contents
 
 
