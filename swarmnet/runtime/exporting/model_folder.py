@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from swarmnet.errors import UserError
 from swarmnet.files import is_full
-from swarmnet.spec import RunSpec
+from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.byte_tokenizer import byte_tokenizer_files
 from swarmnet.training.end_tokens import added_texts, end_tokens
 from swarmnet.training.tokenizer_files import (
@@ -32,6 +33,19 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 WEIGHTS_LIST = "weights.sha256"
 """Of a run's files, the one that is no part of a model."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+NOT_OF_MIXTURES = ("attention_bias", "mlp_bias", "pretraining_tp")
+"""Keys of a Llama's config that those of its mixtures do not have."""
+MIXTRAL_NAMES = re.compile(r"\.mlp\.(experts\.\d+\.)?(gate|gate_proj|up_proj|down_proj)\.weight$")
+MIXTRAL_PARTS = {"gate": "gate", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+NO_EXPERT = 8
+"""Width of a shared expert that gives nothing."""
+NOTHING = {
+    "shared_expert.gate_proj": (NO_EXPERT, -1),
+    "shared_expert.up_proj": (NO_EXPERT, -1),
+    "shared_expert.down_proj": (-1, NO_EXPERT),
+    "shared_expert_gate": (1, -1),
+}
+"""Shapes of its matrices; -1 for the model's width."""
 SHOWN_PATHS = 5
 SHOWN_CHARACTERS = 16
 """Of a run's id."""
@@ -151,6 +165,7 @@ def _tensors(trained: Trained, dtype: Any) -> Mapping[str, Tensor]:
         from swarmnet.training.models.subspace import folded
 
         whole = folded(trained.spec.model, whole)
+    whole = saved_names(trained.spec.model, whole)
     named = {n: t if n in trained.exact else t.to(dtype) for n, t in whole.items()}
     if trained.is_adapter:
         from swarmnet.training.models.lora_folder import adapter_tensors
@@ -189,7 +204,7 @@ def _files(trained: Trained, dtype: str) -> dict[str, bytes]:
 
 def _config(spec: RunSpec, dtype: str, ends: list[int]) -> dict[str, Any]:
     """config.json."""
-    values = llama_config(spec, ends)
+    values = model_config(spec.model, ends)
     if spec.model.kind == "transformers":
         from swarmnet.training.models.model_config import load_config, model_classes
 
@@ -199,9 +214,70 @@ def _config(spec: RunSpec, dtype: str, ends: list[int]) -> dict[str, Any]:
     return {**values, "dtype": dtype, "torch_dtype": dtype}
 
 
-def llama_config(spec: RunSpec, ends: list[int]) -> dict[str, Any]:
+def model_config(model: ModelSpec, ends: list[int]) -> dict[str, Any]:
+    """config.json of the built-in model. `ends`: tokens that end a text."""
+    values = llama_config(model, ends)
+    if not model.num_experts:
+        return values
+    values |= {
+        "num_experts_per_tok": model.num_experts_per_tok,
+        "output_router_logits": False,
+        "router_aux_loss_coef": model.router_losses[0],
+    }
+    for name in NOT_OF_MIXTURES:
+        del values[name]
+    if _is_mixtral(model):
+        return values | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "intermediate_size": model.expert_size,
+            "num_local_experts": model.num_experts,
+            "router_jitter_noise": 0.0,
+            "sliding_window": None,
+        }
+    return values | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_experts": model.num_experts,
+        "moe_intermediate_size": model.expert_size,
+        "shared_expert_intermediate_size": model.shared_expert_intermediate_size or NO_EXPERT,
+        "norm_topk_prob": model.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "qkv_bias": False,
+        "use_sliding_window": False,
+    }
+
+
+def saved_names(model: ModelSpec, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Parameters of the built-in model under the names of its family's files."""
+    if not model.num_experts:
+        return named
+    if _is_mixtral(model):
+        return {MIXTRAL_NAMES.sub(_mixtral_name, name): t for name, t in named.items()}
+    if model.shared_expert_intermediate_size:
+        return named
+    found = dict(named)  # the family always has a shared expert: one that gives nothing
+    for name, router in named.items():
+        if name.endswith(".mlp.gate.weight"):
+            layer, width = name.removesuffix("gate.weight"), router.shape[1]
+            for part, shape in NOTHING.items():
+                sizes = (width if n < 0 else n for n in shape)
+                found[f"{layer}{part}.weight"] = router.new_zeros(*sizes)
+    return found
+
+
+def _is_mixtral(model: ModelSpec) -> bool:
+    """Its files are Mixtral's, which more programs read; else they are Qwen2-MoE's."""
+    return model.norm_topk_prob and not model.shared_expert_intermediate_size
+
+
+def _mixtral_name(found: re.Match[str]) -> str:
+    return f".block_sparse_moe.{found[1] or ''}{MIXTRAL_PARTS[found[2]]}.weight"
+
+
+def llama_config(model: ModelSpec, ends: list[int]) -> dict[str, Any]:
     """config.json of `transformers.LlamaForCausalLM`. `ends`: tokens that end a text."""
-    model = spec.model
     end = ends[0] if ends else None
     return {
         "architectures": ["LlamaForCausalLM"],
