@@ -27,6 +27,7 @@ from prometheus_client.utils import floatToGoString
 
 from swarmnet.errors import PortTaken, UserError
 from swarmnet.observe.monitor import newest_held_out, owners_by_shard
+from swarmnet.ports import RouterReport
 from swarmnet.printable import printable
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.membership.records import STATES
@@ -36,6 +37,8 @@ from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.version import __version__
 
+MAX_EXPERTS_TOLD = 256
+"""Of all layers of a stage; where there are more, no single ones are told of."""
 COLLECT_TIMEOUT_S = 5.0
 """For the event loop to say its numbers."""
 
@@ -108,7 +111,25 @@ OF_RUN = {
     "swarmnet_held_out_loss_nats": Metric(GAUGE, "Newest loss on held-out data, nats per token."),
 }
 """What it believes of the run."""
-METRICS = OF_PEER | OF_RUN
+OF_ROUTERS = {
+    "swarmnet_expert_share": Metric(
+        GAUGE,
+        "Share of an expert in the choices of its layer's router, in the last round.",
+        ("layer", "expert"),
+    ),
+    "swarmnet_dropped_choices_ratio": Metric(
+        GAUGE,
+        "Share of the choices for which an expert had no room, in the last round.",
+        ("layer",),
+    ),
+    "swarmnet_router_entropy_nats": Metric(
+        GAUGE,
+        "Entropy of a token's probabilities of experts, the mean of the last round.",
+        ("layer",),
+    ),
+}
+"""What a peer knows of its stage's layers that have experts."""
+METRICS = OF_PEER | OF_ROUTERS | OF_RUN
 
 
 def _family(name: str) -> Any:
@@ -166,6 +187,7 @@ class PeerCollector(Collector):
         yield failed
         if self._peer.replica is not None:
             yield from _times_of(self._peer.replica)
+            yield from routers_of(self._peer.replica.stage.routed)
         yield _one("swarmnet_queue_length", own.queue_length)
         yield _one("swarmnet_device_samples_per_second", own.samples_per_s)
         for name in COUNTED:
@@ -223,6 +245,23 @@ def _times_of(replica: Replica) -> Iterator[Any]:
         family = _family(name)
         family.add_metric([], *_buckets(histogram))
         yield family
+
+
+def routers_of(reports: Sequence[RouterReport]) -> Iterator[Any]:
+    """Of the layers of this machine's stage that have experts. Each expert's share is told where
+    they are few; of many the largest and the smallest."""
+    if not reports:
+        return
+    shares, dropped, entropy = map(_family, OF_ROUTERS)
+    for r in reports:
+        told = {"most": max(r.shares), "least": min(r.shares)}
+        if sum(len(one.shares) for one in reports) <= MAX_EXPERTS_TOLD:
+            told |= {str(i): share for i, share in enumerate(r.shares)}
+        for expert, share in told.items():
+            shares.add_metric([r.layer, expert], share)
+        dropped.add_metric([r.layer], r.dropped)
+        entropy.add_metric([r.layer], r.entropy)
+    yield from (shares, dropped, entropy)
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, int]], float]:

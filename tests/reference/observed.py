@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-from peer.observe.prometheus import OF_PEER, OF_RUN, Metric
+from peer.observe.prometheus import OF_PEER, OF_ROUTERS, OF_RUN, Metric
 from swarmnet.observe.charts import CHARTS
 from swarmnet.observe.events import KINDS, MEANINGS, Counted, Event
 from swarmnet.observe.view_model import PeerRow, RoundSplit, StageRow, ViewModel
@@ -82,6 +82,8 @@ def metrics() -> str:
         "Grafana](../grafana/swarmnet.json) shows them.",
         "What this peer itself did, since it was started:",
         table(("metric", "kind", "labels", "meaning"), _metrics(OF_PEER)),
+        "### Where the stage's layers have experts",
+        table(("metric", "kind", "labels", "meaning"), _metrics(OF_ROUTERS)),
         "What it believes of the run, which is the same at every peer but for what gossip has "
         "not brought yet:",
         table(("metric", "kind", "labels", "meaning"), _metrics(OF_RUN)),
