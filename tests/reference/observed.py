@@ -74,7 +74,7 @@ def metrics() -> str:
     return page(
         "Metrics",
         "A run's numbers can be had in three ways: as [events](events.md) in a file, by "
-        "Prometheus, and as charts of TensorBoard.",
+        "Prometheus, and as charts of other tools.",
         "## Prometheus",
         "`swarmnet peer --metrics-port PORT` serves these at `/metrics`, on this machine only "
         "unless `--metrics-host` says more. A counter's name ends in `_total`; a histogram has "
@@ -87,9 +87,9 @@ def metrics() -> str:
         "What it believes of the run, which is the same at every peer but for what gossip has "
         "not brought yet:",
         table(("metric", "kind", "labels", "meaning"), _metrics(OF_RUN)),
-        "## TensorBoard",
+        "## Charts",
         "`--log-to KIND:WHERE` of `swarmnet local` and `swarmnet peer` draws these charts, "
-        "by round. Joined, lost, paused and moved peers stand beside them as text, under "
+        "by round: in TensorBoard, wandb, MLflow or Trackio. Joined, lost, paused and moved peers stand beside them as text, under "
         "`events`.",
         table(("chart", "meaning"), ((code(name), text) for name, text in CHARTS.items())),
     )
