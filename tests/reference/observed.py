@@ -89,8 +89,8 @@ def metrics() -> str:
         table(("metric", "kind", "labels", "meaning"), _metrics(OF_RUN)),
         "## Charts",
         "`--log-to KIND:WHERE` of `swarmnet local` and `swarmnet peer` draws these charts, "
-        "by round: in TensorBoard, wandb, MLflow or Trackio. Joined, lost, paused and moved peers stand beside them as text, under "
-        "`events`.",
+        "by round: in TensorBoard, wandb, MLflow or Trackio. Joined, lost, paused and moved peers "
+        "stand beside them as text, under `events`.",
         table(("chart", "meaning"), ((code(name), text) for name, text in CHARTS.items())),
     )
 
