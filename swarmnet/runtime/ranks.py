@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from swarmnet.errors import UserError
+from swarmnet.errors import SpecError, UserError
 from swarmnet.runtime.computing import check_options
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.spec import RunSpec
@@ -27,8 +27,8 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     Without `--tp`: all GPUs of CUDA, or as many as the model can be cut into, and one device of
     another type: ranks of these were never run."""
     import swarmnet.training.accelerators as accelerators
+    from swarmnet.training.ranks.cut_check import check_cut
     from swarmnet.training.ranks.fsdp import check_split
-    from swarmnet.training.ranks.tensor_parallel import check_cut, fits
 
     here = accelerators.kind()
     num_gpus = 0 if options.device == accelerators.CPU else accelerators.num_devices()
@@ -42,19 +42,26 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
             f"--device {options.device}: this machine has {found} such devices that torch can use, "
             f"and {options.tp or 1} are wanted; --device auto takes what there is"
         )
+
+    def check(num_ranks: int) -> None:
+        if is_sharded:
+            check_split(spec, num_ranks)
+        else:
+            check_cut(spec, num_ranks, sequence_parallel=options.sequence_parallel)
+
     if options.tp is not None:
-        (check_split if is_sharded else check_cut)(spec, options.tp)
+        check(options.tp)
         kind = here if num_gpus >= options.tp else accelerators.CPU
         return [kind if kind == accelerators.CPU else f"{kind}:{i}" for i in range(options.tp)]
-    model = spec.model
-    is_whole = spec.lora is not None or model.num_experts > 0 or any(model.router_losses)
-    if num_gpus < 2 or is_whole or (model.kind != "llama" and not is_sharded):
+    if num_gpus < 2:
         return [f"{here}:0" if num_gpus else accelerators.CPU]
 
     def is_possible(num_ranks: int) -> bool:
-        if is_sharded:
-            return spec.pipeline.microbatch % num_ranks == 0
-        return num_ranks == 1 or fits(spec.model, num_ranks)
+        try:
+            check(num_ranks)
+        except SpecError:
+            return False
+        return True
 
     num_ranks = max(filter(is_possible, range(1, num_gpus + 1)))
     return [f"{here}:{i}" for i in range(num_ranks)]

@@ -29,7 +29,15 @@ from torch import Tensor
 import swarmnet.training.accelerators as accelerators
 from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, NotSent, SpecError
-from swarmnet.ports import LossResult, Passage, RouterReport, StageResult, StepKey
+from swarmnet.ports import (
+    Base,
+    Generation,
+    LossResult,
+    Passage,
+    RouterReport,
+    StageResult,
+    StepKey,
+)
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec, boundary_codec
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
@@ -145,7 +153,7 @@ class TorchStage:
         self.update_copies = self.layers.update_copies
         self.vectors = RoundVectors(self.layers, reuses_gradient=reuses_gradient)
         self.shard_sizes = self.vectors.shard_sizes
-        self.base = self.layers.base
+        self.base: Base = self.layers.base
         named = zip((layer.name for layer in layers), self.layers.modules, strict=True)
         self.routers = RoutersOfStage(names_of_parts(named))
         self.kept = KeptMicrobatches(needs_input_gradients=stage_index > 0)
@@ -169,7 +177,7 @@ class TorchStage:
         self._recomputation = Recomputation(
             self.layers, self._boundary, self.vectors, self.loss_scale
         )
-        self.generation = (
+        self.generation: Generation | None = (
             StageGeneration(self.layers, self._boundary, self.vectors, plan.cache, microbatch)
             if plan.cache is not None and self.layers.generates
             else None

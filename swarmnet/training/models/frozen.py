@@ -99,26 +99,46 @@ def settle(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
                 p.data = p.data.to(device, kept or dtype)
 
 
+Write = Callable[[ParameterRange, Tensor, int, Tensor], None]
+"""`write(r, place, first, values)`: elements from `first` on of a parameter, to the part of it that
+is held in `place`."""
+
+
 class StageBase:
     """The base of some layers; of none where all is trained."""
 
     def __init__(
-        self, plan: ModelPlan, layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
+        self,
+        plan: ModelPlan,
+        layers: Sequence[LayerBuilder],
+        modules: Sequence[nn.Module],
+        ranges: tuple[ParameterRange, ...] | None = None,
+        write: Write | None = None,
     ) -> None:
+        """
+        Args:
+            plan: of the model.
+            layers: of the stage.
+            modules: these, built.
+            ranges: of the whole base, where the modules have parts of it, or not all.
+            write: puts values into the part of a parameter that a module has.
+        """
         named = base_tensors(plan, layers, modules)
-        self._ranges = ranges_of(named)
+        self._ranges = ranges_of(named) if ranges is None else ranges
         by_name = dict(zip((layer.name for layer in layers), modules, strict=True))
         buffers = {name for name, _ in base_buffers(plan, layers, modules)}
-        self._places = [
-            _buffer_of(by_name, name) if name in buffers else _parameter(tensor)
+        self._places = {
+            name: _buffer_of(by_name, name) if name in buffers else _parameter(tensor)
             for name, tensor in named
-        ]
-        self._roundings = [None if name in buffers else plan.base_dtype for name, _ in named]
+        }
+        self._buffers = buffers
+        self._write = write or _write_whole
+        self._rounding = plan.base_dtype
         self.shard_sizes = base_shards(self._ranges)
         self._missing = set(range(len(self.shard_sizes)))
         linears = (m for module in modules for m in module.modules() if isinstance(m, FrozenLinear))
         self._packing = {id(m.weight): m for m in linears if m.packing}
-        self._lacking = [tensor.numel() for _, tensor in named]
+        self._lacking = [r.num_elements for r in self._ranges]
         """Of each, elements that have not come."""
 
     @property
@@ -142,14 +162,25 @@ class StageBase:
             for k, r in enumerate(self._ranges):
                 first, last = max(start, r.start), min(stop, r.stop)
                 if first < last:
-                    there = self._places[k]()
-                    place = there.data.view(-1)[first - r.start : last - r.start]
-                    part, rounding = tensor[first - start : last - start], self._roundings[k]
-                    place.copy_(part if rounding is None else part.to(rounding))
+                    part = tensor[first - start : last - start]
+                    there = self._places.get(r.name, _nothing)()
+                    if there is not None and r.name in self._buffers:
+                        _write_whole(r, there, first - r.start, part)
+                    elif there is not None:
+                        part = part if self._rounding is None else part.to(self._rounding)
+                        self._write(r, there.data, first - r.start, part)
                     self._lacking[k] -= last - first
                     if not self._lacking[k] and id(there) in self._packing:
                         self._packing[id(there)].pack()
         self._missing.discard(shard_index)
+
+
+def _write_whole(_: ParameterRange, place: Tensor, first: int, values: Tensor) -> None:
+    place.data.view(-1)[first : first + values.numel()].copy_(values)
+
+
+def _nothing() -> None:
+    """In place of a parameter that another rank has."""
 
 
 def _parameter(tensor: Tensor) -> Callable[[], Tensor]:

@@ -56,14 +56,14 @@ class StageGeneration:
     def copy(self, shards: Sequence[Array]) -> None:
         """As the port says."""
         layers = self._layers
-        where = layers.weights_device
+        where = "cpu" if layers.copies_parts else layers.weights_device
         flat = torch.empty(layers.num_parameters, dtype=layers.dtype, device=where)
         start = 0
         for shard in shards:
             values = numbers_of(shard)
             flat[start : start + values.numel()].copy_(values)
             start += values.numel()
-        self._copy = [r.part_of(flat) for r in layers.parameter_ranges]
+        self._copy = layers.copy_of(flat)
 
     def drop_copy(self) -> None:
         self._copy = []

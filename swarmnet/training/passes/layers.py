@@ -54,6 +54,8 @@ class StageLayers:
 
     generates = True
     """False where a pass takes others that do not know of texts."""
+    copies_parts = False
+    """`copy_of` takes a part of the values only: the device has no room for all."""
     may_keep_less = True
     """False where other ranks would have to know of it."""
     streams = False
@@ -99,7 +101,7 @@ class StageLayers:
         self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
         self.modules = [self._build(builder) for builder in builders]
         tie(builders, self.modules)
-        self.base = StageBase(plan, builders, self.modules)
+        self.base = self._base()
         """What of the layers is not trained."""
         self.parameter_ranges = parameter_ranges(builders, self.modules)
         if not self.parameter_ranges or self.parameter_ranges[-1].stop == 0:
@@ -144,6 +146,11 @@ class StageLayers:
             p.data = shown
             p.grad = added if adds_itself else None
         self.parameter_copies.show(vectors.values, vectors.added)
+
+    def copy_of(self, flat: Tensor) -> list[Tensor]:
+        """For `showing`: the values of the parameters in a flat vector of the dtype of the passes
+        (on the host where this copies parts of it)."""
+        return [r.part_of(flat) for r in self.parameter_ranges]
 
     @contextlib.contextmanager
     def showing(self, values: Sequence[Tensor]) -> Iterator[None]:
@@ -263,6 +270,9 @@ class StageLayers:
         if self.plan.fixed is None or context.tokens is None:
             return context
         return replace(context, fixed=self.plan.fixed(context.tokens, self.dtype))
+
+    def _base(self) -> StageBase:
+        return StageBase(self.plan, self.builders, self.modules)
 
     def _build(self, builder: LayerBuilder) -> nn.Module:
         module = build_layer(self.plan, builder, self._seed)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, SwarmnetError, one_line
-from swarmnet.ports import LossResult, Passage, StageResult, StepKey, undivided
+from swarmnet.ports import Base, Generation, LossResult, Passage, StageResult, StepKey, undivided
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
 from swarmnet.training.passes.layers import StageLayers
@@ -31,6 +31,10 @@ T = TypeVar("T")
 
 OF_LAYERS = ("fetch_parameters", "store_gradients")
 """Calls of other ranks that are for the layers of their stage."""
+
+
+OF_TEXTS = ("copy", "drop_copy", "extend", "drop")
+"""Those for texts that the model writes."""
 
 
 class RankLayers(StageLayers):
@@ -87,7 +91,13 @@ class RankLayers(StageLayers):
         if self._rank == 0:
             return super()._build(builder)
         with torch.device("meta"):  # weights come from the shared memory
-            return builder.build()
+            module = builder.build()
+        if any(buffer.is_meta for buffer in module.buffers()):
+            # What a layer has beside is not there: it is built once more, and that is kept of it.
+            built = super()._build(builder)
+            for name, buffer in built.named_buffers():
+                _set_buffer(module, name, buffer)
+        return module
 
 
 class RankStage(TorchStage):
@@ -102,6 +112,79 @@ class RankStage(TorchStage):
         self.layers.fetch_parameters()
 
 
+class LeadBase:
+    """Implements `ports.Base` at rank 0. Each rank has its part of it, from the same values."""
+
+    def __init__(self, inner: Base, together: Callable[..., Any]) -> None:
+        self.shard_sizes = inner.shard_sizes
+        self._inner = inner
+        self._together = together
+
+    @property
+    def missing(self) -> Sequence[int]:
+        return self._inner.missing
+
+    def put(self, shard_index: int, values: Array) -> None:
+        work = partial(self._inner.put, shard_index, values)
+        self._together("put_base", work, {"shard": shard_index}, (values,))
+
+
+class LeadGeneration:
+    """Implements `ports.Generation` at rank 0. All ranks keep their part of the keys and values, by
+    a number for each session."""
+
+    def __init__(
+        self, inner: Generation, together: Callable[..., Any], later: Callable[..., None]
+    ) -> None:
+        """`together`, `later`: tell the other ranks a call, and make it here."""
+        self.pass_tokens, self.max_tokens = inner.pass_tokens, inner.max_tokens
+        self.copy_bytes, self.token_bytes = inner.copy_bytes, inner.token_bytes
+        self.text_bytes = inner.text_bytes
+        self._inner = inner
+        self._together = together
+        self._later = later
+        self._numbers: dict[Hashable, int] = {}
+        self._next = 0
+
+    def copy(self, shards: Sequence[Array]) -> None:
+        self._together("text_copy", partial(self._inner.copy, shards), {}, shards)
+
+    def drop_copy(self) -> None:
+        self._later("text_drop_copy", {}, self._inner.drop_copy)
+
+    def extend(
+        self,
+        session: Hashable,
+        inputs: Array,
+        position: int,
+        *,
+        is_copied: bool,
+        num_logits: int,
+        exact: bool = False,
+    ) -> tuple[Array, ...]:
+        number = self._numbers.get(session)
+        if number is None:
+            number = self._numbers[session] = self._next
+            self._next += 1
+        about: dict[str, Any] = {
+            "position": position,
+            "is_copied": is_copied,
+            "num_logits": num_logits,
+            "exact": exact,
+        }
+        work = partial(self._inner.extend, number, inputs, **about)
+        result: tuple[Array, ...] = self._together(
+            "text_extend", work, {"session": [number], **about}, (inputs,)
+        )
+        return result
+
+    def drop(self, session: Hashable) -> None:
+        number = self._numbers.pop(session, None)
+        if number is not None:
+            work = partial(self._inner.drop, number)
+            self._later("text_drop", {"session": [number]}, work)
+
+
 class LeadStage(RankStage):
     """Rank 0's stage: implements `ports.Stage` for the swarm, and tells the other ranks each
     call before it makes it. All that the swarm sees of it is a stage. Its passages are undivided:
@@ -112,10 +195,13 @@ class LeadStage(RankStage):
         gone."""
         self._group = group
         self._lock = threading.Lock()
-        self._forgotten: deque[StepKey] = deque()
+        self._put_off: deque[tuple[str, dict[str, Any], Callable[[], None]]] = deque()
         self._is_whole = True
         super().__init__(*arguments, **options)
         self.vectors.make_whole = self._collect
+        self.base = LeadBase(self.layers.base, self._together)
+        if self.generation is not None:
+            self.generation = LeadGeneration(self.generation, self._together, self._later)
         about = {"stage": self.stage_index, "computing": self.computing.values()}
         group.send("build", about, fd=self.layers.shared.fd)
         group.join()
@@ -167,19 +253,12 @@ class LeadStage(RankStage):
         return self._together("evaluate", work, {"documents": documents}, arrays)
 
     def forget(self, key: StepKey) -> None:
-        """From any thread. While a call runs it waits for the end of it, so that it comes between
-        the same two calls at all ranks."""
-        self._forgotten.append(key)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._forget_all()
-            finally:
-                self._lock.release()
+        self._later("forget", {"key": list(key)}, partial(self.kept.forget, key))
 
     def finish_round(self) -> None:
         with self._lock:
             self._group.join()  # nobody computes with the parameters that change now
-            self._forgotten.clear()
+            self._do_put_off()
             TorchStage.finish_round(self)
             self.layers.clear_slots()
             self._group.send("finish_round")
@@ -198,7 +277,7 @@ class LeadStage(RankStage):
         adds: bool = False,
     ) -> T:
         with self._lock:
-            self._forget_all()
+            self._do_put_off()
             number = self._group.send(call, values, arrays)
             is_refused = False
             if adds:
@@ -214,18 +293,26 @@ class LeadStage(RankStage):
                 raise
             finally:
                 self._group.report(number, is_refused)
-            self._forget_all()
+            self._do_put_off()
             return result
 
-    def _forget_all(self) -> None:
+    def _later(self, call: str, values: dict[str, Any], work: Callable[[], None]) -> None:
+        """What changes no result, from any thread. While a call runs it waits for the end of it,
+        so that it comes between the same two calls at all ranks."""
+        self._put_off.append((call, values, work))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._do_put_off()
+            finally:
+                self._lock.release()
+
+    def _do_put_off(self) -> None:
         """With the lock held."""
-        keys = []
-        while self._forgotten:
-            keys.append(self._forgotten.popleft())
-        if keys and self._group.failure is None:
-            self._group.send("forget", {"keys": [list(key) for key in keys]})
-        for key in keys:
-            self.kept.forget(key)
+        while self._put_off:
+            call, values, work = self._put_off.popleft()
+            if self._group.failure is None:
+                self._group.send(call, values)
+            work()
 
     def _collect(self) -> None:
         """Makes the canonical gradient whole."""
@@ -254,11 +341,6 @@ def following(
         assert isinstance(built, RankStage)
         stage = built
 
-    def forget(values: dict[str, Any], _: list[Array], __: int | None) -> None:
-        assert stage is not None
-        for key in values["keys"]:
-            stage.forget(tuple(key))
-
     def call(name: str) -> Callable[..., None]:
         def run(values: dict[str, Any], arrays: list[Any], _: int | None) -> None:
             if name == "evaluate" and len(arrays) == 1:
@@ -271,13 +353,43 @@ def following(
 
         return run
 
+    def put_base(values: dict[str, Any], arrays: list[Array], _: int | None) -> None:
+        assert stage is not None
+        stage.base.put(values["shard"], arrays[0])
+
     names = (
         "forward",
         "backward",
         "forward_backward",
         "retract",
+        "forget",
         "evaluate",
         "finish_round",
         *OF_LAYERS,
     )
-    return {"build": build, "forget": forget} | {name: call(name) for name in names}
+
+    def of_text(name: str) -> Callable[..., None]:
+        def run(values: dict[str, Any], arrays: list[Any], _: int | None) -> None:
+            assert stage is not None
+            assert stage.generation is not None
+            if name == "copy":
+                stage.generation.copy(arrays)
+            else:
+                getattr(stage.generation, name)(*values.pop("session", ()), *arrays, **values)
+
+        return run
+
+    special = {"build": build, "put_base": put_base}
+    special |= {f"text_{name}": of_text(name) for name in OF_TEXTS}
+    return special | {name: call(name) for name in names}
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """To the device, what a layer has beside its parameters."""
+    for name, buffer in list(module.named_buffers()):
+        _set_buffer(module, name, buffer.to(device))
+
+
+def _set_buffer(module: nn.Module, name: str, buffer: Tensor) -> None:
+    within, _, own = name.rpartition(".")
+    setattr(module.get_submodule(within), own, buffer)

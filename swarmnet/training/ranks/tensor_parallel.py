@@ -1,137 +1,30 @@
-"""Tensor parallelism, applied to a Llama's layers from outside.
+"""What ranks say to each other under tensor parallelism: collectives that autograd can go through,
+and a loss of logits that are cut by vocabulary.
 
-The cut is Megatron's (Shoeybi et al., 2019): query, key, value, gate and up matrices by rows (of
-output features), output and down matrices by columns, embedding and output matrix by vocabulary.
-A decoder layer then needs two all-reduces forward and two backward. With sequence parallelism
-(Korthikanti et al., 2022) norms and residuals hold a slice of the sequence on each rank, and each
-all-reduce becomes a reduce-scatter and an all-gather: the same bytes, less memory.
+The cut is Megatron's (Shoeybi et al., 2019): a decoder layer needs two all-reduces forward and two
+backward. With sequence parallelism (Korthikanti et al., 2022) norms and residuals hold a slice of
+the sequence on each rank, and each all-reduce becomes a reduce-scatter and an all-gather: the same
+bytes, less memory. They are written by hand, so that every rank runs the same ones in the same
+order: a call that all ranks are given with the same arguments needs no other agreement.
 
-The model code knows nothing of it. `cut_parameter` says which part of a parameter a rank holds;
-`parallelize` hangs the collectives on the layers as hooks. They are written by hand, so that
-every rank runs the same ones in the same order: a call that all ranks are given with the same
-arguments needs no other agreement.
+Which matrices are cut how, `cut_plan` says.
 
 Shapes: B samples, S positions, D width, V tokens, N = B x S.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from swarmnet.batch import IGNORED
-from swarmnet.errors import SpecError
-from swarmnet.spec import ModelSpec, RunSpec
-from swarmnet.training.models.base import LayerBuilder
+from swarmnet.training.ranks.cuts import part_of
 
-MAX_RANKS = 64
 SEQUENCE_DIM = 1
-
-ROW_CUT = ("gate_proj", "up_proj", "q_proj")
-COLUMN_CUT = ("o_proj", "down_proj")
-KEY_VALUE = ("k_proj", "v_proj")
-VOCABULARY_CUT = ("model.embed_tokens.weight", "lm_head.weight")
-
-Sharing = Literal["own", "same", "partial"]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The part of a parameter that a rank holds: [start, stop) of dimension `dim`."""
-
-    dim: int
-    start: int
-    stop: int
-    sharing: Sharing
-    """Of its gradient. "own": no other rank holds this part. "same": all ranks compute the whole
-    gradient, so that one of them may keep it. "partial": the gradient is the sum over ranks."""
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part, a view."""
-        return tensor.narrow(self.dim, self.start, self.stop - self.start)
-
-    def num_elements(self, shape: Sequence[int]) -> int:
-        rest = 1
-        for dim, size in enumerate(shape):
-            rest *= self.stop - self.start if dim == self.dim else size
-        return rest
-
-
-def check_cut(spec: RunSpec, num_ranks: int) -> None:
-    """Raises `SpecError` unless the run's model can be cut into so many ranks."""
-    if num_ranks == 1:
-        return
-    model = spec.model
-    if spec.lora is not None:
-        raise SpecError(
-            f"--tp {num_ranks} does not go with [lora]; take --tp 1, or a peer for each device"
-        )
-    if model.kind != "llama":
-        raise SpecError(
-            f"--tp {num_ranks}: tensor parallelism cuts the built-in Llama only; this run's model "
-            f"takes --tp {num_ranks} --local fsdp, or --tp 1"
-        )
-    if model.num_experts:
-        raise SpecError(
-            f"--tp {num_ranks}: experts are not cut over ranks; take --tp 1, or a peer for each "
-            "device"
-        )
-    if not fits(model, num_ranks):
-        possible = [str(n) for n in range(1, MAX_RANKS + 1) if fits(model, n)]
-        raise SpecError(
-            f"--tp {num_ranks}: {model.num_attention_heads} heads and "
-            f"{model.num_key_value_heads} key/value heads cannot be cut so; "
-            f"possible: {', '.join(possible)}"
-        )
-
-
-def fits(model: ModelSpec, num_ranks: int) -> bool:
-    """Heads are not cut: each rank has as many query heads, of whole groups or of one group."""
-    kv_heads = model.num_key_value_heads
-    return (
-        model.num_attention_heads % num_ranks == 0
-        and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
-        and min(model.vocab_size, model.intermediate_size) >= num_ranks
-    )
-
-
-def part_of(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """[start, stop) of a rank; sizes differ by one at most."""
-    return size * rank // num_ranks, size * (rank + 1) // num_ranks
-
-
-def cut_parameter(
-    name: str,
-    shape: Sequence[int],
-    model: ModelSpec,
-    rank: int,
-    num_ranks: int,
-    *,
-    sequence_parallel: bool = False,
-) -> Cut:
-    """What rank `rank` holds of the parameter with this (Hugging Face) name and shape."""
-    kind = name.split(".")[-2]
-    if name in VOCABULARY_CUT or kind in ROW_CUT:
-        return Cut(0, *part_of(shape[0], rank, num_ranks), "own")
-    if kind in COLUMN_CUT:
-        return Cut(1, *part_of(shape[1], rank, num_ranks), "own")
-    if kind in KEY_VALUE:
-        return _cut_key_value(shape, model.num_key_value_heads, rank, num_ranks)
-    return Cut(0, 0, shape[0], "partial" if sequence_parallel else "same")
-
-
-def _cut_key_value(shape: Sequence[int], num_heads: int, rank: int, num_ranks: int) -> Cut:
-    """With fewer heads than ranks, some ranks hold the same head, each for its own queries."""
-    if num_heads >= num_ranks:
-        return Cut(0, *part_of(shape[0], rank, num_ranks), "own")
-    head = rank * num_heads // num_ranks
-    size = shape[0] // num_heads
-    return Cut(0, head * size, (head + 1) * size, "partial")
 
 
 # ---- collectives ----------------------------------------------------------------------------
@@ -152,10 +45,22 @@ class Region:
         self.sequence_parallel = sequence_parallel
         self.is_split = False
         """In the pass that runs, tensors between the cut matrices are split by positions."""
+        self._entered: tuple[Tensor, Tensor] | None = None
 
     def begin(self, length: int) -> None:
         """Before a pass over sequences of `length`; one that cannot be split evenly is not."""
         self.is_split = self.sequence_parallel and length % self.num_ranks == 0
+        self._entered = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`enter`, once for several matrices that are given the same tensor one after the other:
+        autograd adds up what comes back from them before the ranks do."""
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+        known, entered = self._entered or (None, x)
+        if known is not x or entered.requires_grad != needs_gradient:
+            entered = enter(self, x)
+            self._entered = x, entered
+        return entered
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """A new tensor. Never in place: autograd may hand the same gradient to two functions."""
@@ -251,15 +156,7 @@ def vocabulary_parallel_loss(
     return cast(Tensor, loss)
 
 
-def gather_logits(region: Region, vocab_size: int, logits_BSV: Tensor) -> Tensor:
-    """Whole rows, for whoever samples from them. A sum with zeros is exact."""
-    start, stop = part_of(vocab_size, region.rank, region.num_ranks)
-    whole = logits_BSV.new_zeros((*logits_BSV.shape[:-1], vocab_size))
-    whole[..., start:stop] = logits_BSV
-    return region.all_reduce(whole)
-
-
-# ---- layers ---------------------------------------------------------------------------------
+# ---- around matrices that are cut -----------------------------------------------------------
 
 
 def enter(region: Region, x: Tensor) -> Tensor:
@@ -277,6 +174,31 @@ def leave(region: Region, x: Tensor) -> Tensor:
     return both_ways(x, region.all_reduce, unchanged)
 
 
+def gather_last(region: Region, size: int, x: Tensor) -> Tensor:
+    """The whole last dimension, of `size`, from each rank's part. All ranks go on alike with it."""
+    start, stop = part_of(size, region.rank, region.num_ranks)
+
+    def whole(part: Tensor) -> Tensor:
+        found = part.new_zeros((*part.shape[:-1], size))
+        found[..., start:stop] = part
+        return region.all_reduce(found)  # a sum with zeros is exact
+
+    return both_ways(x, whole, lambda grad: grad[..., start:stop].contiguous())
+
+
+def split_last(region: Region, x: Tensor) -> Tensor:
+    """This rank's part of the last dimension of what all ranks have."""
+    size = x.shape[-1]
+    start, stop = part_of(size, region.rank, region.num_ranks)
+
+    def whole(grad: Tensor) -> Tensor:
+        found = grad.new_zeros((*grad.shape[:-1], size))
+        found[..., start:stop] = grad
+        return region.all_reduce(found)
+
+    return both_ways(x, lambda one: one[..., start:stop].contiguous(), whole)
+
+
 def split(region: Region, x: Tensor) -> Tensor:
     """At the beginning of a stage that is not the first."""
     return both_ways(x, region.slice, region.gather) if region.is_split else x
@@ -285,49 +207,3 @@ def split(region: Region, x: Tensor) -> Tensor:
 def join(region: Region, x: Tensor) -> Tensor:
     """At the end of a stage whose last layer is not the output matrix."""
     return both_ways(x, region.gather, region.slice) if region.is_split else x
-
-
-def parallelize(
-    layers: Sequence[LayerBuilder], modules: Sequence[nn.Module], region: Region
-) -> None:
-    """Hangs the collectives on the layers of a Llama. Their parameters are cut elsewhere."""
-    for layer, module in zip(layers, modules, strict=True):
-        if layer.name == "model.embed_tokens":
-            _parallelize_embedding(module, region)
-        elif layer.name == "lm_head":
-            _before(module, region)
-        elif layer.name.startswith("model.layers."):
-            attention: Any = module.self_attn
-            feed_forward: Any = module.mlp
-            for block in (attention, feed_forward):
-                _before(block, region)
-            for matrix in (attention.o_proj, feed_forward.down_proj):
-                _after(matrix, region)
-
-
-def _before(module: nn.Module, region: Region) -> None:
-    module.register_forward_pre_hook(lambda _, args: (enter(region, args[0]), *args[1:]))
-
-
-def _after(module: nn.Module, region: Region) -> None:
-    module.register_forward_hook(lambda _, __, output: leave(region, output))
-
-
-def _parallelize_embedding(module: nn.Module, region: Region) -> None:
-    """Tokens of other ranks are looked up as token 0 and give zeros."""
-    vocab_size = int(module.num_embeddings)  # type: ignore[arg-type]
-    start, stop = part_of(vocab_size, region.rank, region.num_ranks)
-
-    elsewhere: list[Tensor] = []
-
-    def look_up(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        local = args[0] - start
-        mask = (local < 0) | (local >= stop - start)
-        elsewhere[:] = [mask]
-        return (local.masked_fill(mask, 0),)
-
-    def add_up(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return leave(region, output.masked_fill(elsewhere.pop().unsqueeze(-1), 0.0))
-
-    module.register_forward_pre_hook(look_up)
-    module.register_forward_hook(add_up)

@@ -1,0 +1,64 @@
+"""Whether a run's model can be cut over ranks, told before any of it is built."""
+
+from __future__ import annotations
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import RunSpec
+from swarmnet.training.models.base import ModelPlan, described
+from swarmnet.training.models.lora import packing_of
+from swarmnet.training.models.registry import model_plan
+from swarmnet.training.ranks.cut_plan import MAX_RANKS, SUPPORTED, CutPlan, cut_plan, parts_of
+
+
+def check_styles(plan: ModelPlan, cut: CutPlan, kind: str) -> None:
+    """Raises `SpecError` where a part of the model has a style that is none of ours."""
+    for layer, module in zip(plan.layers, described(plan.layers), strict=True):
+        parts = [name for name, _ in parts_of(layer, module)]
+        parts += [f"{layer.name}.{name}" for name, _ in module.named_parameters()]
+        for name in parts:
+            style = cut.style(name)
+            if style and style not in SUPPORTED:
+                raise SpecError(
+                    f"{name} of model_type {kind} is cut as {style[:40]!r}, which is not known here"
+                )
+
+
+def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False) -> None:
+    """Raises `SpecError` unless the run's model can be cut into so many ranks."""
+    if num_ranks == 1:
+        return
+    if spec.model.num_experts or any(spec.model.router_losses):
+        raise SpecError(
+            f"--tp {num_ranks}: the built-in Llama's experts and routers that have a loss are not cut "
+            "over ranks; take --tp 1, or a peer for each device"
+        )
+    if sequence_parallel and spec.model.kind != "llama":
+        raise SpecError("--sequence-parallel is for the built-in Llama; leave it out")
+    model = model_plan(spec)
+    try:
+        plan = _checked_plan(spec, model)
+    except SpecError as error:
+        fsdp = f"--tp {num_ranks} --local fsdp"
+        raise SpecError(f"--tp {num_ranks}: {error}; take {fsdp}, or --tp 1") from None
+    if not plan.fits(num_ranks):
+        possible = [str(n) for n in range(1, MAX_RANKS + 1) if plan.fits(n)]
+        raise SpecError(
+            f"--tp {num_ranks}: {plan.num_heads} heads and {plan.num_kv_heads} key/value heads "
+            f"cannot be cut so; possible: {', '.join(possible)}"
+        )
+
+
+def _checked_plan(spec: RunSpec, plan: ModelPlan) -> CutPlan:
+    cut = cut_plan(spec.model)
+    if plan.is_random:
+        raise SpecError("the model draws random numbers (dropout) for whole layers")
+    if packing_of(spec.lora):
+        raise SpecError("[lora] base_dtype int8 and nf4 are made of whole matrices")
+    if spec.model.kind == "llama":
+        return cut
+    kind = str(spec.model.config["model_type"])
+    check_styles(plan, cut, kind)
+    from swarmnet.training.ranks.cut_trial import check_family
+
+    check_family(spec.model.config)
+    return cut

@@ -1,0 +1,147 @@
+"""Whether the plan that a family of `transformers` has for tensor parallelism is right: tried with
+a small model on two ranks, not believed.
+
+The ranks are threads of this process. Loss, logits and gradient must be those of one rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swarmnet.errors import SpecError, one_line
+from swarmnet.spec import ModelSpec
+from swarmnet.system import LOOPBACK_INTERFACE
+from swarmnet.training.accelerators import CPU
+from swarmnet.training.computing import Computing
+from swarmnet.training.memory.device_copies import copies_of
+from swarmnet.training.models.adapter import adapter_plan
+from swarmnet.training.models.base import ModelPlan
+from swarmnet.training.models.family_probe import LENGTH, SAMPLES, check_size
+from swarmnet.training.models.model_config import load_config
+from swarmnet.training.models.shrunk import shrunk_configs
+from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.ranks.cut_plan import cut_plan
+from swarmnet.training.ranks.parallel_layers import ParallelLayers
+from swarmnet.training.ranks.tensor_parallel import Region
+
+NUM_RANKS = 2
+TOLERANCE = 1e-3
+"""Of a gradient's norm, and of the largest logit; rounding makes less than 1e-5 of it."""
+COLLECTIVE_TIMEOUT_S = 20.0
+"""Of a small model's: ranks that do not run the same ones are told after it."""
+
+
+def check_family(config: Mapping[str, Any]) -> None:
+    """Raises `SpecError` unless a small model of this canonical config computes the same on two
+    ranks as on one."""
+    smaller = shrunk_configs(config)
+    fault = try_small(tuple(json.dumps(small, sort_keys=True) for small in smaller))
+    if fault:
+        raise SpecError(
+            f"transformers' tensor parallelism for model_type {config['model_type']} {fault}"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def try_small(configs: tuple[str, ...]) -> str:
+    """What is wrong with the first of these canonical configs, JSON, that is a model; empty where
+    nothing is."""
+    for text in configs:
+        small = json.loads(text)
+        try:
+            check_size(load_config(small))
+            plan = adapter_plan(ModelSpec(kind="transformers", config=small), LENGTH)
+            expected = _results(_layers(plan, StageLayers), plan)
+        except Exception:  # whatever a family's code does with sizes that it never had
+            continue
+        try:
+            found = on_ranks(plan, ModelSpec(kind="transformers", config=small))
+        except Exception as error:  # likewise
+            return f"does not work here ({one_line(error, 120)})"
+        for one, other in zip(found, expected, strict=True):
+            if not _is_same(one, other):
+                return "computes something else than one rank does"
+        return ""
+    return "cannot be tried on a small model"
+
+
+def on_ranks(plan: ModelPlan, model: ModelSpec) -> tuple[Tensor, ...]:
+    """`_results` of the model cut over two ranks."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    store = dist.HashStore()
+    cut = cut_plan(model)
+    regions = [Region(None, rank, NUM_RANKS) for rank in range(NUM_RANKS)]
+    lead = _layers(plan, functools.partial(ParallelLayers, cut=cut, region=regions[0]))
+    fd = os.dup(lead.shared.fd)
+    lead.shared.close_fd()
+    other = _layers(plan, functools.partial(ParallelLayers, cut=cut, region=regions[1], fd=fd))
+    found: list[tuple[Tensor, ...] | BaseException] = [RuntimeError("silent")] * 2
+
+    def work(rank: int, layers: ParallelLayers) -> None:
+        try:
+            wait = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+            regions[rank].group = dist.ProcessGroupGloo(store, rank, NUM_RANKS, wait)
+            found[rank] = _results(layers, plan)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [
+        threading.Thread(target=work, args=(r, layers), name=f"rank-{r}", daemon=True)
+        for r, layers in enumerate((lead, other))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results = []
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    for layers in (lead, other):
+        layers.store_gradients()
+    lead.add_slots()
+    return results[0]
+
+
+def _layers(plan: ModelPlan, make: Callable[..., Any]) -> Any:
+    device = torch.device(CPU)
+    return make(
+        plan,
+        plan.layers,
+        stage_index=0,
+        num_stages=1,
+        shard_size=1 << 30,
+        seed=0,
+        computing=Computing("fp32", "keep"),
+        device=device,
+        copies=copies_of(device),
+    )
+
+
+def _results(layers: StageLayers, plan: ModelPlan) -> tuple[Tensor, ...]:
+    """Loss, logits and gradient of one small microbatch; of a rank, what it has added to."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, SAMPLES, LENGTH)
+    size = plan.inputs.num_values
+    inputs, targets = torch.randint(size, shape, generator=generator, dtype=torch.int32)
+    loss = layers.loss((0, 0), inputs, targets)
+    loss.backward()
+    with layers.evaluating(is_whole_batch=True, wants_outputs=True):
+        logits = layers.run(None, inputs)
+    return loss.detach(), logits, layers.shown.gradients
+
+
+def _is_same(found: Tensor, expected: Tensor) -> bool:
+    difference = (found - expected).norm() / expected.norm().clamp_min(1e-12)
+    return float(difference.nan_to_num(torch.inf)) < TOLERANCE

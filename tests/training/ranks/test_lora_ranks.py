@@ -1,0 +1,147 @@
+"""Adapters over a base that several ranks share: the numbers of one rank, and a part of the base
+on each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet.errors import ProtocolViolation, SpecError
+from swarmnet.spec import RunSpec
+from swarmnet.training.arrays import from_tensor
+from swarmnet.training.computing import Computing
+from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
+from swarmnet.training.ranks.cut_check import check_cut
+from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage
+from swarmnet.training.stage import TorchStage, build_stage
+from tests.swarm.lora_runs import LORA, lora_run
+from tests.training.ranks.test_family_ranks import close, close_by_name
+from tests.training.ranks.threads import rank_threads
+from tests.training.test_families import folder_of
+from tests.training.test_lora import gradient_of, stages_of, tokens
+
+ALL = {**LORA, "target_modules": "all-linear"}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases, one matrix": ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
+    "norms of heads": ("qwen3", {"head_dim": 16}),
+    "whole outputs": ("olmo2", {}),
+    "scaled embedding": ("gemma2", {"head_dim": 16, "sliding_window": 8}),
+    "experts": ("mixtral", {"num_local_experts": 4}),
+}
+"""What is special in the cut."""
+
+
+def fill(stage: TorchStage, spec: RunSpec, folder: Path) -> None:
+    """Its base, as it comes from others: in any order."""
+    layout = InitialLayout.of(spec)
+    sources = InitialSources(spec, layout, folder, None)
+    numbers = range(len(layout.base_sizes[stage.stage_index]))
+    assert stage.base.missing == list(numbers)
+    for number in reversed(numbers):
+        values = sources.read(stage.stage_index, number)
+        assert values is not None
+        stage.base.put(number, from_tensor(values))
+    assert not stage.base.missing
+
+
+def randomize(stages: list[TorchStage]) -> None:
+    """B is not zero: so that the gradient of A is not either."""
+    for stage in stages:
+        for j, size in enumerate(stage.shard_sizes):
+            generator = torch.Generator().manual_seed(100 * stage.stage_index + j)
+            stage.stage_parameters(j, from_tensor(torch.randn(size, generator=generator) / 30))
+        stage.finish_round()
+
+
+def random_biases(kind: str, folder: Path) -> None:
+    """A model's begin with zeros, which nobody would miss."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    named = load_file(path)
+    generator = torch.Generator().manual_seed(3)
+    for name, values in named.items():
+        if name.endswith(".bias"):
+            values.normal_(0.0, 0.1, generator=generator)
+    save_file(named, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_a_family_have_the_numbers_of_one_rank(family: str, tmp_path: Path) -> None:
+    kind, more = FAMILIES[family]
+    folder = tmp_path / "model"
+    folder_of(folder, kind, **more)
+    random_biases(kind, folder)
+    spec, _ = lora_run(folder, tmp_path, lora=ALL)
+    one = stages_of(spec, folder, Computing())
+    with rank_threads(spec, 2) as first, rank_threads(spec, 2) as last:
+        many: list[TorchStage] = []
+        for k, group in enumerate((first, last)):
+            check_cut(spec, 2)
+            many.append(build_parallel_stage(spec, k, group, Computing(activations="blocks")))
+            fill(many[-1], spec, folder)
+        gradients = []
+        for stages in (one, many):
+            randomize(stages)
+            gradients.append(gradient_of(stages, (1, 1)))
+        size = 0
+        for stage in one:
+            stop = size + stage.num_parameters
+            close_by_name(stage, gradients[1][size:stop], gradients[0][size:stop])
+            size = stop
+        for stage in (*one, *many):
+            stage.retract((1, 1))
+        assert gradient_of(many, (1, 2)).norm() > 0
+        close(gradient_of(many, (1, 3)) / 2, gradient_of(one, (1, 3)), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_each_rank_has_its_part_of_the_base(dtype: str, tmp_path: Path) -> None:
+    """Rounded once where the run says so, and no more than it, whoever asks."""
+    folder = tmp_path / "model"
+    folder_of(folder, "llama")
+    spec, _ = lora_run(folder, tmp_path, lora={**LORA, "base_dtype": dtype}, num_stages=1)
+    (one,) = stages_of_one(spec, folder)
+    with rank_threads(spec, 2) as group:
+        many = build_parallel_stage(spec, 0, group, Computing())
+        with pytest.raises(ProtocolViolation):
+            many.base.put(0, from_tensor(torch.zeros(3)))
+        fill(many, spec, folder)
+        held = {n: p for m in many.layers.modules for n, p in m.named_parameters()}
+        whole = {n: p for m in one.layers.modules for n, p in m.named_parameters()}
+        for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight"):
+            assert held[name].numel() * 2 == whole[name].numel()
+            assert held[name].dtype == whole[name].dtype
+        assert torch.equal(held["self_attn.q_proj.weight"], whole["self_attn.q_proj.weight"][:16])
+        assert torch.equal(held["mlp.down_proj.weight"], whole["mlp.down_proj.weight"][:, :24])
+        for stage in (one, many):
+            randomize([stage])
+        results = [s.forward_backward((1, 0), tokens(1), tokens(2)) for s in (one, many)]
+        assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-5)
+
+
+def stages_of_one(spec: RunSpec, folder: Path) -> list[TorchStage]:
+    stage = build_stage(spec, 0, computing=Computing())
+    fill(stage, spec, folder)
+    return [stage]
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"lora_dropout": 0.1}, "the model draws random numbers"),
+        ({"base_dtype": "int8"}, "base_dtype int8 and nf4 are made of whole matrices"),
+    ],
+)
+def test_adapters_that_ranks_cannot_share_are_one_line(
+    lora: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmnet.training.models.lora.check_packing", lambda _: None)
+    folder = tmp_path / "model"
+    folder_of(folder, "llama")
+    spec, _ = lora_run(folder, tmp_path, lora={**LORA, **lora})
+    with pytest.raises(SpecError, match=message):
+        check_cut(spec, 2)
