@@ -72,7 +72,7 @@ def choose_computing(
     device = torch.device(devices[0])
     is_sharded = len(devices) > 1 and options.local == "fsdp"
     check_options(spec, options, devices)
-    precision = choose_precision(spec, options.precision, device, takes_fp16=not is_sharded)
+    precision = choose_precision(spec, options.precision, device)
     numbers = PRECISIONS[precision]
     wanted = spec.pipeline.activations if options.activations == "auto" else options.activations
     if is_sharded:  # parts of a layer are gathered for each pass: nothing else is possible
@@ -232,8 +232,7 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
     from swarmnet.protocol.sync_modes import ZERO
     from swarmnet.training.computing import choose_precision
 
-    is_sharded = len(devices) > 1 and options.local == "fsdp"
-    precision = choose_precision(spec, options.precision, devices[0], takes_fp16=not is_sharded)
+    precision = choose_precision(spec, options.precision, devices[0])
     if options.weights_memory in (HOST, DISK):
         why = _why_not_streamed(spec, options, devices, precision, options.weights_memory)
         if why:
@@ -259,8 +258,6 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
             )
     if len(devices) > 1 and options.compile:
         raise UsageError("--compile goes with one rank; leave it out, or add --tp 1")
-    if is_sharded and precision == "fp16":
-        raise UsageError("--local fsdp computes in bf16 or fp32, not in fp16; add --precision bf16")
 
 
 def _line(

@@ -72,22 +72,20 @@ def choose_precision(
     spec: RunSpec,
     wanted: str = AUTO,
     device: torch.device | str = "cpu",
-    *,
-    takes_fp16: bool = True,
 ) -> PrecisionName:
     """What the machine wants, else what the run wants, else what suits the device: on an
-    accelerator bf16, where it has none fp16 (with `takes_fp16`), and fp32 elsewhere."""
+    accelerator bf16, where it has none fp16, and fp32 elsewhere."""
     name = spec.pipeline.precision if wanted == AUTO else wanted
     if name == AUTO:
-        name = _suits(torch.device(device), takes_fp16)
+        name = _suits(torch.device(device))
     if name not in DTYPES:
         raise SpecError(f"precision {name!r} is unknown; known are auto, {', '.join(DTYPES)}")
     return name  # type: ignore[return-value]
 
 
-def _suits(device: torch.device, takes_fp16: bool) -> str:
+def _suits(device: torch.device) -> str:
     if device.type == accelerators.CPU:
         return "fp32"
     if accelerators.computes_in(device, torch.bfloat16):
         return "bf16"
-    return "fp16" if takes_fp16 and accelerators.computes_in(device, torch.float16) else "fp32"
+    return "fp16" if accelerators.computes_in(device, torch.float16) else "fp32"

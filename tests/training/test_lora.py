@@ -25,7 +25,6 @@ from swarmnet.training.models.frozen import FrozenLinear
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, ModelWeights
 from swarmnet.training.models.model_folder import find_folder
 from swarmnet.training.models.registry import model_plan, stage_parameter_ranges
-from swarmnet.training.ranks.fsdp import check_split
 from swarmnet.training.resolving import described
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
@@ -476,13 +475,6 @@ def test_random_weights_have_nothing_to_adapt(tmp_path: Path) -> None:
     values["files"].pop("weights.sha256")
     with pytest.raises(SpecError, match=r"name its folder with \[model\] from"):
         spec.with_values(values)
-
-
-def test_fully_sharded_ranks_do_not_go_with_adapters(tmp_path: Path) -> None:
-    spec, _ = lora_run(folder_of(tmp_path / "model"), tmp_path)
-    with pytest.raises(SpecError, match=r"--tp 2 .*does not go with \[lora\]"):
-        check_split(spec, 2)
-    check_split(spec, 1)
 
 
 def test_a_stage_without_adapters_is_one_line(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 @dataclass(slots=True)
 class _Copy:
     parameter: nn.Parameter
-    value: Tensor
-    """fp32, of the same shape."""
+    value: Tensor | None
+    """fp32, of the same shape. None where the parameter is no copy (`watch`)."""
     gradient: Tensor | None
     """Where its gradients add up: fp32, on the parameter's device. None where another rank does
     that, or autograd does it by itself, since the copy is fp32 too."""
+    is_sharded: bool = False
+    """The parameter is a DTensor."""
 
 
 class ParameterCopies:
@@ -52,6 +55,11 @@ class ParameterCopies:
         if self._at_once and gradient is not None:
             parameter.register_post_accumulate_grad_hook(_adder(copy))
 
+    def watch(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Gradients of a parameter that is sharded over ranks, and no copy, wait too: this rank's
+        part of them is added to `gradient`."""
+        self._copies.append(_Copy(parameter, None, gradient, is_sharded=True))
+
     def show(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Makes the copies those of other values, and adds gradients to other vectors; what
         `parameter.data` is, the caller sees to."""
@@ -66,7 +74,8 @@ class ParameterCopies:
         """The copies take the values of the trained parameters."""
         with torch.no_grad():
             for copy in self._copies:
-                copy.parameter.copy_(copy.value, non_blocking=True)
+                if copy.value is not None:
+                    copy.parameter.copy_(copy.value, non_blocking=True)
 
     def is_finite(self) -> bool:
         """Of the gradients that wait."""
@@ -90,7 +99,8 @@ class ParameterCopies:
         found = []
         for copy in self._copies:
             if copy.gradient is not None and copy.parameter.grad is not None:
-                found.append((copy.gradient, copy.parameter.grad))
+                waiting: Any = copy.parameter.grad
+                found.append((copy.gradient, waiting.to_local() if copy.is_sharded else waiting))
         return found
 
 

@@ -40,11 +40,11 @@ class LoraLinear(FrozenLinear):
         self.lora_A = nn.Linear(inner.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, inner.out_features, bias=False)
         self._scaling = scaling_of(lora)
-        self._dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) to (..., outputs)."""
-        return super().forward(x) + self.lora_B(self.lora_A(self._dropout(x))) * self._scaling
+        return super().forward(x) + self.lora_B(self.lora_A(self.dropout(x))) * self._scaling
 
 
 def lora_plan(plan: ModelPlan, lora: LoraSpec) -> ModelPlan:

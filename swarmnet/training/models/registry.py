@@ -77,6 +77,13 @@ def model_plan(spec: RunSpec) -> ModelPlan:
     return replace(plan, split=split or plan.split, has_weights=has_weights)
 
 
+def draws_itself(spec: RunSpec) -> bool:
+    """The model draws random numbers, beside those of `[lora] lora_dropout`."""
+    if spec.lora is None or not spec.lora.lora_dropout:
+        return model_plan(spec).is_random
+    return model_plan(spec.model_copy(update={"lora": None})).is_random
+
+
 def check_document_mask(plan: ModelPlan) -> None:
     """Raises `SpecError` unless the model can keep the documents of a sample apart."""
     if not (plan.takes_context and plan.takes_ignored and plan.inputs.shape):

@@ -6,8 +6,9 @@ from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import ModelPlan, described
 from swarmnet.training.models.lora import packing_of
-from swarmnet.training.models.registry import model_plan
+from swarmnet.training.models.registry import draws_itself, model_plan
 from swarmnet.training.ranks.cut_plan import MAX_RANKS, SUPPORTED, CutPlan, cut_plan, parts_of
+from swarmnet.training.ranks.fsdp import check_split
 
 
 def check_styles(plan: ModelPlan, cut: CutPlan, kind: str) -> None:
@@ -29,8 +30,8 @@ def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False)
         return
     if spec.model.num_experts or any(spec.model.router_losses):
         raise SpecError(
-            f"--tp {num_ranks}: the built-in Llama's experts and routers that have a loss are not cut "
-            "over ranks; take --tp 1, or a peer for each device"
+            f"--tp {num_ranks}: experts of the built-in Llama, and routers that have a loss, are not "
+            "cut over ranks; take --tp 1, or a peer for each device"
         )
     if sequence_parallel and spec.model.kind != "llama":
         raise SpecError("--sequence-parallel is for the built-in Llama; leave it out")
@@ -38,8 +39,7 @@ def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False)
     try:
         plan = _checked_plan(spec, model)
     except SpecError as error:
-        fsdp = f"--tp {num_ranks} --local fsdp"
-        raise SpecError(f"--tp {num_ranks}: {error}; take {fsdp}, or --tp 1") from None
+        raise SpecError(f"--tp {num_ranks}: {error}; take {_instead(spec, num_ranks)}") from None
     if not plan.fits(num_ranks):
         possible = [str(n) for n in range(1, MAX_RANKS + 1) if plan.fits(n)]
         raise SpecError(
@@ -48,9 +48,18 @@ def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False)
         )
 
 
+def _instead(spec: RunSpec, num_ranks: int) -> str:
+    """What can be taken."""
+    try:
+        check_split(spec, num_ranks)
+    except SpecError:
+        return "--tp 1, or a peer for each device"
+    return f"--tp {num_ranks} --local fsdp, or --tp 1"
+
+
 def _checked_plan(spec: RunSpec, plan: ModelPlan) -> CutPlan:
     cut = cut_plan(spec.model)
-    if plan.is_random:
+    if draws_itself(spec):
         raise SpecError("the model draws random numbers (dropout) for whole layers")
     if packing_of(spec.lora):
         raise SpecError("[lora] base_dtype int8 and nf4 are made of whole matrices")

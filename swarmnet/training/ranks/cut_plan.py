@@ -26,8 +26,9 @@ from swarmnet.training.models.base import (
     LayerBuilder,
     ParameterRange,
 )
-from swarmnet.training.models.lora import A, B
+from swarmnet.training.models.lora import A, B, LoraLinear
 from swarmnet.training.ranks.cuts import Cut, part_of
+from swarmnet.training.ranks.part_dropout import PartDropout
 from swarmnet.training.ranks.tensor_parallel import Region, gather_last, leave, split_last
 
 MAX_RANKS = 64
@@ -154,13 +155,23 @@ def _hang(module: Any, style: str, name: str, vocab_size: int, region: Region) -
         _before(module, region.enter)
         _after(module, lambda y: gather_last(region, size, y))
     elif style in ("rowwise", INNER_COLUMNS):
+        _drop_of_part(module, region)
         _after(module, lambda y: leave(region, y))
     elif style == "rowwise_split_input":
+        _drop_of_part(module, region)
         _before(module, lambda x: split_last(region, x))
         _after(module, lambda y: leave(region, y))
     elif style == EXPERTS:
         module.register_forward_pre_hook(lambda _, args: _enter_experts(region, args))
         _after(module, lambda y: leave(region, y))
+
+
+def _drop_of_part(module: nn.Module, region: Region) -> None:
+    """An adapter's inputs are cut: dropout leaves those out that it leaves out of the whole."""
+    if isinstance(module, LoraLinear) and isinstance(module.dropout, nn.Dropout):
+        size = module.in_features
+        start, _ = part_of(size, region.rank, region.num_ranks)
+        module.dropout = PartDropout(module.dropout.p, -1, lambda _: (size, start))
 
 
 def _enter_experts(region: Region, args: tuple[Any, ...]) -> tuple[Any, ...]:

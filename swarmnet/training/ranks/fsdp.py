@@ -27,40 +27,41 @@ from swarmnet.ports import StepKey
 from swarmnet.spec import RunSpec
 from swarmnet.system import LOOPBACK_INTERFACE
 from swarmnet.training.computing import Computing, computing_of
+from swarmnet.training.memory.parameter_copies import lower_buffers
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (
     LayerBuilder,
     LayerContext,
     ModelPlan,
+    ParameterRange,
     describe_base,
     describe_parameters,
 )
-from swarmnet.training.models.registry import model_plan
-from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.models.frozen import FrozenLinear, StageBase
+from swarmnet.training.models.lora import LoraLinear, packing_of
+from swarmnet.training.models.registry import draws_itself
+from swarmnet.training.ranks.cuts import Cut, part_of
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
+from swarmnet.training.ranks.part_dropout import PartDropout
 from swarmnet.training.ranks.rank_stage import LeadStage, RankLayers, RankStage, following
-from swarmnet.training.ranks.tensor_parallel import both_ways, part_of, unchanged
+from swarmnet.training.ranks.tensor_parallel import both_ways, unchanged
 from swarmnet.training.stage import TorchStage, build_stage
-
-FP16 = "--local fsdp computes in bf16 or fp32, not in fp16; add --precision bf16"
-TIED = (
-    "--local fsdp: embedding and head are one matrix, and this stage has both; use more stages, or "
-    "--tp 1"
-)
 
 
 def check_split(spec: RunSpec, num_ranks: int) -> None:
     """Raises `SpecError` unless the model can be sharded and a microbatch split evenly."""
-    if spec.lora is not None and num_ranks > 1:
+    if num_ranks == 1:
+        return
+    begin = f"--tp {num_ranks} --local fsdp"
+    if packing_of(spec.lora):
         raise SpecError(
-            f"--tp {num_ranks} --local fsdp does not go with [lora]; take --tp 1, or a peer for "
-            "each device"
+            f"{begin}: [lora] base_dtype int8 and nf4 are made of whole matrices; take --tp 1, "
+            "or a peer for each device"
         )
-    plan = model_plan(spec)
-    if num_ranks > 1 and (buffers := describe_base(plan, plan.layers)):
+    if draws_itself(spec):
         raise SpecError(
-            f"--tp {num_ranks} --local fsdp: ranks do not get {buffers[0].name}, which comes with "
-            "this model's weights; take --tp 1, or a peer for each device"
+            f"{begin}: the model draws random numbers for whole microbatches; take --tp 1, "
+            "or a peer for each device"
         )
     if num_ranks > 1 and (spec.model.num_experts or plan.routers_learn):
         raise SpecError(
@@ -69,8 +70,8 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
         )
     if spec.pipeline.microbatch % num_ranks:
         raise SpecError(
-            f"--tp {num_ranks} --local fsdp: microbatches of {spec.pipeline.microbatch} samples "
-            "cannot be split evenly over the ranks; choose a divisor"
+            f"{begin}: microbatches of {spec.pipeline.microbatch} samples cannot be split evenly "
+            "over the ranks; choose a divisor"
         )
 
 
@@ -114,8 +115,25 @@ def _sum(x: Tensor) -> Tensor:
     return total
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """A parameter of the stage, as a rank has its part of it."""
+
+    parameters: list[Any]
+    """DTensors. One; several, with the same values, where it is in several layers."""
+    value: Tensor
+    """Its part of the canonical parameters."""
+    gradient: Tensor
+    """Of the canonical gradient."""
+    sums: Tensor | None
+    """In fp16, where gradients add up that were finite; else they do in the parameters'."""
+
+
 class FsdpLayers(RankLayers):
     """The layers of one rank, fully sharded: a part of each parameter."""
+
+    generates = True
+    copies_parts = True
 
     def __init__(
         self,
@@ -137,20 +155,9 @@ class FsdpLayers(RankLayers):
             rank: of this process.
             num_ranks: of this peer.
             fd: of the shared memory, at ranks other than 0.
-            computing: in bf16 or fp32, with activations "recompute".
+            computing: with activations "recompute".
             options: of `StageLayers`.
-
-        Raises:
-            SpecError: the model or the precision is not for this.
         """
-        if plan.is_random:
-            raise SpecError("--local fsdp: the model draws random numbers, for whole microbatches")
-        if computing.precision == "fp16":
-            raise SpecError(FP16)
-        names = {builder.name for builder in builders}
-        owners = (owner for builder in builders for owner in builder.tied.values())
-        if any(owner.rpartition(".")[0] in names for owner in owners):
-            raise SpecError(TIED)
         self._num_ranks = num_ranks
         self._mesh = mesh
         self._gathers = False
@@ -165,6 +172,11 @@ class FsdpLayers(RankLayers):
         plan = dataclasses.replace(plan, loss=loss)
         shared = SharedFloats(2 * describe_parameters(builders)[-1].stop, fd)
         super().__init__(plan, builders, shared=shared, rank=rank, computing=computing, **options)
+        self.base = self._base_of_parts()  # its parameters are others by now
+        for module in self.modules:
+            for part in module.modules():
+                if isinstance(part, LoraLinear) and isinstance(part.dropout, nn.Dropout):
+                    part.dropout = PartDropout(part.dropout.p, 0, self._samples)
 
     def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -174,68 +186,153 @@ class FsdpLayers(RankLayers):
         if self._rank == 0:
             for r, p in zip(self.parameter_ranges, self.parameters(), strict=True):
                 r.part_of(values).copy_(p.detach())
-        self._held: list[tuple[Any, Tensor, Tensor]] = []
+        self._held: list[_Held] = []
+        self._again = self._untie()
         # Parts are fp32; whole layers, while they compute, in the precision of the passes.
         policy = MixedPrecisionPolicy()
         if self.dtype != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        for builder, module in zip(self.builders, self.modules, strict=True):
-            buffers = self._buffers_of(builder, module)
+        for module in self.modules:
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             module.to("meta")
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
             module.to_empty(device=self.device)
             for name, buffer in buffers.items():
                 module.get_buffer(name).copy_(buffer)
+            lower_buffers(module, self.dtype, self.plan.exact_buffers)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         for r, p in zip(self.parameter_ranges, self.parameters(), strict=True):
-            whole, gradient = r.part_of(values), r.part_of(gradients)
-            size = -(-r.shape[0] // self._num_ranks)  # as `torch.chunk` cuts
-            start = min(self._rank * size, r.shape[0])
-            stop = min(start + size, r.shape[0])
-            self._held.append((p, whole[start:stop], gradient[start:stop]))
+            cut = self._cut(r.shape)
+            again = (getattr(*place) for place in self._again.get(r.name, ()))
+            sums = None
+            if self._computing.precision == "fp16":
+                sums = torch.zeros(cut.shape(r.shape), device=self.device)
+            value, gradient = cut.of(r.part_of(values)), cut.of(r.part_of(gradients))
+            held = _Held([p, *again], value, gradient, sums)
+            self._held.append(held)
+            if sums is not None:
+                for parameter in held.parameters:
+                    self.parameter_copies.watch(parameter, sums)
         self.fetch_parameters()
         return Vectors(values, gradients, shard_size)
 
-    def _buffers_of(self, builder: LayerBuilder, module: nn.Module) -> dict[str, Tensor]:
-        """What a layer has beside its parameters. The shared memory does not have it: a rank that
-        has built the layer without memory builds it again, and keeps that only."""
-        if any(buffer.is_meta for buffer in module.buffers()):
-            module = StageLayers._build(self, builder)  # noqa: SLF001  of a base class
-        return {name: buffer.clone() for name, buffer in module.named_buffers()}
+    def _build(self, builder: LayerBuilder) -> nn.Module:
+        module = super()._build(builder)
+        for part in module.modules():
+            for name, p in list(part.named_parameters(recurse=False)):
+                if self.plan.has_base and not p.requires_grad:  # alike at all ranks
+                    kept = part.kept if isinstance(part, FrozenLinear) else None
+                    meta = torch.empty(p.shape, dtype=kept or torch.float32, device="meta")
+                    setattr(part, name, nn.Parameter(meta, requires_grad=False))
+        return module
+
+    def _untie(self) -> dict[str, list[tuple[nn.Module, str]]]:
+        """Where parameters are that were one with another of this stage, by its name: layers are
+        sharded one by one, so that each has its own."""
+        found: dict[str, list[tuple[nn.Module, str]]] = {}
+        here = set()
+        for builder, module in zip(self.builders, self.modules, strict=True):
+            for name, p in list(module.named_parameters()):
+                here.add(f"{builder.name}.{name}")
+                owner = builder.tied.get(name)
+                if owner in here:
+                    within, _, own = name.rpartition(".")
+                    part = module.get_submodule(within)
+                    another = torch.empty_like(p, device="meta")
+                    setattr(part, own, nn.Parameter(another, requires_grad=p.requires_grad))
+                    found.setdefault(owner, []).append((part, own))
+        return found
+
+    def _cut(self, shape: Sequence[int]) -> Cut:
+        """What this rank has of a parameter: some of its rows, as `torch.chunk` cuts."""
+        size = -(-shape[0] // self._num_ranks)
+        start = min(self._rank * size, shape[0])
+        return Cut(0, start, min(start + size, shape[0]), "own")
+
+    def _base_of_parts(self) -> StageBase:
+        def write(r: ParameterRange, place: Any, first: int, values: Tensor) -> None:
+            for part in (place, *(getattr(*one) for one in self._again.get(r.name, ()))):
+                self._cut(r.shape).put(part.to_local(), r.shape, first, values)
+
+        whole = describe_base(self.plan, self.builders)
+        return StageBase(self.plan, self.builders, self.modules, whole, write)
+
+    def _samples(self, size: int) -> tuple[int, int]:
+        """How many samples a microbatch has of which `size` are here, and which the first is."""
+        return size * self._num_ranks, size * self._rank
 
     @property
     def num_held_elements(self) -> int:
         """Elements of parameters and gradients in the storage of this rank's tensors, between
         passes."""
-        tensors = [p.to_local() for p, _, _ in self._held]
-        tensors += [p.grad.to_local() for p, _, _ in self._held if p.grad is not None]
+        parameters = [p for held in self._held for p in held.parameters]
+        tensors = [p.to_local() for p in parameters]
+        tensors += [p.grad.to_local() for p in parameters if p.grad is not None]
         storages = [t.untyped_storage() for t in tensors]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // 4
 
     def fetch_parameters(self) -> None:
         with torch.no_grad():
-            for parameter, value, _ in self._held:
-                parameter.to_local().copy_(value)
-                parameter.grad = None
+            for held in self._held:
+                if held.sums is not None:
+                    held.sums.zero_()
+                for parameter in held.parameters:
+                    parameter.to_local().copy_(held.value)
+                    parameter.grad = None
 
     def store_gradients(self) -> None:
-        for parameter, _, gradient in self._held:
-            if parameter.grad is None:
-                gradient.zero_()
-            else:
-                gradient.copy_(parameter.grad.to_local())
+        for held in self._held:
+            if held.sums is not None:
+                held.gradient.copy_(held.sums)
+                continue
+            held.gradient.zero_()
+            for parameter in held.parameters:
+                if parameter.grad is not None:
+                    held.gradient.add_(parameter.grad.to_local().to(held.gradient.device))
+
+    def copy_of(self, flat: Tensor) -> list[Tensor]:
+        parts = (self._cut(r.shape).of(r.part_of(flat)) for r in self.parameter_ranges)
+        return [part.clone().to(self.device) for part in parts]
+
+    @contextlib.contextmanager
+    def showing(self, values: Sequence[Tensor]) -> Iterator[None]:
+        kept = [held.parameters[0].to_local().clone() for held in self._held]
+        try:
+            self._show(values)
+            yield
+        finally:
+            self._show(kept)
+
+    def _show(self, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for held, value in zip(self._held, values, strict=True):
+                for parameter in held.parameters:
+                    parameter.to_local().copy_(value)
+
+    def agree(self, is_good: bool) -> bool:
+        mine = torch.tensor([1.0 if is_good else 0.0], device=self.device)
+        dist.all_reduce(mine, dist.ReduceOp.MIN)
+        return bool(mine.item() > 0)
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         is_split = x.shape[0] % self._num_ranks == 0
         if is_split:
             x = both_ways(x, _part, _whole)
-            if context is not None and context.positions is not None:
-                context = LayerContext(_part(context.positions))
+            if context is not None:
+                context = self._context_of_part(context)
         x = super().run(key, x, context)
         is_whole = not self.is_last or self._gathers
         return both_ways(x, _whole, _part) if is_split and is_whole else x
+
+    def _context_of_part(self, context: LayerContext) -> LayerContext:
+        positions, tokens = context.positions, context.tokens
+        return dataclasses.replace(
+            context,
+            positions=None if positions is None else _part(positions),
+            tokens=None if tokens is None else _part(tokens),
+        )
 
     @contextlib.contextmanager
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:

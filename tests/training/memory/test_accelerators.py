@@ -33,20 +33,15 @@ def has(monkeypatch: pytest.MonkeyPatch, **module: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("able", "takes_fp16", "precision"),
-    [
-        ({torch.bfloat16, torch.float16}, True, "bf16"),
-        ({torch.float16}, True, "fp16"),
-        ({torch.float16}, False, "fp32"),
-        (set(), True, "fp32"),
-    ],
+    ("able", "precision"),
+    [({torch.bfloat16, torch.float16}, "bf16"), ({torch.float16}, "fp16"), (set(), "fp32")],
 )
 def test_the_precision_is_one_that_the_device_has(
-    monkeypatch: pytest.MonkeyPatch, able: set[torch.dtype], takes_fp16: bool, precision: str
+    monkeypatch: pytest.MonkeyPatch, able: set[torch.dtype], precision: str
 ) -> None:
     monkeypatch.setattr(accelerators, "computes_in", lambda device, dtype: dtype in able)
     spec = small_spec()
-    assert choose_precision(spec, device=MPS, takes_fp16=takes_fp16) == precision
+    assert choose_precision(spec, device=MPS) == precision
     assert choose_precision(spec, "fp32", MPS) == "fp32", "who asks for it gets it"
     assert choose_precision(spec) == "fp32", "of a CPU"
 

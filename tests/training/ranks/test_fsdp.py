@@ -49,7 +49,7 @@ try:
     compare_microbatches(one, many, spec)
 
     packed = small_spec(pipeline={"num_stages": 1, "global_batch": 8, "microbatch": 4},
-                        data={"document_mask": True})
+                        data={"document_mask": True}, model={"subspace": 8})
     group = restart(group, packed, 2)
     compare_packed(build_stage(packed, 0), build_fsdp_stage(packed, 0, group), packed)
 
@@ -94,45 +94,154 @@ def run(program: str) -> str:
     return done.stdout
 
 
-FAMILY = """
+BEGIN = """
 import tempfile, torch
 from pathlib import Path
-from swarmnet.errors import SpecError
-from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.computing import Computing
+from swarmnet.training.arrays import from_tensor
 from swarmnet.training.ranks.fsdp import build_fsdp_stage, open_default_group
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.tensor_parallel_stage import rank_options
 from swarmnet.training.stage import build_stage
 from tests.training.flights import gradient
-from tests.training.test_adapter import LENGTH, run_of, saved, tokens_of
+from tests.training.ranks.test_family_ranks import DOCUMENTS, compare, renew, spec_of, tokens
 
-with tempfile.TemporaryDirectory() as folder:
-    saved(Path(folder), "gemma3", True)
-    spec, whole = run_of(Path(folder), document_mask=True), run_of(Path(folder), 1)
-group = LocalGroup(2, threads=1, options=rank_options(spec, mode="fsdp"),
-                   open_group=open_default_group)
+def start(spec):
+    return LocalGroup(2, threads=1, options=rank_options(spec, mode="fsdp"),
+                      open_group=open_default_group)
+"""
+
+FAMILY = (
+    BEGIN
+    + """
+from tests.training.passes.test_generation import at_once, change, copy_all, through, tokens_of
+from tests.training.test_adapter import FAMILIES
+
+spec = spec_of("gemma3_text", 1, True, **FAMILIES["gemma3"][1])
+group = start(spec)
 try:
-    try:
-        build_fsdp_stage(whole, 0, group)
-    except SpecError as error:
-        print(error)
-    one, many = build_stage(spec, 0), build_fsdp_stage(spec, 0, group)
-    tokens = from_tensor(tokens_of().int())
-    for number, documents in enumerate((((LENGTH,),) * 2, ((9, LENGTH - 9),) * 2)):
-        outputs = [stage.forward((0, number), tokens, documents) for stage in (one, many)]
-        assert torch.allclose(*map(to_tensor, outputs), rtol=1e-5, atol=1e-6)
-        grad = from_tensor(torch.randn(to_tensor(outputs[0]).shape))
-        one.backward((0, number), grad), many.backward((0, number), grad)
-    ours, theirs = gradient(many), gradient(one)
-    assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-5
+    one = [build_stage(spec, 0, computing=Computing())]
+    many = [build_fsdp_stage(spec, 0, group, Computing())]
+    compare(one, many)
+    renew(one, many)
+    compare(one, many, round_index=1)
+
+    renew(one, many)
+    words = tokens_of(spec)
+    expected = torch.cat([at_once(one, words[:, :end]) for end in (7, 12, 13)])
+    for is_copied in (False, True):
+        if is_copied:
+            copy_all(many)
+            change(many)
+        begin, found = 0, []
+        for end in (7, 12, 13):
+            found.append(through(many, words[:, begin:end], begin, is_copied=is_copied))
+            begin = end
+        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+    change(one)
+    compare(one, many, round_index=3)
+
+    half = build_fsdp_stage(spec, 0, group, Computing("fp16"))
+    one = build_stage(spec, 0, computing=Computing())
+    for r in range(2):
+        for stage in (one, half):
+            stage.forward_backward((r, 0), tokens(1), tokens(2), DOCUMENTS[0])
+            stage.forward_backward((r, 1), tokens(3), tokens(4), DOCUMENTS[1])
+        ours, theirs = gradient(half), gradient(one)
+        assert 1e-5 < ((ours - theirs).norm() / theirs.norm()).item() < 0.01
+        for index in range(2):
+            half.retract((r, index))
+        assert gradient(half).abs().max() < 1e-4 * theirs.abs().max()
+        renew([one], [half])
 finally:
     group.close()
 """
+)
+
+OVERFLOW = (
+    BEGIN
+    + """
+from tests.training.specs import MODEL, small_spec
+
+# Of the embedding of one token: one of the ranks has the samples and the rows.
+spec = small_spec(model={"max_position_embeddings": 64, "subspace": 8},
+                  pipeline={"num_stages": 3, "microbatch": 4})
+group = start(spec)
+try:
+    one = build_stage(spec, 0)
+    half = build_fsdp_stage(spec, 0, group, Computing("fp16"))
+    for number, token in enumerate((3, 253)):
+        x = torch.full((4, 64), 90 + number, dtype=torch.int32)
+        x[:2] = token
+        grad = from_tensor(torch.ones(4, 64, 8) * 30)
+        for stage in (one, half):
+            stage.forward((number, 0), from_tensor(x))
+            stage.backward((number, 0), grad)
+        ours, theirs = gradient(half), gradient(one)
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 0.01
+        one.finish_round()
+        half.finish_round()
+    assert half.loss_scale.num_overflows > 0
+finally:
+    group.close()
+"""
+)
+
+ADAPTERS = (
+    BEGIN
+    + """
+from tests.swarm.lora_runs import LORA, lora_run
+from tests.training.ranks.test_lora_ranks import fill, randomize
+from tests.training.ranks.test_family_ranks import close_by_name
+from tests.training.test_families import folder_of
+from tests.training.test_lora import tokens as of_four
+
+with tempfile.TemporaryDirectory() as name:
+    folder = Path(name) / "model"
+    folder_of(folder, "qwen2", tie_word_embeddings=True)
+    lora = {**LORA, "target_modules": "all-linear", "lora_dropout": 0.3, "base_dtype": "bfloat16"}
+    spec, _ = lora_run(folder, Path(name), lora=lora, num_stages=1)
+    group = start(spec)
+    try:
+        stages = [build_stage(spec, 0, computing=Computing()),
+                  build_fsdp_stage(spec, 0, group, Computing())]
+        results = []
+        for stage in stages:
+            fill(stage, spec, folder)
+            randomize([stage])
+            results.append([stage.forward_backward((1, n), of_four(n), of_four(9 + n)).loss_sum
+                            for n in range(2)])
+        print(results)
+        assert abs(results[1][0] / results[0][0] - 1) < 1e-5
+        assert abs(results[1][1] / results[0][1] - 1) < 1e-5
+        close_by_name(stages[0], gradient(stages[1]), gradient(stages[0]))
+        for stage in stages:
+            stage.retract((1, 0))
+        close_by_name(stages[0], gradient(stages[1]), gradient(stages[0]))
+        evaluated = [s.evaluate(of_four(3), of_four(4)).loss_sum for s in stages]
+        assert abs(evaluated[1] / evaluated[0] - 1) < 1e-5
+        held = {n: p for m in stages[1].layers.modules for n, p in m.named_parameters()}
+        base = held["self_attn.q_proj.weight"]
+        assert base.dtype == torch.bfloat16 and base.to_local().numel() * 2 == base.numel()
+    finally:
+        group.close()
+"""
+)
 
 
-def test_a_model_of_transformers_has_its_own_constants_at_every_rank() -> None:
-    """Gemma 3 keeps the scale of its embedding beside the parameters."""
-    assert "embedding and head are one matrix" in run(FAMILY)
+def test_a_family_in_every_way() -> None:
+    """One matrix in two layers, a buffer, documents, texts, fp16."""
+    run(FAMILY)
+
+
+def test_ranks_agree_on_an_overflow() -> None:
+    """Of the embedding of one token, which only one of the ranks has. In a subspace, too."""
+    run(OVERFLOW)
+
+
+def test_adapters_and_their_dropout() -> None:
+    """The base in parts, in bf16, with a matrix in two layers."""
+    run(ADAPTERS)
 
 
 def test_same_numbers_and_less_memory_a_rank() -> None:

@@ -15,10 +15,13 @@ from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
 from swarmnet.training.ranks.cut_check import check_cut
+from swarmnet.training.ranks.fsdp import check_split
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage
 from swarmnet.training.stage import TorchStage, build_stage
 from tests.swarm.lora_runs import LORA, lora_run
+from tests.training.flights import gradient
 from tests.training.ranks.test_family_ranks import close, close_by_name
+from tests.training.ranks.test_tensor_parallel import ranks
 from tests.training.ranks.threads import rank_threads
 from tests.training.test_families import folder_of
 from tests.training.test_lora import gradient_of, stages_of, tokens
@@ -132,8 +135,8 @@ def stages_of_one(spec: RunSpec, folder: Path) -> list[TorchStage]:
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"lora_dropout": 0.1}, "the model draws random numbers"),
         ({"base_dtype": "int8"}, "base_dtype int8 and nf4 are made of whole matrices"),
+        ({"base_dtype": "nf4"}, "base_dtype int8 and nf4 are made of whole matrices"),
     ],
 )
 def test_adapters_that_ranks_cannot_share_are_one_line(
@@ -143,5 +146,30 @@ def test_adapters_that_ranks_cannot_share_are_one_line(
     folder = tmp_path / "model"
     folder_of(folder, "llama")
     spec, _ = lora_run(folder, tmp_path, lora={**LORA, **lora})
-    with pytest.raises(SpecError, match=message):
-        check_cut(spec, 2)
+    for check in (check_cut, check_split):
+        with pytest.raises(SpecError, match=rf"--tp 2.*{message}; take --tp 1"):
+            check(spec, 2)
+        check(spec, 1)
+
+
+def test_what_dropout_leaves_out_is_that_of_one_rank(tmp_path: Path) -> None:
+    """In processes: dropout seeds torch, which threads have in common. The inputs of some adapters
+    are cut, and those of others not."""
+    folder = tmp_path / "model"
+    folder_of(folder, "llama")
+    spec, _ = lora_run(folder, tmp_path, lora={**ALL, "lora_dropout": 0.3}, num_stages=1)
+    check_cut(spec, 2)
+    with ranks(spec, 2) as group:
+        stages = [
+            build_stage(spec, 0, computing=Computing()),
+            build_parallel_stage(spec, 0, group, Computing(activations="blocks")),
+        ]
+        losses = []
+        for stage in stages:
+            fill(stage, spec, folder)
+            randomize([stage])
+            losses.append(stage.forward_backward((1, 0), tokens(1), tokens(2)).loss_sum)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        close_by_name(stages[0], gradient(stages[1]), gradient(stages[0]))
+        stages[1].retract((1, 0))
+        assert gradient(stages[1]).norm() < 1e-5 * gradient(stages[0]).norm()
