@@ -12,13 +12,30 @@ import pytest
 import torch
 
 from swarmnet.spec import RunSpec
+from swarmnet.training.models.model_config import load_config
 from swarmnet.training.optimizer.local_steps import build_optimizer
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from tests.oracles.reference_modes import DelayedReference
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+from tests.training.ranks.threads import rank_threads
 
 ROUNDS = 6
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
 RANKS = {0: (1, 2, 4), 1: (2, 1, 2)}
 """Of each replica, by stage."""
 
@@ -43,8 +60,36 @@ def test_replicas_of_unlike_ranks_make_the_updates_of_one_process(
                 stack.callback(group.close)
                 groups[f"peer-{stage}-{replica}"] = group
 
+    _train(spec, RANKS, groups)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe"])
+def test_replicas_of_a_family_with_one_and_two_ranks(
+    tmp_path: Path, stack: ExitStack, kind: str
+) -> None:
+    """Of threads. One of the stages is served by a peer of two ranks alone."""
+    known = load_config({"model_type": kind}).canonical_values.keys()
+    sizes = {k: v for k, v in SIZES.items() if k in known}
+    config = load_config({"model_type": kind, **sizes, "tie_word_embeddings": False})
+    values = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS).model_dump()
+    values["model"] = {"kind": "transformers", "config": config.canonical_values}
+    values["data"] |= {"sequence_length": 16}
+    spec = RunSpec.model_validate(values)
+    ranks = {0: (1, 2), 1: (2,)}
+    groups = {
+        f"peer-{stage}-{replica}": stack.enter_context(rank_threads(spec, num_ranks))
+        for stage, counts in ranks.items()
+        for replica, num_ranks in enumerate(counts)
+        if num_ranks > 1
+    }
+    _train(spec, ranks, groups)
+
+
+def _train(spec: RunSpec, ranks: dict[int, tuple[int, ...]], groups: dict[str, LocalGroup]) -> None:
+    """All rounds, and compares with one process. `groups`: of peers with several ranks."""
+
     async def scenario(swarm: Swarm) -> None:
-        for stage, counts in RANKS.items():
+        for stage, counts in ranks.items():
             for name in (f"peer-{stage}-{i}" for i in range(len(counts))):
                 build = functools.partial(_build, spec, groups[name]) if name in groups else None
                 swarm.start(name, stage=stage, build=build)
