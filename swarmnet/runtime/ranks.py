@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from swarmnet.errors import SpecError, UserError
+from swarmnet.errors import SpecError, UsageError, UserError
 from swarmnet.runtime.computing import check_options
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.spec import RunSpec
@@ -45,6 +45,8 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
 
     def check(num_ranks: int) -> None:
         if is_sharded:
+            if options.sequence_parallel and num_ranks > 1:
+                raise UsageError("--sequence-parallel goes with --local tensor; leave it out")
             check_split(spec, num_ranks)
         else:
             check_cut(spec, num_ranks, sequence_parallel=options.sequence_parallel)

@@ -84,9 +84,7 @@ class GenerateService:
         replica = self._serving.of(asked.stage)
         generation = replica.stage.generation
         if generation is None:
-            raise Refused(
-                "this peer writes no texts: its model or its ranks keep no keys and values"
-            )
+            raise Refused("this peer writes no texts: its model keeps no keys and values")
         key = (request.remote, asked.session)
         if self._of is not replica:  # those of another stage went with it
             self._of = replica

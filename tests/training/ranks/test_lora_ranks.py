@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarmnet.errors import ProtocolViolation, SpecError
-from swarmnet.spec import RunSpec
+from swarmnet.spec import LoraSpec, RunSpec
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
@@ -23,9 +23,11 @@ from tests.training.flights import gradient
 from tests.training.ranks.test_family_ranks import close, close_by_name
 from tests.training.ranks.test_tensor_parallel import ranks
 from tests.training.ranks.threads import rank_threads
+from tests.training.specs import small_spec
 from tests.training.test_families import folder_of
 from tests.training.test_lora import gradient_of, stages_of, tokens
 
+ALL_OF_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 ALL = {**LORA, "target_modules": "all-linear"}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "biases, one matrix": ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
@@ -99,6 +101,35 @@ def test_adapters_of_a_family_have_the_numbers_of_one_rank(family: str, tmp_path
             stage.retract((1, 1))
         assert gradient_of(many, (1, 2)).norm() > 0
         close(gradient_of(many, (1, 3)) / 2, gradient_of(one, (1, 3)), 1e-5)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "sequence_parallel"), [(2, False), (1, True)])
+def test_adapters_of_the_built_in_llama(
+    num_kv_heads: int, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks may hold the only key/value head. The run that it goes on from is left out."""
+    lora = LoraSpec.model_validate({**LORA, "target_modules": ALL_OF_LLAMA})
+    spec = small_spec(
+        model={"num_key_value_heads": num_kv_heads, "subspace": 8},
+        pipeline={"num_stages": 1, "microbatch": 4},
+    ).model_copy(update={"lora": lora})
+    monkeypatch.setattr(RunSpec, "from_canonical", lambda _: spec)
+    check_cut(spec, 2, sequence_parallel=sequence_parallel)
+    one = build_stage(spec, 0, computing=Computing())
+    with rank_threads(spec, 2, sequence_parallel=sequence_parallel) as group:
+        many = build_parallel_stage(spec, 0, group, Computing())
+        for stage in (one, many):
+            for number, size in enumerate(stage.base.shard_sizes):
+                generator = torch.Generator().manual_seed(number)
+                values = torch.randn(size, generator=generator) / 10
+                stage.base.put(number, from_tensor(values))
+            randomize([stage])
+        for key in ((1, 0), (1, 1)):
+            results = [s.forward_backward(key, tokens(1), tokens(2)) for s in (one, many)]
+            assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-5)
+        many.retract((1, 1))
+        one.retract((1, 1))
+        close_by_name(one, gradient(many), gradient(one))
 
 
 @pytest.mark.parametrize("dtype", ["", "bfloat16"])

@@ -91,7 +91,10 @@ class ThreadGroup:
     def _work(self, rank: int) -> None:
         group, waiting = self._open(rank), self._queues[rank - 1]
         calls: dict[str, Callable[..., None]] = {}
-        calls |= follow(group, rank, self.num_ranks, self.devices[rank], self.options)
+        try:
+            calls = follow(group, rank, self.num_ranks, self.devices[rank], self.options)
+        except BaseException as error:
+            self.fail(f"rank {rank}: {type(error).__name__}: {error}")
         while (told := waiting.get()) is not None:
             number, call, values, arrays, fd = told
             try:
