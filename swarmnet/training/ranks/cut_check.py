@@ -28,14 +28,14 @@ def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False)
     """Raises `SpecError` unless the run's model can be cut into so many ranks."""
     if num_ranks == 1:
         return
-    if spec.model.num_experts or any(spec.model.router_losses):
-        raise SpecError(
-            f"--tp {num_ranks}: experts of the built-in Llama, and routers that have a loss, are not "
-            "cut over ranks; take --tp 1, or a peer for each device"
-        )
     if sequence_parallel and spec.model.kind != "llama":
         raise SpecError("--sequence-parallel is for the built-in Llama; leave it out")
     model = model_plan(spec)
+    if spec.model.num_experts or model.routers_learn:
+        raise SpecError(
+            f"--tp {num_ranks}: experts of the built-in Llama, and routers that have a loss, are "
+            "not cut over ranks; take --tp 1, or a peer for each device"
+        )
     try:
         plan = _checked_plan(spec, model)
     except SpecError as error:

@@ -39,7 +39,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.frozen import FrozenLinear, StageBase
 from swarmnet.training.models.lora import LoraLinear, packing_of
-from swarmnet.training.models.registry import draws_itself
+from swarmnet.training.models.registry import draws_itself, model_plan
 from swarmnet.training.ranks.cuts import Cut, part_of
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
 from swarmnet.training.ranks.part_dropout import PartDropout
@@ -63,10 +63,10 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
             f"{begin}: the model draws random numbers for whole microbatches; take --tp 1, "
             "or a peer for each device"
         )
-    if num_ranks > 1 and (spec.model.num_experts or plan.routers_learn):
+    if spec.model.num_experts or model_plan(spec).routers_learn:
         raise SpecError(
-            f"--tp {num_ranks} --local fsdp: routers learn from whole microbatches; "
-            "take --tp 1, or a peer for each device"
+            f"{begin}: routers learn from whole microbatches; take --tp 1, or a peer for each "
+            "device"
         )
     if spec.pipeline.microbatch % num_ranks:
         raise SpecError(
