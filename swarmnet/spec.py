@@ -229,8 +229,8 @@ class ModelSpec(_Table):
     that starts this run. The program replaces it by RUN@ROUND."""
 
     moments: Annotated[bool, FILLED_IN] = False
-    """The optimizer's moments go on too, from the end of the run that is continued. They do where
-    both runs have the same stages and shards."""
+    """The optimizer's moments go on too, from the end of the run that is continued. They do over
+    any cut into stages and shards, where both runs have the same kind of optimizer."""
 
     base: Annotated[Text, FILLED_IN] = ""
     """Name of the model that the run began from, for the model card. It comes from the folder."""
@@ -290,34 +290,36 @@ class ModelSpec(_Table):
     """Seed of the fixed embedding of `subspace`."""
 
     num_experts: int = Field(default=0, ge=0, le=1 << 12)
-    """Experts in place of each feed-forward layer, of which a router chooses some for each token; 0
-    = one feed-forward layer for all. A config.json may have it as `num_local_experts`."""
+    """Number of experts in place of each feed-forward layer. A router chooses some of them for each
+    token. 0: one feed-forward layer for all tokens. A config.json may have it as
+    `num_local_experts`."""
 
     num_experts_per_tok: int = Field(default=0, ge=0, le=1 << 12)
-    """Experts that a token meets; left out: 2."""
+    """Number of experts that a token meets. If you leave it out, it is 2."""
 
     moe_intermediate_size: int = Field(default=0, ge=0, le=1 << 19)
-    """Width of an expert's SwiGLU layer; 0 = `intermediate_size`."""
+    """Width of an expert's SwiGLU layer. 0: that of `intermediate_size`."""
 
     shared_expert_intermediate_size: int = Field(default=0, ge=0, le=1 << 19)
-    """Width of one more expert, which all tokens meet, behind a gate of its own; 0 = none."""
+    """Width of one more expert, which all tokens meet, behind a gate of its own. 0: there is
+    none."""
 
     norm_topk_prob: bool = True
-    """The weights of a token's experts are their probabilities over the sum of these. `false` =
-    the probabilities, as it is where a token meets one expert only."""
+    """Whether the weights of a token's experts add up to 1. `false`: they are the router's
+    probabilities, as they must be where a token meets one expert only."""
 
     capacity_factor: float = Field(default=0.0, ge=0, le=1e6)
-    """In training an expert takes so many times its equal share of a sample's choices, and later
-    tokens go without it; 0 = it takes all."""
+    """Largest part of a sample's choices that an expert takes in training, as a multiple of an
+    equal share. Later tokens go without it. 0: an expert takes all."""
 
     router_aux_loss_coef: float | None = Field(default=None, ge=0, le=1e3)
-    """Of the loss by which routers use their experts alike, the mean over layers; left out: 0.01
-    with `num_experts`. Beside `from`, for a mixture of experts: as its config.json has it where
-    that says `output_router_logits`, else 0."""
+    """Weight of the loss by which routers learn to use all experts, the mean over layers. If you
+    leave it out, it is 0.01 with `num_experts`. Beside `from`, for a mixture of experts, it is that
+    of its config.json where that says `output_router_logits`, else 0."""
 
     router_z_loss_coef: float | None = Field(default=None, ge=0, le=1e3)
-    """Of the loss that keeps the routers' logits small, the mean over layers; left out: 0.001 with
-    `num_experts`, else 0."""
+    """Weight of the loss that keeps the routers' logits small, the mean over layers. If you leave
+    it out, it is 0.001 with `num_experts`, else 0."""
 
     builder: Text = ""
     """Python file and function that make a custom model, such as `examples/custom_model.py:build`.
