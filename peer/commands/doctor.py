@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -41,6 +42,7 @@ from swarmnet.methods.contact import (
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.protocol.dialing.addresses import peer_of
+from swarmnet.protocol.planning.search import cut_of
 from swarmnet.runtime.carriers import carrier_of, here, runs_p2pd
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.spec import RunSpec, load_spec
@@ -52,6 +54,9 @@ from swarmnet.transport.libp2p.interfaces import ANY_INTERFACE
 from swarmnet.transport.libp2p.knocking import knock_at
 from swarmnet.version import __version__
 from swarmnet.wire import Array, Message
+
+if TYPE_CHECKING:
+    from swarmnet.training.memory.stage_table import StageTable
 
 MARKS = {GOOD: "[green]ok  [/]", WARNING: "[yellow]warn[/]", BAD: "[red]BAD [/]", SKIPPED: "--  "}
 MIN_PYTHON = (3, 11)
@@ -216,21 +221,26 @@ def check_spec(spec: RunSpec, folder: Path) -> list[Finding]:
     """What a stage of the run needs, against what is here."""
     import psutil
 
-    from swarmnet.training.memory.activation_choice import known_activations
-    from swarmnet.training.memory.plan import PRECISIONS, plan_memory
+    from swarmnet.training.memory.stage_table import MachineMemory, StageTable
+    from swarmnet.training.models.registry import split_stages
 
     if spec.model.kind == "custom":
         return [Finding("the run", SKIPPED, "a custom model: what it needs is not known")]
-    known = known_activations if spec.model.kind == "transformers" else None
-    numbers = PRECISIONS["fp32"]
-    rows = plan_memory(spec, num_replicas=1, in_flight=2, precision=numbers, known=known)
-    needs = sorted(row.total for row in rows)
-    state = max(row.state for row in rows) * CHECKPOINTS_KEPT
     free, disk = psutil.virtual_memory().available, shutil.disk_usage(folder).free
+    table, stages = StageTable(spec), spec.pipeline.num_stages
+    cut = cut_of([len(x) for x in split_stages(table.plan, stages)])
+    here = MachineMemory(free, free, is_apart=False, precision="fp32")
+    held = [table.needed(*x, stages, here) for x in cut]
+    needs = sorted(x.device_bytes for x in held)
+    state = max(_state_bytes(table, *x) for x in cut) * CHECKPOINTS_KEPT
     span = f"{needs[0] / MIB:,.0f} MiB" + (
         f" to {needs[-1] / MIB:,.0f} MiB" if needs[-1] > 1.01 * needs[0] else ""
     )
-    text = f"{spec.name!r}: a stage takes {span} of memory where this peer is its only replica"
+    policies = " or ".join(dict.fromkeys(x.activations for x in held))
+    text = (
+        f"{spec.name!r}: a stage takes {span} of memory where this peer is its only replica, with "
+        f"activations = {policies}, as this machine would choose"
+    )
     found = [Finding("the run", GOOD, text)]
     if needs[0] > free:
         found[0] = Finding("the run", BAD, text, "this run is too large for this machine")
@@ -242,6 +252,14 @@ def check_spec(spec: RunSpec, folder: Path) -> list[Finding]:
         mend = "make room, or start with --checkpoint-every 0"
         found.append(Finding("checkpoints", WARNING, text, mend))
     return found
+
+
+def _state_bytes(table: StageTable, first: int, end: int) -> float:
+    """That a checkpoint of a stage has at most, where this peer is its only replica."""
+    from swarmnet.training.memory.plan import PRECISIONS
+
+    needs = table.needs(first, end, PRECISIONS["fp32"])
+    return needs.weights + needs.gradients + needs.updating
 
 
 # ---- the network ----------------------------------------------------------------------------

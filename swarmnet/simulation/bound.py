@@ -1,19 +1,17 @@
-"""The max-flow bound of a swarm's throughput, from its compute and its links.
+"""The bound of a simulated swarm's throughput, from its compute and its links: the max-flow of
+`protocol.planning.flow`, where a replica's capacity has coding in it too.
 
-A microbatch passes one replica of every stage. A replica is a node with a capacity: the rate at
-which it computes and codes, limited by the rate at which its link carries activations and their
-gradients in and out. Where coding is done beside the device, a machine has two workers: one of them
-computes, the other one encodes, and either decodes. Any replica can send to any replica of the next
-stage and the core of the network is unlimited. So the graph between two stages is complete, every
-minimum cut lies in the nodes of a single stage, and the maximum flow is the least over the stages
-of the sum of their capacities (Ford and Fulkerson 1956; the criterion of SWARM, Ryabinin et al.
-2023). Averaging is not charged: the bound is above what any schedule can reach.
+Where coding is done beside the device, a machine has two workers: one of them computes, the other
+one encodes, and either decodes. Averaging is not charged: the bound is above what any schedule can
+reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from swarmnet.protocol.planning import flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,10 @@ class SampleCosts:
 def replica_rate(
     machine: Capacity, stage_index: int, num_stages: int, per_sample: SampleCosts
 ) -> float:
-    """Samples/s through one replica. A middle stage receives an activation and a gradient for each
-    sample and sends as much; the first stage has its data locally, the last has no successor."""
+    """Samples/s through one replica. The first stage has its data locally."""
     has_before, has_after = stage_index > 0, stage_index < num_stages - 1
-    sent = has_after * per_sample.activation + has_before * per_sample.gradient
-    received = has_before * per_sample.activation + has_after * per_sample.gradient
+    boundary = per_sample.activation, per_sample.gradient
+    carries = flow.link_bytes(boundary if has_before else None, boundary if has_after else None)
     before, after = per_sample.before, per_sample.after
     encode_s = has_before * before.encode_s + has_after * after.encode_s
     decode_s = has_before * before.decode_s + has_after * after.decode_s
@@ -69,21 +66,17 @@ def replica_rate(
         compute_s = 1.0 / rate
         all_s = compute_s + encode_s + decode_s
         rate = 1.0 / (max(compute_s, encode_s, all_s / 2) if per_sample.is_beside else all_s)
-    if sent:
-        rate = min(rate, machine.up_bytes_per_s / sent)
-    if received:
-        rate = min(rate, machine.down_bytes_per_s / received)
-    return rate
+    return flow.carried(rate, carries, (machine.up_bytes_per_s, machine.down_bytes_per_s))
 
 
 def max_flow(
     machines: Iterable[tuple[int, Capacity]], num_stages: int, per_sample: SampleCosts
 ) -> float:
     """Samples/s of a swarm of pairs (stage, machine that serves it)."""
-    rates = [0.0] * num_stages
+    rates: list[list[float]] = [[] for _ in range(num_stages)]
     for stage_index, machine in machines:
-        rates[stage_index] += replica_rate(machine, stage_index, num_stages, per_sample)
-    return min(rates)
+        rates[stage_index].append(replica_rate(machine, stage_index, num_stages, per_sample))
+    return flow.max_flow([flow.flow_of(of_stage) for of_stage in rates])
 
 
 def best_flow(machines: Sequence[Capacity], num_stages: int, per_sample: SampleCosts) -> float:

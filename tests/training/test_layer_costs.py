@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
-from swarmnet.protocol.membership.assignment import split_layers
+from swarmnet.protocol.planning.cuts import split_layers
 from swarmnet.training.layer_costs import TIMED_PASSES, WARM_PASSES, measure_layers
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
 from swarmnet.training.models.registry import model_plan, split_stages, stage_parameter_ranges

@@ -1,4 +1,4 @@
-"""The assignment of layers to stages, of peers to stages, and of feeders."""
+"""The assignment of peers to stages, and of feeders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from statistics import median
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.seats import stages_beside
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.planning.flow import flow_of
 from swarmnet.protocol.timing import UPKEEP_S
 
 MANY = 8
@@ -25,56 +25,6 @@ LONG_PASSAGE_S = UPKEEP_S
 longer than the time between two looks, it costs as much as many moves gain."""
 DEFAULT_DEVICE_SPEED = 1.0
 """Cost units a second of an unmeasured device, while no device has been measured."""
-
-
-def split_layers(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cuts layers into contiguous, non-empty stages so that the most expensive stage is as
-    cheap as possible; among such cuts, the most even one (least sum of squares).
-
-    Dynamic programming in O(stages x layers^2). Raises `ValueError` where there are fewer layers
-    than stages."""
-    num_layers = len(costs)
-    if num_stages < 1 or num_layers < num_stages:
-        raise ValueError(f"{num_layers} layers cannot be cut into {num_stages} stages")
-    if any(not 0 <= c < float("inf") for c in costs):
-        raise ValueError("the cost of a layer must be finite and not negative")
-    sums = list(accumulate(costs, initial=0.0))
-
-    def cost(first: int, end: int) -> float:
-        return sums[end] - sums[first]
-
-    bottleneck = [cost(0, end) for end in range(num_layers + 1)]
-    for k in range(2, num_stages + 1):
-        bottleneck = [float("inf")] * k + [
-            min(max(bottleneck[cut], cost(cut, end)) for cut in range(k - 1, end))
-            for end in range(k, num_layers + 1)
-        ]
-    limit = bottleneck[num_layers] * (1 + 1e-9)
-    return _most_even(sums, num_stages, limit)
-
-
-def _most_even(sums: list[float], num_stages: int, limit: float) -> list[range]:
-    """The cut with the least sum of squares among those with no stage above `limit`."""
-    num_layers = len(sums) - 1
-    infinity = float("inf")
-    best: list[list[tuple[float, int]]] = [[(infinity, 0)] * (num_layers + 1)]
-    best[0][0] = (0.0, 0)
-    for k in range(1, num_stages + 1):
-        row = [(infinity, 0)] * (num_layers + 1)
-        for end in range(k, num_layers + 1):
-            row[end] = min(
-                (best[k - 1][cut][0] + (sums[end] - sums[cut]) ** 2, cut)
-                if sums[end] - sums[cut] <= limit
-                else (infinity, cut)
-                for cut in range(k - 1, end)
-            )
-        best.append(row)
-    stages, end = [], num_layers
-    for k in range(num_stages, 0, -1):
-        cut = best[k][end][1]
-        stages.append(range(cut, end))
-        end = cut
-    return stages[::-1]
 
 
 def choose_stage(
@@ -496,4 +446,4 @@ class Staff:
 
     def rates(self) -> list[float]:
         """Samples a second of each stage."""
-        return [sum(self.rate(r, k) for r in rs) for k, rs in enumerate(self.members)]
+        return [flow_of(self.rate(r, k) for r in rs) for k, rs in enumerate(self.members)]

@@ -8,10 +8,8 @@ from statistics import median
 
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
 
-IN_FLIGHT_PER_REPLICA = 2.5
-"""Microbatches in flight for each replica of a small swarm: one that it works on, one on its way,
-and a reserve because they arrive at random times."""
 FIRST_IN_FLIGHT = 1.5
 """The same in any swarm, at the beginning."""
 IN_FLIGHT_OF_MANY = 4.5

@@ -21,8 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from swarmnet.protocol.pipeline.feeding import IN_FLIGHT_PER_REPLICA
 from swarmnet.protocol.planning.exchange import exchanged_bytes
+from swarmnet.protocol.planning.flow import (
+    IN_FLIGHT_PER_REPLICA,
+    carried,
+    flow_of,
+    link_bytes,
+    max_flow,
+)
 from swarmnet.protocol.planning.model import Cut, Held, Job, Machine
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
 
@@ -118,14 +124,15 @@ class Costs:
 
     def link_bytes(self, first: int, end: int) -> tuple[float, float]:
         """(sent, received) of a stage for one sample."""
-        layers, sent, received = self.job.layers, 0.0, 0.0
-        if end < len(layers):
-            sent += layers[end - 1].activation_bytes
-            received += layers[end - 1].gradient_bytes
-        if first:
-            sent += layers[first - 1].gradient_bytes
-            received += layers[first - 1].activation_bytes
-        return sent, received
+        layers = self.job.layers
+
+        def boundary(after: int) -> tuple[float, float]:
+            return layers[after].activation_bytes, layers[after].gradient_bytes
+
+        return link_bytes(
+            boundary(first - 1) if first else None,
+            boundary(end - 1) if end < len(layers) else None,
+        )
 
     def rates(self, machine: Machine, first: int, end: int, num_stages: int) -> Rates | None:
         """None where the stage does not fit."""
@@ -143,13 +150,9 @@ class Costs:
         passes = 1 + job.backward + held.computes_again
         computing_s = passes * self.flops(first, end) / machine.flops_per_s
         took_s = computing_s + machine.microbatch_s / job.microbatch
-        flow = compute = 1 / took_s if took_s else float("inf")
-        sent, received = self.link_bytes(first, end)
-        if sent:
-            flow = min(flow, machine.up_bytes_per_s / sent)
-        if received:
-            flow = min(flow, machine.down_bytes_per_s / received)
-        return Rates(compute, flow)
+        compute = 1 / took_s if took_s else float("inf")
+        link = machine.up_bytes_per_s, machine.down_bytes_per_s
+        return Rates(compute, carried(compute, self.link_bytes(first, end), link))
 
     def stage(
         self, first: int, end: int, num_stages: int, replicas: Sequence[Machine]
@@ -162,8 +165,8 @@ class Costs:
         parameters, n = self.parameters(first, end), len(replicas)
         return StageCost(
             num_replicas=n,
-            compute=sum(r.compute for r in rates),
-            flow=sum(r.flow for r in rates),
+            compute=flow_of(r.compute for r in rates),
+            flow=flow_of(r.flow for r in rates),
             latency_s=sum(m.latency_s for m in replicas) / n,
             exchange_s=self._exchange_s(parameters, replicas, self.muon_parameters(first, end)),
             update_s=max(self._update_s(first, end, m, n) for m in replicas),
@@ -218,7 +221,7 @@ class Costs:
         window = max(1.0, min(job.num_microbatches, wanted))
         steady = max(samples / poorest.flow, own)
         full = max(steady + bubble + ways, job.num_microbatches * passage / window)
-        compute = max(samples / min(s.compute for s in stages), own * _part(poorest))
+        compute = max(samples / max_flow([s.compute for s in stages]), own * _part(poorest))
         links = max(0.0, steady - compute)
         exchange = max(s.exchange_s for s in stages)
         if job.update.mode in (DELAYED, AUTO):

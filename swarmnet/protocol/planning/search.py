@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from swarmnet.protocol.membership.assignment import split_layers
 from swarmnet.protocol.planning.cost import Costs, Round, StageCost
+from swarmnet.protocol.planning.cuts import split_layers
 from swarmnet.protocol.planning.model import Cut, Machine
 
 MAX_STAGES = 64

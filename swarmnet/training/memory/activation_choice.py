@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from swarmnet.protocol.pipeline.feeding import IN_FLIGHT_PER_REPLICA
+from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import ActivationsName
 from swarmnet.training.memory.plan import Activations, Precision, stage_activations

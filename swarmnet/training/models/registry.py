@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from swarmnet.errors import SpecError, UserError, one_line
-from swarmnet.protocol.membership.assignment import split_layers
+from swarmnet.protocol.planning.cuts import split_layers
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import (
     LayerBuilder,
