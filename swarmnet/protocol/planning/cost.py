@@ -7,12 +7,16 @@ max-flow bound). A microbatch of b samples is at a stage for b n / F seconds on 
 the sum of these and of the latencies of its way forth and back. A round of B samples takes, before
 its update,
 
-    max(B / F - t + P,  M P / W)
+    max(B / F - t + P + R,  M P / W)
 
 with t the passage of the poorest stage, M microbatches and W of them in flight: of equal stages
 with one replica it is the (M + K - 1) t of GPipe (Huang et al., 2019), whose bubble is
-(K - 1) / (M + K - 1). An exchange takes as long as the busiest link of its replicas. In modes
-`delayed` and `auto` it runs beside the next round; in all others the round waits for it.
+(K - 1) / (M + K - 1). R is what replicas of a stage wait for each other at a round's end: who
+gets the last microbatch ends after the others, at a stage of n by up to (1 - 1/n) of the slowest
+one's passage (as of a list of jobs on n machines; Graham, 1969). Where the next round is fed
+meanwhile (`delayed` and `auto`), filling and draining take no time, and R stays. An exchange takes
+as long as the busiest link of its replicas. In these two modes it runs beside the next round; in
+all others the round waits for it.
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ class StageCost:
     compute: float
     """Samples/s."""
     flow: float
+    slowest: float
+    """Flow of its slowest replica."""
     latency_s: float
     """Mean of its replicas'."""
     exchange_s: float
@@ -69,7 +75,7 @@ class Round:
     links_s: float
     """Beyond it, because links carry less than machines compute."""
     bubble_s: float
-    """The pipeline fills and drains."""
+    """The pipeline fills and drains, and replicas of a stage end one after the other."""
     latency_s: float
     exchange_s: float
     """That the round waits for."""
@@ -167,6 +173,7 @@ class Costs:
             num_replicas=n,
             compute=flow_of(r.compute for r in rates),
             flow=flow_of(r.flow for r in rates),
+            slowest=min(r.flow for r in rates),
             latency_s=sum(m.latency_s for m in replicas) / n,
             exchange_s=self._exchange_s(parameters, replicas, self.muon_parameters(first, end)),
             update_s=max(self._update_s(first, end, m, n) for m in replicas),
@@ -213,18 +220,22 @@ class Costs:
         poorest = min(stages, key=lambda s: s.flow)
         passages = [each * s.num_replicas / s.flow for s in stages]
         own = each * poorest.num_replicas / poorest.flow
+        ragged = sum(each / s.slowest * (1 - 1 / s.num_replicas) for s in stages)
         between = [a.latency_s + b.latency_s for a, b in pairwise(stages)]
         ways = sum(between)  # forth and back, at the mean latency of both ends
-        bubble = sum(passages) - own
-        passage = own + bubble + ways
+        fill = sum(passages) - own
+        passage = own + fill + ways
         wanted = IN_FLIGHT_PER_REPLICA * sum(s.num_replicas for s in stages)
         window = max(1.0, min(job.num_microbatches, wanted))
         steady = max(samples / poorest.flow, own)
-        full = max(steady + bubble + ways, job.num_microbatches * passage / window)
+        is_beside = job.update.mode in (DELAYED, AUTO)
+        bubble = ragged if is_beside else fill + ragged
+        waiting = bubble if is_beside else bubble + ways
+        full = max(steady + waiting, job.num_microbatches * passage / window)
         compute = max(samples / max_flow([s.compute for s in stages]), own * _part(poorest))
         links = max(0.0, steady - compute)
         exchange = max(s.exchange_s for s in stages)
-        if job.update.mode in (DELAYED, AUTO):
+        if is_beside:
             exchange = max(0.0, exchange - full)
         return Round(
             compute_s=compute,

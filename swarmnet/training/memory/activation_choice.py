@@ -48,10 +48,10 @@ def expected_in_flight(spec: RunSpec) -> int:
     room for them; a slower policy would cost more than fewer do."""
     pipeline = spec.pipeline
     most = -(-pipeline.global_batch // pipeline.microbatch)
-    wanted = IN_FLIGHT_PER_REPLICA * pipeline.num_stages
+    wanted = int(IN_FLIGHT_PER_REPLICA * pipeline.num_stages) + 1  # a feeder's window
     if pipeline.max_in_flight:
         wanted = pipeline.max_in_flight * pipeline.num_stages
-    return max(MIN_IN_FLIGHT, min(most, int(-(-wanted // 1))))
+    return max(MIN_IN_FLIGHT, min(most, wanted))
 
 
 def choose_activations(

@@ -107,6 +107,22 @@ def test_an_exchange_waits_for_the_slowest_link_and_delayed_hides_it() -> None:
     assert local.exchange_s == pytest.approx(zero.exchange_s / 10)
 
 
+@pytest.mark.parametrize("mode", ["delayed", "auto"])
+def test_rounds_that_are_fed_beside_each_other_do_not_fill_and_drain(mode: str) -> None:
+    found = Costs(equal_job(4, 16, mode)).of(cut_of([1] * 4), [FAST] * 4, range(4))
+    assert found is not None
+    assert found.seconds == pytest.approx(16)
+    assert found.bubble_s == 0
+
+
+def test_a_round_ends_with_the_slowest_replica_of_a_stage() -> None:
+    slow = replace(FAST, flops_per_s=FAST.flops_per_s / 4)
+    found = Costs(equal_job(1, 100)).of(((0, 1),), [FAST, slow], [0, 0])
+    assert found is not None
+    assert found.compute_s == pytest.approx(100 / 1.25)
+    assert found.bubble_s == pytest.approx(4 / 2), "half of its passage"
+
+
 def test_costs_are_the_same_for_equal_machines_of_any_identity() -> None:
     rng = random.Random(0)
     costs = Costs(equal_job(2, 8))

@@ -72,8 +72,8 @@ def test_microbatches_in_flight_follow_the_pipeline() -> None:
     def expected(**pipeline: Any) -> int:
         return expected_in_flight(small_spec(pipeline=pipeline))
 
-    assert expected(num_stages=2, global_batch=800) == 5
-    assert expected(num_stages=4, global_batch=800) == 10
+    assert expected(num_stages=2, global_batch=800) == 6
+    assert expected(num_stages=4, global_batch=800) == 11
     assert expected(num_stages=4, global_batch=8) == 4  # there are no more in a round
     assert expected(num_stages=2, global_batch=800, max_in_flight=3) == 6
 
