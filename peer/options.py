@@ -756,9 +756,9 @@ class PlanOptions:
         str,
         typer.Option(
             metavar="LIST",
-            help="The machines, such as '24GB-gpu*2, rtx4090+64GB, 16GB-cpu*3, mac-32GB' (card"
-            " or memory, +main memory, @TFLOPS), or a TOML file. Default: eight like this"
-            " one.",
+            help="The machines, such as '24GB-gpu*2, rtx4090+64GB, 16GB-cpu*3, mac-32GB' (card or "
+            "memory, +main memory, @TFLOPS), or a TOML file. here*4 is four peers on this machine. "
+            "Default: eight like this one.",
             show_default=False,
         ),
     ] = ""

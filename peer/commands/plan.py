@@ -16,7 +16,7 @@ from rich.table import Table
 from peer.machine.measured_layers import write_values
 from peer.options import PlanOptions
 from peer.planning.answer import Answer, answer_of, left_out
-from peer.planning.machines import read_links, read_machines
+from peer.planning.machines import peers_here, read_links, read_machines
 from peer.planning.question import (
     Asked,
     Found,
@@ -24,6 +24,7 @@ from peer.planning.question import (
     asked,
     folder_text,
     like_this_one,
+    on_this_one,
 )
 from swarmnet.errors import SpecError, UsageError
 from swarmnet.files import write_whole
@@ -43,11 +44,14 @@ GAIN = 1.05
 def show_plan(options: PlanOptions, console: Console) -> None:
     """Prints the answer, and writes it where that is wanted. Raises `SpecError`, `UsageError`."""
     tokens, links = read_tokens(options.tokens), read_links(options.links)
-    machines = read_machines(options.machines) if options.machines else []
+    num_here = peers_here(options.machines)
+    machines = [] if num_here or not options.machines else read_machines(options.machines)
     question = asked(options.spec, lora=options.lora, choose=options.choose)
     seconds: dict[int, tuple[float, ...]] = {}
     if not machines:
-        machines, seconds = like_this_one(question.spec, options.precision, options.device)
+        about = question.spec, options.precision, options.device
+        timed = on_this_one(*about, num_here) if num_here else like_this_one(*about)
+        machines, seconds = timed.described, timed.seconds
     planner = Planner(machines, links, options.precision, seconds)
     found = planner.answer(question)
     notes = [

@@ -34,6 +34,10 @@ EXAMPLE = '--machines "24GB-gpu*2, rtx4090, 16GB-cpu*3, mac-32GB"'
 LINKS_EXAMPLE = "--links 20Mbit/100Mbit,30ms (up/down, and one way between two machines)"
 FILE_EXAMPLE = 'card = "rtx4090", or memory_gb = 24 and tflops = 71'
 HOME = "20Mbit/100Mbit,30ms"
+HERE = "here"
+HERE_COUNT = re.compile(rf"{HERE}(?:\s*\*\s*(\d+))?", re.IGNORECASE)
+MAX_HERE = 256
+"""As of `swarmnet local`."""
 AMOUNT = r"(\d+(?:\.\d+)?)"
 MEMORY = rf"{AMOUNT}\s*GI?B"
 KIND = re.compile(rf"(?:{MEMORY}-(gpu|cpu|mac)|(gpu|cpu|mac)-{MEMORY})", re.IGNORECASE)
@@ -122,6 +126,18 @@ def _rate(amount: str, unit: str) -> float:
     return float(amount) * MBIT * (1000 if unit.upper() == "G" else 1)
 
 
+def peers_here(text: str) -> int | None:
+    """Of `here*4`: so many peers on this machine; None where others are meant. Raises
+    `UsageError`."""
+    found = HERE_COUNT.fullmatch(text.strip())
+    if found is None:
+        return None
+    count = int(found[1] or 1)
+    if not 1 <= count <= MAX_HERE:
+        raise UsageError(f"--machines: 1 to {MAX_HERE} peers here; write for example here*4")
+    return count
+
+
 def read_machines(text: str) -> list[Described]:
     """Of `--machines`: a list, or the path of a TOML file. Raises `UsageError`."""
     if text.strip().endswith(".toml"):
@@ -136,7 +152,8 @@ def read_machines(text: str) -> list[Described]:
         if one is None:
             raise UsageError(
                 f"--machines: {name.strip()!r} is no known card, and no memory of a gpu, cpu or "
-                f"mac; write for example {EXAMPLE}; known cards: {', '.join(CARDS)}"
+                f"mac; write for example {EXAMPLE}; known cards: {', '.join(CARDS)}; "
+                "here*4 are four peers on this machine, and go with no others"
             )
         found += _counted(one, int(count or 1), len(found))
     return found

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 from peer.planning.cards import TERA, card_named
-from peer.planning.machines import GB, Described, Links
+from peer.planning.machines import GB, HERE, Described, Links
 from swarmnet.protocol.planning.cost import Costs
 from swarmnet.protocol.planning.model import Cut, Layer, Machine
 from swarmnet.protocol.planning.search import Plan, best_plan, cut_of, first_fit
@@ -24,6 +28,8 @@ WAITING_PART = 0.25
 WORTH = 1.1
 """So much quicker must another mode be."""
 LIKE_THIS_ONE = 8
+LOOPBACK_LINKS = Links(1e9, 1e9, 0.0001)
+"""Between processes of one machine."""
 QUICK_FLOPS = 2e11
 """Of a layer's passes: so many are timed as they are, of more a matrix product tells the speed."""
 PRODUCT_SIZE, PRODUCTS, PRODUCT_PART = 1024, 5, 0.5
@@ -299,11 +305,30 @@ def _rate(found: Found) -> float:
     return found.plan.round.tokens_per_s
 
 
-def like_this_one(
-    spec: RunSpec, precision: str, device: str = "auto"
-) -> tuple[list[Described], dict[int, tuple[float, ...]]]:
-    """Eight machines with this one's free memory and speed, and the seconds of each layer where
-    they were measured (by microbatch). Blocks."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """This machine, as a plan takes it."""
+
+    described: list[Described]
+    seconds: dict[int, tuple[float, ...]]
+    """Of each layer, by microbatch, where they were measured."""
+
+
+def like_this_one(spec: RunSpec, precision: str, device: str = "auto") -> Timed:
+    """Eight machines with this one's free memory and speed. Blocks."""
+    return _timed(spec, precision, device, "this-machine", LIKE_THIS_ONE, None)
+
+
+def on_this_one(spec: RunSpec, precision: str, device: str, num_peers: int) -> Timed:
+    """So many peers on this machine, as `swarmnet local` starts them: they share its cores and its
+    memory, and are timed as they will work, all at once. Blocks."""
+    return _timed(spec, precision, device, HERE, num_peers, num_peers)
+
+
+def _timed(
+    spec: RunSpec, precision: str, device: str, name: str, count: int, num_peers: int | None
+) -> Timed:
+    """`num_peers`: that share this machine; None where each has one like it."""
     import psutil
     import torch
 
@@ -315,33 +340,103 @@ def like_this_one(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     is_gpu = device != "cpu"
-    name = choose_precision(spec, precision, device)
+    dtype = DTYPES[choose_precision(spec, precision, device)]
     microbatch = spec.pipeline.microbatch
     plan = model_plan(spec)
     passes = microbatch * (2.0 if plan.has_base else 3.0)
+    shared = _Shared(num_peers or 1, is_gpu)
     seconds: dict[int, tuple[float, ...]] = {}
-    if passes * max(x.cost for x in plan.layers) <= QUICK_FLOPS:
-        found = measure_layers(
-            plan, microbatch=microbatch, seed=spec.seed, dtype=DTYPES[name], device=device
+
+    def measure() -> list[float]:
+        return measure_layers(
+            plan,
+            microbatch=microbatch,
+            seed=spec.seed,
+            dtype=dtype,
+            device=device,
+            clock=shared.clock if num_peers else time.perf_counter,
+            of=median if num_peers else min,
         )
-        seconds[microbatch] = tuple(found)
-        speed = passes * sum(x.cost for x in plan.layers) / sum(found)
-        note = "this machine's layers were timed"
-    else:
-        speed = PRODUCT_PART * _product_flops_per_s(device, name)
-        note = "this machine's speed: half of what a matrix product has"
-    host = psutil.virtual_memory().available / GB
+
+    with shared.at_work(measure if num_peers else None):
+        if passes * max(x.cost for x in plan.layers) <= QUICK_FLOPS:
+            found = [shared.slower * s for s in measure()]
+            seconds[microbatch] = tuple(found)
+            speed = passes * sum(x.cost for x in plan.layers) / sum(found)
+            note = "this machine's layers were timed"
+        else:
+            product = _product_flops_per_s(device, choose_precision(spec, precision, device))
+            speed = PRODUCT_PART * product / shared.slower
+            note = "this machine's speed: half of what a matrix product has"
+    host = psutil.virtual_memory().available / GB / shared.num_peers
     one = Described(
-        "this-machine",
-        free_bytes_of(device) / GB if is_gpu else host,
+        name,
+        free_bytes_of(device) / GB / shared.num_peers if is_gpu else host,
         host,
         is_gpu,
         card_named(torch.cuda.get_device_name()) if is_gpu else None,
         speed,
-        note,
+        note if num_peers is None else f"{note}, with {num_peers} peers at work on it",
+        links=LOOPBACK_LINKS if num_peers else None,
         is_free=True,
     )
-    return [one] * LIKE_THIS_ONE, seconds
+    return Timed([one] * count, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Peers that share a machine."""
+
+    num_peers: int
+    is_gpu: bool
+
+    @property
+    def threads(self) -> int:
+        """Of each, as `swarmnet local` gives them."""
+        return max(1, (os.cpu_count() or 1) // self.num_peers)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Of one thread's own work, where there is one: other programs do not count."""
+        return time.thread_time if self.threads == 1 and not self.is_gpu else time.perf_counter
+
+    @property
+    def at_once(self) -> int:
+        """Peers that have all their threads at once."""
+        if self.is_gpu:
+            return 1
+        return max(1, min(self.num_peers, (os.cpu_count() or 1) // self.threads))
+
+    @property
+    def slower(self) -> float:
+        """Than while others wait: all peers work in turns."""
+        return self.num_peers / self.at_once
+
+    @contextmanager
+    def at_work(self, work: Callable[[], object] | None) -> Iterator[None]:
+        """The others do what is timed in this context, where there is something to do."""
+        import torch
+
+        if work is None:
+            yield
+            return
+        before, is_over = torch.get_num_threads(), threading.Event()
+
+        def again() -> None:
+            while not is_over.is_set():
+                work()
+
+        torch.set_num_threads(self.threads)
+        others = [threading.Thread(target=again) for _ in range(self.at_once - 1)]
+        for other in others:
+            other.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            for other in others:
+                other.join()
+            torch.set_num_threads(before)
 
 
 def _product_flops_per_s(device: str, precision: str) -> float:

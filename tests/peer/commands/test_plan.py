@@ -309,6 +309,22 @@ def test_the_verdict_comes_first_and_machines_follow() -> None:
     assert half["hours"] == pytest.approx(found["hours"] / 2)
 
 
+def test_peers_here_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four on two cores are half as fast each as two, and have half of the memory."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    rows = {}
+    for count in (2, 4):
+        command = ["plan", "--spec", str(SPEC), "--machines", f"here*{count}", "--json"]
+        plan = json.loads(CliRunner().invoke(app, command).stdout)
+        assert sum(row["count"] for row in plan["rows"]) == count
+        assert any(f"with {count} peers at work" in note for note in plan["notes"])
+        rows[count] = plan
+    room = [rows[count]["rows"][0]["device_room"] for count in (2, 4)]
+    assert room[1] == pytest.approx(room[0] / 2, rel=0.2)
+    rate = [rows[count]["tokens_per_s"] for count in (2, 4)]
+    assert rate[1] < 1.5 * rate[0], "no more cores than before"
+
+
 def test_without_machines_eight_like_this_one_are_planned() -> None:
     found = answered(SPEC, "--device", "cpu")
     assert sum(row["count"] for row in found["rows"]) <= 8

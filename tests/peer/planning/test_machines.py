@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peer.planning.cards import CARDS, card_named
-from peer.planning.machines import read_links, read_machines
+from peer.planning.machines import peers_here, read_links, read_machines
 from swarmnet.errors import UsageError
 
 
@@ -60,6 +60,16 @@ def test_machines_that_cannot_be_read_are_a_line_with_an_example(text: str) -> N
     with pytest.raises(UsageError, match=r"24GB-gpu\*2") as refused:
         read_machines(text)
     assert "\n" not in str(refused.value)
+
+
+def test_peers_on_this_machine() -> None:
+    assert [peers_here(x) for x in ("here", "here*4", " HERE * 2 ")] == [1, 4, 2]
+    assert peers_here("rtx4090*2") is None
+    for text in ("here*0", "here*999"):
+        with pytest.raises(UsageError, match=r"here\*4"):
+            peers_here(text)
+    with pytest.raises(UsageError, match="go with no others"):
+        read_machines("here*2, rtx4090")
 
 
 def from_file(folder: Path, text: str) -> list[object]:
