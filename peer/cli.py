@@ -314,6 +314,16 @@ def plan(options: PlanOptions) -> None:
 
     if options.measure and options.explain:
         raise UsageError("give --measure or --explain, not both")
+    if options.join:
+        others = options.measure, options.explain, options.machines, options.choose
+        if any(others):
+            raise UsageError(
+                "--join asks the live run; leave --machines, --choose, --measure and --explain out"
+            )
+        from peer.planning.live import show_live
+
+        _run(show_live(options, make_console()))
+        return
     if options.explain:
         if options.write:
             raise UsageError("--explain writes nothing; leave --write out")

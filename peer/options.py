@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
+from swarmnet.errors import UsageError
 from swarmnet.runtime.options import (
     LOOPBACK,
     MACHINE,
@@ -747,11 +748,21 @@ class PlanOptions:
     """What `swarmnet plan` reckons with."""
 
     spec: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            metavar="FILE", help="The run's file; or a Hugging Face folder, or ORG/NAME of the hub."
+            metavar="FILE",
+            help="The run's file; or a Hugging Face folder, or ORG/NAME of the hub.",
+            show_default=False,
         ),
-    ]
+    ] = None
+    join: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="ADDR",
+            help="A peer of a live run, which is planned as it is: what one more machine would bring, "
+            "and when another cut would pay.",
+        ),
+    ] = ()
     machines: Annotated[
         str,
         typer.Option(
@@ -814,8 +825,17 @@ class PlanOptions:
         ),
     ] = False
     device: DeviceOption = "auto"
+    transport: TransportOption = "auto"
+    invite: InviteOption = ""
     as_json: JsonOption = False
     debug: DebugOption = False
+
+    @property
+    def file(self) -> Path:
+        """Of what is planned without a live run. Raises `UsageError`."""
+        if self.spec is None:
+            raise UsageError("give --spec FILE for a run to plan, or --join ADDR for a live one")
+        return self.spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     tokens, links = read_tokens(options.tokens), read_links(options.links)
     num_here = peers_here(options.machines)
     machines = [] if num_here or not options.machines else read_machines(options.machines)
-    question = asked(options.spec, lora=options.lora, choose=options.choose)
+    question = asked(options.file, lora=options.lora, choose=options.choose)
     seconds: dict[int, tuple[float, ...]] = {}
     if not machines:
         about = question.spec, options.precision, options.device
@@ -280,8 +280,8 @@ def _write(options: PlanOptions, question: Asked, found: Found) -> str:
         tables: dict[str, dict[str, object]] = {"pipeline": pipeline}
         if question.is_mode_open:
             tables["sync"] = {"mode": spec.sync.mode}
-        write_values(options.spec, tables)
-        return f"{options.spec} has this plan now"
+        write_values(options.file, tables)
+        return f"{options.file} has this plan now"
     if NEW_FILE.exists():
         raise SpecError(f"{NEW_FILE} is there already; move it away, or plan it with --spec")
     text = folder_text(

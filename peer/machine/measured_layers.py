@@ -86,10 +86,10 @@ def show_measured(options: PlanOptions, console: Console) -> None:
     `SpecError`."""
     from swarmnet.training.resolving import described
 
-    spec = described(load_spec(options.spec))
+    spec = described(load_spec(options.file))
     found = measure_cut(spec, precision=options.precision, device=options.device)
     if options.write:
-        write_layers(options.spec, found.best.layers)
+        write_layers(options.file, found.best.layers)
     if options.as_json:
         values = {
             "layer_s": found.seconds,
@@ -111,7 +111,7 @@ def show_measured(options: PlanOptions, console: Console) -> None:
         f"{_milliseconds(found.present.slowest_s)}",
         f"cut as measured: {list(found.best.layers)}, the slowest stage takes "
         f"{_milliseconds(found.best.slowest_s)}",
-        f"{options.spec}: [pipeline] has this cut now"
+        f"{options.file}: [pipeline] has this cut now"
         if options.write
         else "to use it, put this into [pipeline] before the run starts (or --write):",
     ):

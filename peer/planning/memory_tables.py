@@ -32,7 +32,7 @@ def show_tables(options: PlanOptions, console: Console) -> None:
     """Prints the table. Raises `SpecError`."""
     from peer.planning.question import asked
 
-    spec = asked(options.spec, lora=options.lora, choose=False).spec
+    spec = asked(options.file, lora=options.lora, choose=False).spec
     known = known_activations if spec.model.kind == "transformers" else None
     precision = precision_of(spec, options)
 

@@ -137,6 +137,9 @@ COMMANDS = {
     "state": {"--state-dir", "--remove", "--keep", "--json", "--debug"},
     "counted": {"state_dirs", "--run-id", "--json", "--debug"},
     "plan": {
+        "--join",
+        "--transport",
+        "--invite",
         "--machines",
         "--links",
         "--lora",
