@@ -316,9 +316,10 @@ def plan(options: PlanOptions) -> None:
         raise UsageError("give --measure or --explain, not both")
     if options.join:
         others = options.measure, options.explain, options.machines, options.choose
-        if any(others):
+        if any((*others, options.schedules, options.picture)):
             raise UsageError(
-                "--join asks the live run; leave --machines, --choose, --measure and --explain out"
+                "--join asks the live run; leave --machines, --choose, --measure, --explain, "
+                "--schedules and --picture out"
             )
         from peer.planning.live import show_live
 

@@ -797,6 +797,17 @@ class PlanOptions:
         bool,
         typer.Option(help="Show the memory of a replica by formula, by policy and by sync mode."),
     ] = False
+    schedules: Annotated[
+        bool,
+        typer.Option(
+            help="What known orders of a pipeline (GPipe, 1F1B, zero-bubble and others) would come "
+            "to with the plan's stages."
+        ),
+    ] = False
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw these schedules as SVG.", show_default=False),
+    ] = None
     replicas: Annotated[
         int, typer.Option(min=1, help="Replicas of each stage, with --explain.")
     ] = 1

@@ -26,6 +26,7 @@ from peer.planning.question import (
     like_this_one,
     on_this_one,
 )
+from peer.planning.schedules import show_schedules
 from swarmnet.errors import SpecError, UsageError
 from swarmnet.files import write_whole
 from swarmnet.protocol.planning.model import Held
@@ -62,6 +63,9 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     if found is None:
         impossible, changes = _impossible(planner, question)
         _say_impossible(options, console, impossible, changes, notes)
+        return
+    if options.schedules or options.picture is not None:
+        show_schedules(found, console, picture=options.picture, as_json=options.as_json)
         return
     kind, _ = Counter(machines).most_common(1)[0]
     more = planner.find(found.table, is_open=question.is_open, more=[kind])

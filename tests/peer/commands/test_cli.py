@@ -140,6 +140,8 @@ COMMANDS = {
         "--join",
         "--transport",
         "--invite",
+        "--schedules",
+        "--picture",
         "--machines",
         "--links",
         "--lora",
