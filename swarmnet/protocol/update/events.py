@@ -81,6 +81,10 @@ class Denied:
 
     sender: str
     ballot: Ballot
+    asked: Ballot | None = None
+    """That of the call which it answers."""
+    count: int | None = None
+    """That of the `Ask` which it answers."""
 
 
 @dataclass(frozen=True, slots=True)

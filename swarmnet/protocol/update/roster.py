@@ -1,11 +1,11 @@
 """Who does what in the update of one shard: fixed data of an exchange, with a term.
 
 A roster is made once, from the records that a replica knows when the exchange begins there. It does
-not follow the records any more: another primary means another, higher *ballot*, which is proposed
-to all and promised by all (Lamport, "Paxos made simple", 2001; the question before it is the
-pre-vote of Raft, Ongaro 2014, section 9.6). Records need time to spread, so two replicas may begin
-with different rosters. Ballots are ordered, so of two primaries the one with the higher ballot goes
-on, and the other one follows it."""
+not follow the records any more: another primary means another *ballot*, which is proposed to all
+and promised by all (Lamport, "Paxos made simple", 2001; the question before it is the pre-vote of
+Raft, Ongaro 2014, section 9.6). Records need time to spread, so two replicas may begin with
+different rosters. Of two primaries the one that more replicas follow goes on, and of two with as
+many the one with the higher ballot."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ what a replica goes by."""
 
 class Ballot(NamedTuple):
     """What a promise is about; ordered. A term is even where its primary does not hold the shard's
-    optimizer state, and odd where it does: of two replicas that begin with different primaries, the
-    one with the state goes on."""
+    optimizer state, and odd where it does: of two primaries with as many followers, the one with
+    the state goes on."""
 
     term: int
     primary: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.events import Call, Event, Handle
-from swarmnet.protocol.update.roster import MAX_LEAD, MAX_TERM, Ballot
+from swarmnet.protocol.update.roster import MAX_LEAD, MAX_TERM, Ballot, first_ballot
 from swarmnet.protocol.update.shard_state import (
     ABANDONED,
     ADOPTED,
@@ -24,6 +24,10 @@ from swarmnet.protocol.update.shard_state import (
     ShardState,
 )
 
+MAX_DOUBTS = 3
+"""So often a primary asks all for the word of one: who takes over from it twice in one exchange has
+done so honestly, and hardly three times."""
+
 # ---- guards -------------------------------------------------------------------------------------
 
 
@@ -37,8 +41,16 @@ def leads(u: ShardState) -> bool:
 
 def is_misnamed(u: ShardState) -> bool:
     """The ballot takes this replica for a holder of the state, and it is none."""
-    is_holder = u.roster.is_holder and not u.is_spoiled
-    return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not is_holder
+    return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not has_state(u)
+
+
+def has_state(u: ShardState) -> bool:
+    """It holds the optimizer state of the shard as the others have it."""
+    return u.roster.is_holder and not u.is_spoiled
+
+
+def is_overthrown(u: ShardState) -> bool:
+    return u.overthrown_by() is not None
 
 
 def is_next(u: ShardState) -> bool:
@@ -111,6 +123,7 @@ def lead(u: ShardState) -> None:
     """It is the primary of the ballot that it goes by."""
     u.state = GATHERING
     u.is_expired = u.has_stood_still = False
+    u.claims, u.doubted = (), frozenset()
     give_up_push(u)
     if u.begun is not None:
         add_part(u, u.me, *u.begun)
@@ -141,10 +154,22 @@ def take_over(u: ShardState) -> None:
 
 
 def nominate(u: ShardState) -> None:
-    """The next ballot is that of a holder; its own, where none is known to live."""
+    """It follows the first of the holders; where none is known to live, it leads without the
+    state."""
+    u.disowned |= {u.ballot}
     holder = next((p for p in u.roster.holders if p != u.me and not u.is_dead(p)), None)
-    is_holder = holder is not None
-    go_by(u, u.ballot.next_of(u.me if holder is None else holder, is_holder=is_holder))
+    go_by(u, u.next_ballot() if holder is None else first_ballot(holder, is_holder=True))
+
+
+def yield_to_most(u: ShardState) -> None:
+    """The others have another primary. If that is dead here, they have its result."""
+    found = u.overthrown_by()
+    assert found is not None
+    hosts = [p for p, ballot in u.claims if ballot.primary == found.primary]
+    go_by(u, found)
+    if u.is_dead(found.primary):
+        u.host = hosts[0]
+        pause(u)
 
 
 def stand_back(u: ShardState) -> None:
@@ -175,7 +200,7 @@ def count_again(u: ShardState) -> None:
     """Who is dead may have led others by a higher ballot before: all that live are asked again."""
     u.lost |= u.dead()
     u.count += 1
-    u.promised, u.asked = frozenset(), frozenset()
+    u.promised, u.asked, u.claims = frozenset(), frozenset(), ()
 
 
 def ask_back(u: ShardState) -> None:
@@ -208,20 +233,19 @@ def begin(u: ShardState, event: on.Begun) -> None:
 
 def note(u: ShardState, event: on.Seen) -> None:
     u.members, u.counted, u.is_kept = event.members, event.counted, event.is_kept
+    if not u.is_leaderless():
+        u.agreed_to = None
 
 
 def take_push(u: ShardState, event: on.Pushed) -> None:
-    if may_go_by(u, event.ballot):
-        go_by(u, event.ballot)
-        if is_misnamed(u):
-            nominate(u)
-        elif leads(u):  # the sender knew it before
-            lead(u)
+    hear_of(u, event.sender, event.ballot)
     if event.ballot != u.ballot:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
     if event.call is not None:
         wait(u, event.call, event.sender)
+    if leads_now(u):
+        drop_claim(u, event.sender)
     if u.state is GATHERING:
         add_part(u, event.sender, event.num_tokens, event.gradient)
 
@@ -240,41 +264,49 @@ def hold(u: ShardState, event: on.Pushed | on.Asked) -> None:
 
 def vote(u: ShardState, event: on.Asked) -> None:
     if event.is_final:
-        if event.ballot.primary == event.sender and may_go_by(u, event.ballot):
-            go_by(u, event.ballot)
+        if event.ballot.primary == event.sender:
+            hear_of_leader(u, event)
+        if event.ballot == u.ballot and u.agreed_to is not None:
+            u.commands.append(do.Deny(event.call, u.agreed_to))
+            return
         is_promised = event.ballot == u.ballot
     else:
         is_promised = would_promise(u, event.ballot)
+        if is_promised and u.is_leaderless():
+            u.agreed_to = event.ballot
     answer = do.Agree if is_promised else do.Deny
     u.commands.append(answer(event.call, event.ballot if is_promised else u.ballot))
 
 
 def vote_with_copy(u: ShardState, event: on.Asked) -> None:
-    """The primary of the copied step has the promise. Who has that of all others instead would
-    make another step."""
-    if event.is_final and event.ballot != u.ballot:
+    """The primary of the copied step has the promise, as long as it lives and says nothing else:
+    it is asked. Who has that of all others would make another step."""
+    if not event.is_final or event.ballot == u.ballot:
+        vote(u, event)
+    elif event.sender == u.ballot.primary and event.ballot > u.ballot:
         use_copy(u)
         give(u, event)
     else:
-        vote(u, event)
+        ask_primary(u)
+        deny(u, event)
 
 
 def hold_for_primary(u: ShardState, event: on.Pushed) -> None:
-    """Whoever goes by the same ballot cannot reach the primary, and waits here for its result. By a
-    higher one the primary has been overthrown."""
+    """Whoever goes by the same ballot cannot reach the primary, and waits here for its result. By
+    another one that may have been overthrown."""
     if event.ballot == u.ballot:
         hold(u, event)
-    elif event.ballot > u.ballot:
-        use_copy(u)
-        give(u, event)
     else:
+        ask_primary(u)
         deny(u, event)
 
 
 def would_promise(u: ShardState, ballot: Ballot) -> bool:
-    if ballot <= u.ballot or u.ballot.primary == u.me:
+    if ballot == u.ballot or u.ballot.primary == u.me or not is_near(u, ballot):
         return False
-    if not u.is_dead(u.ballot.primary):
+    if ballot.primary == u.ballot.primary:
+        return ballot > u.ballot  # it has not led yet
+    if not u.is_leaderless():
         u.commands.append(do.LookInto(u.ballot.primary))
         return False
     return u.successor() != u.me or u.next_ballot() < ballot
@@ -286,24 +318,61 @@ def count_agreed(u: ShardState, event: on.Agreed) -> None:
 
 
 def denied(u: ShardState, event: on.Denied) -> None:
-    if u.state not in (COPYING, COPIED) and may_go_by(u, event.ballot):
-        return go_by(u, event.ballot)
-    if u.state is CANVASSING:
+    """To a follower: by its own primary, that leads nothing any more, or never has; or by another
+    one that knows who leads."""
+    if event.count is not None and event.asked != u.next_ballot():
+        return  # it answers what was asked before
+    if is_disowned(u, event):
+        leave(u, event)
+    elif may_join(u, event.sender, event.ballot):
+        go_by(u, event.ballot)
+    elif u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
         pause(u)
     else:
         push_failed(u, on.PushFailed(event.sender))
-    return None
+
+
+def copy_denied(u: ShardState, event: on.Denied) -> None:
+    """The primary of the copied step has given it up. The copy holds: whoever leads now asks for
+    it."""
+    is_answer = event.asked in (u.ballot, u.next_ballot())
+    if is_answer and event.sender == u.ballot.primary != event.ballot.primary:
+        use_copy(u)
+    else:
+        push_failed(u, on.PushFailed(event.sender))
+
+
+def copy_failed(u: ShardState, event: on.Denied) -> None:
+    """While the step is copied."""
+    push_failed(u, on.PushFailed(event.sender))
+
+
+def note_claim(u: ShardState, event: on.Denied) -> None:
+    """To a primary: by one that goes by another ballot. It is not waited for any more, but for its
+    contribution: either primary yields to the other (`ShardState.overthrown_by`)."""
+    is_now = event.asked == u.ballot and event.count in (None, u.count)
+    if is_now and event.ballot.primary != u.me and event.sender in u.members:
+        doubt_all(u, event.sender, event.ballot)
+        u.claims = tuple(sorted({**dict(u.claims), event.sender: event.ballot}.items()))
+        u.promised -= {event.sender}
+
+
+def no_promise(u: ShardState, event: on.Agreed) -> None:
+    """While the sum is not made promises are not counted, but who has made one is with this
+    primary."""
+    if event.is_final and event.ballot == u.ballot and event.count == u.count:
+        drop_claim(u, event.sender)
 
 
 def copy(u: ShardState, event: on.MirrorCame) -> None:
-    if event.ballot < u.ballot or event.ballot.primary != event.sender:
+    """Of the primary that has the promise. Another one is to announce itself first."""
+    if event.ballot != u.ballot or event.ballot.primary != event.sender:
+        if leads_now(u) and event.ballot.primary == event.sender:
+            hear_of_leader(u, event)
         u.commands.append(do.Deny(event.call, u.ballot))
         return
-    fits = event.fits and u.state not in HAS_STEPPED
-    if event.ballot > u.ballot:
-        go_by(u, event.ballot)
-    if not fits:
+    if not event.fits:
         u.commands.append(do.Refuse(event.call))
         return
     u.state, u.copied_for = COPYING, event.call
@@ -324,9 +393,9 @@ def refuse(u: ShardState, event: on.MirrorCame) -> None:
 
 
 def adopt(u: ShardState, event: on.ResultCame) -> None:
-    """Who has promised a higher ballot since may be counted on for that one: nothing that an older
+    """Who has promised another ballot since may be counted on for that one: nothing that an older
     call still brings may part it from the others."""
-    if event.ballot < u.ballot:
+    if not is_of_now(u, event):
         return
     u.state, u.result = ADOPTED, event.result
     end_with(u, is_own=False)
@@ -340,11 +409,12 @@ def ask_later(u: ShardState, event: on.ResultCame) -> None:
 def count_promise(u: ShardState, event: on.Agreed) -> None:
     if event.ballot == u.ballot and event.is_final and event.count == u.count:
         u.promised |= {event.sender}
+        drop_claim(u, event.sender)
 
 
 def adopt_instead(u: ShardState, event: on.ResultCame) -> None:
     """The step that was made here is not the one that holds."""
-    if event.ballot >= u.ballot:
+    if is_of_now(u, event):
         spoil(u)
         adopt(u, event)
 
@@ -368,17 +438,29 @@ def again(u: ShardState, event: on.Again) -> None:
         ask_again(u)
     elif u.state is GATHERING:
         remind(u)
+    elif u.state is CLIPPING and u.has_stood_still:
+        ask_all(u)
     else:
         u.asked = frozenset()
 
 
 def remind(u: ShardState) -> None:
-    """Members that have closed the round and go by another ballot, or whose promise was
-    lost."""
-    late = [p for p in u.waits_for() if u.members[p].declared is not None]
+    """Members that have closed the round and go by another ballot, or whose promise was lost; all,
+    where one goes by another ballot."""
+    late = {p for p in u.waits_for() if u.members[p].declared is not None}
+    if u.claims or u.has_stood_still:
+        late.update(u.answering())
+        late -= dict(u.parts).keys()
     if late and not u.roster.pulls:
-        u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True, count=u.count))
+        u.commands.append(do.Ask(tuple(sorted(late)), u.ballot, is_final=True, count=u.count))
     pause(u)
+
+
+def ask_all(u: ShardState) -> None:
+    """Whether they go by this primary's ballot."""
+    if u.answering():
+        u.commands.append(do.Ask(tuple(u.answering()), u.ballot, is_final=True, count=u.count))
+        pause(u)
 
 
 def summed(u: ShardState, event: on.Summed) -> None:
@@ -501,15 +583,109 @@ def abandon(u: ShardState, event: on.MovedOn) -> None:
 # ---- parts of rules -----------------------------------------------------------------------------
 
 
-def may_go_by(u: ShardState, ballot: Ballot) -> bool:
-    """It is higher, and not so far that only a liar can have raised it."""
-    return u.ballot < ballot and ballot.term <= min(MAX_TERM, u.ballot.term + MAX_LEAD)
+def is_near(u: ShardState, ballot: Ballot) -> bool:
+    """It is not so far that only a liar can have raised it, and somebody may lead by it."""
+    is_high = ballot.term > min(MAX_TERM, u.highest().term + MAX_LEAD)
+    return not is_high and ballot not in u.disowned
+
+
+def leads_now(u: ShardState) -> bool:
+    return u.state in (GATHERING, CLIPPING) or u.state in HAS_STEPPED
+
+
+def may_join(u: ShardState, sender: str, ballot: Ballot) -> bool:
+    """A follower that is told of another ballot takes nothing from a primary that lives and leads,
+    unless that one itself says so: by a higher ballot than its own, so after it led."""
+    is_other = ballot.primary != u.me and ballot != u.ballot
+    if not is_other or sender not in u.members or not is_near(u, ballot):
+        return False
+    if sender == u.ballot.primary:
+        return ballot > u.ballot
+    return u.is_leaderless() and (ballot > u.ballot or not u.is_dead(ballot.primary))
+
+
+def hear_of(u: ShardState, sender: str, ballot: Ballot) -> None:
+    """`sender` goes by a ballot, as it says."""
+    if ballot.primary == u.me:
+        if is_near(u, ballot) and ballot > u.highest():
+            u.top = ballot
+    elif not leads_now(u) and ballot != u.ballot:
+        if may_join(u, sender, ballot):
+            go_by(u, ballot)
+        else:
+            u.commands.append(do.LookInto(u.ballot.primary))
+
+
+def hear_of_leader(u: ShardState, event: on.Asked | on.MirrorCame) -> None:
+    """The sender leads, as it says."""
+    if not leads_now(u) or event.ballot.primary == u.me:
+        hear_of(u, event.sender, event.ballot)
+    elif event.sender in u.members:
+        doubt_all(u, event.sender, event.ballot)
+
+
+def doubt_all(u: ShardState, sender: str, ballot: Ballot) -> None:
+    """One goes by another ballot, so those on whom this primary counts may have left it: they are
+    asked before the result is given out. Not often for one, lest that keeps it at asking."""
+    times = [p for p, _ in u.doubted if p == sender]
+    if u.state not in HAS_STEPPED:
+        u.has_stood_still = True
+        pause(u)
+    elif (sender, ballot) not in u.doubted and len(times) < MAX_DOUBTS:
+        u.doubted |= {(sender, ballot)}
+        count_again(u)
+
+
+def is_disowned(u: ShardState, event: on.Denied) -> bool:
+    """Its own primary, to which it has pushed under the present ballot, goes by another one."""
+    return (
+        event.asked == u.ballot
+        and event.sender == u.ballot.primary
+        and event.ballot != u.ballot
+        and event.sender in u.members
+    )
+
+
+def leave(u: ShardState, event: on.Denied) -> None:
+    """Goes to where its primary goes, which makes nothing of the present ballot any more, or never
+    has. Where that leads round in a circle, nobody leads: it does."""
+    u.disowned |= {u.ballot}
+    if event.ballot.primary != u.me and is_near(u, event.ballot):
+        go_by(u, event.ballot)
+    elif may_begin(u):
+        go_by(u, u.next_ballot())
+    else:
+        push_failed(u, on.PushFailed(event.sender))
+
+
+def may_begin(u: ShardState) -> bool:
+    """Without the optimizer state only where no holder leads that lives."""
+    named = {ballot.primary for ballot in u.disowned}
+    others = [p for p in u.roster.holders if p != u.me and not u.is_dead(p)]
+    return u.roster.may_lead and (has_state(u) or named.issuperset(others))
+
+
+def drop_claim(u: ShardState, peer_id: str) -> None:
+    u.claims = tuple(item for item in u.claims if item[0] != peer_id)
+
+
+def is_of_now(u: ShardState, event: on.ResultCame) -> bool:
+    """It answers a call under the present ballot, or the question before a takeover."""
+    return event.ballot in (u.ballot, u.next_ballot())
+
+
+def ask_primary(u: ShardState) -> None:
+    """Whether it leads yet: it is asked for what it would promise to nobody."""
+    u.commands.append(do.Ask((u.ballot.primary,), u.next_ballot(), is_final=False, count=u.count))
 
 
 def go_by(u: ShardState, ballot: Ballot) -> None:
-    """Promises a higher ballot: what was done under the one before does not hold."""
+    """Promises another ballot: what was done under the one before does not hold."""
     if u.state in HAS_STEPPED:
         spoil(u)
+    if u.highest() > ballot:
+        u.top = u.highest()
+    u.claims, u.doubted, u.agreed_to = (), frozenset(), None
     u.state, u.ballot, u.has_norm = FOLLOWING, ballot, False
     u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None
     u.total, u.result, u.pending, u.unmirrored = None, None, frozenset(), frozenset()

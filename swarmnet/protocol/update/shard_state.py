@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -47,7 +48,7 @@ class ShardState:
     me: str
     roster: Roster
     ballot: Ballot
-    """The highest that was promised."""
+    """That which was promised."""
     state: State = FOLLOWING
     result: Handle | None = None
     senders: frozenset[str] = frozenset()
@@ -56,6 +57,18 @@ class ShardState:
     members: Mapping[str, MemberStatus] = field(default_factory=dict)
     counted: int = 0
     """Tokens that contributions have to come up to."""
+    top: Ballot | None = None
+    """The highest by which this replica has gone, or that has named it, if that is not the present
+    one: it leads by a higher one, so never twice by the same."""
+    disowned: frozenset[Ballot] = frozenset()
+    """Ballots whose primary has said that it goes by another one: nobody leads by them."""
+    claims: tuple[tuple[str, Ballot], ...] = ()
+    """Of a primary: who goes by another ballot, as it has answered; by peer."""
+    doubted: frozenset[tuple[str, Ballot]] = frozenset()
+    """Of a primary: who goes by which other ballot, for whose word it has asked all others."""
+    agreed_to: Ballot | None = None
+    """What it would promise, as it has said since it has had no primary: the one that it had, if
+    that answers yet, cannot count on it."""
     is_kept: bool = False
     """The state that is not here is with a replica that lives: nobody else may begin a new one."""
     has_norm: bool = False
@@ -128,13 +141,53 @@ class ShardState:
     def awaited(self) -> list[str]:
         """Backups that live and have not confirmed their copy; in gossip averaging the partner,
         as long as it has not pulled everything."""
-        return [p for p in self.pending if not self.is_dead(p)]
+        elsewhere = self.elsewhere()
+        return [p for p in self.pending if not self.is_dead(p) and p not in elsewhere]
 
     def back(self) -> frozenset[str]:
         """Members that live, if only for a question, and have promised nothing."""
         if self.roster.pulls:
             return frozenset()
-        return frozenset(self.answering()) - self.promised
+        return frozenset(self.answering()).difference(self.promised, self.elsewhere())
+
+    def is_leaderless(self) -> bool:
+        """Its primary is another one, and dead to it."""
+        return self.is_dead(self.ballot.primary)
+
+    def rivals(self) -> tuple[int, int, list[tuple[int, Ballot]]]:
+        """Of a primary: how many members that answer go by its ballot, as far as is known; how many
+        go by that of one that does not lead; and other primaries' ballots, each with how many go by
+        it besides the one that it names. That one has to say the same, if it answers."""
+        claims, answering = dict(self.claims), self.answering()
+        mine = [p for p in answering if p not in claims]
+        named = Counter(ballot.primary for p, ballot in claims.items() if p != ballot.primary)
+        found, undecided = [], 0
+        for primary in sorted({ballot.primary for ballot in claims.values()}):
+            said = [b for b in claims.values() if b.primary == primary]
+            if primary not in answering:
+                found.append((named[primary], max(said)))
+            elif claims.get(primary) in said:
+                found.append((named[primary], claims[primary]))
+            else:
+                undecided += named[primary]
+        return len(mine), undecided, found
+
+    def overthrown_by(self) -> Ballot | None:
+        """Of a primary: the ballot of another one that more go by than may go by this one's, or as
+        many, and it is the higher one."""
+        mine, undecided, others = self.rivals()
+        best = max(others, default=(0, self.ballot))
+        return best[1] if best > (mine + undecided, self.ballot) else None
+
+    def has_most(self) -> bool:
+        """No other primary can come to overthrow this one: it need not wait for those that do not
+        go by its ballot."""
+        mine, undecided, others = self.rivals()
+        return all((n + undecided, ballot) < (mine, self.ballot) for n, ballot in others)
+
+    def elsewhere(self) -> frozenset[str]:
+        """Who goes by another ballot, and is not waited for."""
+        return frozenset(dict(self.claims)) if self.claims and self.has_most() else frozenset()
 
     def is_dead(self, peer_id: str) -> bool:
         """To this replica; a stranger to the exchange is as good as dead."""
@@ -188,7 +241,10 @@ class ShardState:
 
     def next_ballot(self) -> Ballot:
         is_holder = self.roster.is_holder and not self.is_spoiled
-        return self.ballot.next_of(self.me, is_holder=is_holder)
+        return self.highest().next_of(self.me, is_holder=is_holder)
+
+    def highest(self) -> Ballot:
+        return self.ballot if self.top is None else max(self.top, self.ballot)
 
     def target(self) -> str:
         """Whose answer to a push is the result."""

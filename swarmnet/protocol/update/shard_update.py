@@ -3,19 +3,19 @@
 Why there is one result
 -----------------------
 One replica, the *primary*, sums the contributions of all members and makes the step. Which one it
-is follows from the highest *ballot* (`roster`) that a replica has promised. What each state
-promises, and who may be in which together:
+is follows from the *ballot* (`roster`) that a replica has promised. What each state promises, and
+who may be in which together:
 
 ==========  =======================================================================================
-FOLLOWING   Promised its ballot, and contributes to no lower one. It has no result and makes none.
+FOLLOWING   Promised its ballot, and contributes to no other. It has no result and makes none.
 CANVASSING  As FOLLOWING. Its primary is dead to it, and it is next, or others wait here for a
             result: it asks whether the primary is dead to all others too. One to which it lives
             says no, so that a single lost link or false suspicion overthrows nobody.
 GATHERING   Primary. It has no sum: any number may be here under different ballots, and the sum
             needs every member that lives, each of which has promised one ballot only.
-CLIPPING    Its sum is made: what comes now is too late. It may still be overthrown without harm.
+CLIPPING    Its sum is made: what comes now is too late. It may still yield without harm.
             Without the optimizer state it stays here while a replica that lives may have that.
-STEPPING    It makes the step, and so do its backups. Overthrown now, its state has seen another
+STEPPING    It makes the step, and so do its backups. If it yields now, its state has seen another
             gradient than that of the others (`Spoiled`), and is fetched again.
 MIRRORING   Its step is made; a backup that lives has not answered, or a member that lives has not
             promised. No result has been given out.
@@ -35,6 +35,20 @@ result (a backup, or one to which the result was given), and that answers with i
 that live has it, all of them promise the new ballot, and none takes the old primary's step or
 result any more: its backups deny it.
 
+Nobody is believed who says that it has taken over from a primary that lives. A follower leaves its
+primary for two reasons: that one is dead to it, and another one announces itself (`may_join`); or
+that one says that it goes by another ballot (`leave`). A primary leads by no ballot again that it
+has left, so what it says of itself sets its followers free, to a lower ballot too. Where records
+differ, some are led in this way from one that has never led to one that does; who is led round in a
+circle leads itself.
+
+A primary yields where others are followed by more (`ShardState.overthrown_by`): it asks all, and
+each says by which ballot it goes. Who is named does not count, so one that has taken over in its
+own eyes only is not waited for, and yields when it has asked the others itself. The same count
+decides between two that have begun as primaries. One that hears of another primary has all promise
+anew, since they may have left it (`doubt_all`). Who has no primary that lives and agrees to a
+takeover promises nothing to the one that it had, so that nobody is counted on twice.
+
 A contribution is a promise, and so is the answer to an announcement. The answer to a question binds
 nobody. Who has not contributed may follow another primary, though it lives and had no tokens or not
 enough time: it is asked before the result is given out. Who was dead to a primary may have led
@@ -50,8 +64,8 @@ does not mirror it on; with that backup its moments die, and older ones are left
 differ, an exchange may begin with two primaries: the one that is overthrown while it steps has a
 spoiled state, and counts as a death.
 
-A contribution counts once. It goes to the primary of the present ballot only; who promises a higher
-ballot gives up its push under the lower one, and the sum that it was in does not hold.
+A contribution counts once. It goes to the primary of the present ballot only; who promises another
+ballot gives up its push under the one before, and the sum that it was in does not hold.
 
 Everybody waits for somebody who is not waiting for it: rosters differ, so two replicas may each
 take the other for the primary's successor. So one that is waited for takes over.
@@ -64,8 +78,8 @@ backup denies it. So it is asked before a takeover, if it is not the one that is
 its promise before a result is given out. A process that stood still was dead to the others
 meanwhile: what it was promised before does not count (`StoodStill`).
 
-A ballot may take a replica for a holder of the optimizer state that it does not have, by an old
-record. That replica names one that has it instead, by the next ballot.
+Others may take a replica for the primary that does not lead, by old records: nobody leads because
+another one says so. It says by which ballot it goes, and they go there.
 
 In gossip averaging (`pulls`) each of a pair is the primary of its own update, which nobody else
 takes a result from: it promises nothing, and follows nobody.
@@ -142,10 +156,22 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.Agreed: _row(
         no,
         canvassing=rules.count_agreed,
+        gathering=rules.no_promise,
+        clipping=rules.no_promise,
         stepping=rules.count_promise,
         mirroring=rules.count_promise,
     ),
-    on.Denied: _row(rules.denied, decided=no, adopted=no, abandoned=no),
+    on.Denied: _row(
+        no,
+        following=rules.denied,
+        canvassing=rules.denied,
+        copying=rules.copy_failed,
+        copied=rules.copy_denied,
+        gathering=rules.note_claim,
+        clipping=rules.note_claim,
+        stepping=rules.note_claim,
+        mirroring=rules.note_claim,
+    ),
     on.MirrorCame: _row(
         rules.copy,
         copying=rules.copy_for,
@@ -224,10 +250,12 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[ShardState], None]], ...]] = {
     ),
     GATHERING: (
         (rules.is_elsewhere, rules.stand_back),
+        (rules.is_overthrown, rules.yield_to_most),
         (rules.is_complete, rules.close),
     ),
     CLIPPING: (
         (rules.is_elsewhere, rules.stand_back),
+        (rules.is_overthrown, rules.yield_to_most),
         (rules.has_one_back, rules.stand_back),
         (rules.may_step, rules.step),
     ),
@@ -236,10 +264,12 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[ShardState], None]], ...]] = {
         (rules.must_push, rules.push),
     ),
     STEPPING: (
+        (rules.is_overthrown, rules.yield_to_most),
         (rules.must_mirror, rules.mirror),
         (rules.must_ask_back, rules.ask_back),
     ),
     MIRRORING: (
+        (rules.is_overthrown, rules.yield_to_most),
         (rules.must_mirror, rules.mirror),
         (rules.has_lost_one, rules.count_again),
         (rules.must_ask_back, rules.ask_back),

@@ -481,7 +481,7 @@ class Exchange:
         if has_moved_on(self.number, error):
             self.feed(shard, on.MovedOn())
         elif denied is not None:
-            self.feed(shard, on.Denied(call.target, denied))
+            self.feed(shard, on.Denied(call.target, denied, call.ballots[shard]))
         else:
             self.feed(shard, on.PushFailed(call.target))
 
@@ -586,7 +586,7 @@ class Exchange:
             elif answer.ballot == asked.ballot:
                 self.feed(j, on.Agreed(member, asked.ballot, is_final, asked.count))
             else:
-                self.feed(j, on.Denied(member, answer.ballot))
+                self.feed(j, on.Denied(member, answer.ballot, asked.ballot, asked.count))
 
     def _is_overdue(self, member: str) -> bool:
         """A member that lives refuses its promise as long as a contribution may take."""
@@ -650,7 +650,7 @@ class Exchange:
             try:
                 digest = await self._calls.mirror(backup, request, total.gradient)
             except SwarmnetError as e:
-                event = self._not_mirrored(j, backup, command.attempt, e)
+                event = self._not_mirrored(j, backup, command, e)
             else:
                 event = on.Confirmed(backup, command.attempt)
                 if self._steps.is_newest(j, command.attempt):
@@ -658,16 +658,19 @@ class Exchange:
         self.feed(j, event)
 
     def _not_mirrored(
-        self, shard: int, backup: str, attempt: int, error: SwarmnetError
+        self, shard: int, backup: str, command: do.Mirror, error: SwarmnetError
     ) -> on.Event:
         log.debug("shard %d was not mirrored at %s: %s", shard, backup[-8:], error)
         if isinstance(error, DeadlineExceeded):  # its link is too slow: it fetches the state later
             self._silent(backup)
         elif isinstance(error, TransportError):
             self._gossip.liveness.probe(backup)
-            return on.MirrorFailed(backup, attempt)
+            return on.MirrorFailed(backup, command.attempt)
         denied = ballot_in(error)
-        return on.Refused(backup, attempt) if denied is None else on.Denied(backup, denied)
+        if denied is None:
+            return on.Refused(backup, command.attempt)
+        self.feed(shard, on.Denied(backup, denied, command.ballot))
+        return on.MirrorFailed(backup, command.attempt)  # it is asked again where this one goes on
 
     # ---- time -------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ for _name in (
     "the only owner's device hangs",
     "the only owner's device hangs for ever",
     "the only owner's process stops",
+    "a liar that agrees",
+    "a liar that denies",
 ):
     EXPLORED[_name] = SMALL[_name]
 EXPLORED |= {
@@ -51,6 +53,7 @@ EXPLORED |= {
     "a failure and an early deadline": Scenario(failures=1, deadlines=1),
     "three owners": SMALL["three owners"],
     "each its own primary": SMALL["each its own primary"],
+    "one that another takes for a holder": SMALL["one that another takes for a holder"],
     "a crash and a lost message": SMALL["a crash and a lost message"],
 }
 SAME: dict[str, str] = {}

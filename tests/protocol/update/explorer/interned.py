@@ -20,7 +20,11 @@ from tests.protocol.update.explorer.small_world import (
     Outcome,
     Scenario,
     attempt_of,
+    ballot_of,
+    denial,
+    false_ballot,
     is_settled,
+    question_of,
     settle,
     start,
 )
@@ -31,6 +35,8 @@ MASK = (1 << BITS) - 1
 GONE = 0
 """The number of every peer that has crashed."""
 NOBODY = -1
+LIVES_ON = MemberStatus(declared=0)
+"""What is known of the liar."""
 
 
 class Numbers(Generic[K]):
@@ -59,6 +65,7 @@ class Rest(NamedTuple):
     deadlines: int
     failures: int
     strays: int
+    lies: int
     hangs: bool
     stops: bool
     hung: bool = False
@@ -133,11 +140,12 @@ class Interned:
             s.deadlines,
             s.failures,
             s.strays,
+            s.lies,
             bool(s.hangs),
             bool(s.stops),
         )
         actors = start(s)
-        numbers = [self.freeze(a) for a in actors]
+        numbers = [GONE if a.me == s.liar else self.freeze(a) for a in actors]
         sent = tuple(self.message(m) for a in actors for m in a.sent)
         bag = self.mix(self.bag(()), self.sent.number(sent), numbers)
         return self.pack(numbers, bag, self.rests.number(rest))
@@ -165,6 +173,8 @@ class Interned:
     def told_in(self, numbers: list[int], rest: Rest) -> list[int]:
         """What others can know of each peer."""
         told = [self.own[number] for number in numbers]
+        if self.scenario.liar:
+            told[-1] = self.status(LIVES_ON)
         if rest.stopped >= 0:
             told[rest.stopped] = self.dead
         return told
@@ -191,7 +201,7 @@ class Interned:
             return ("live", None, local.open_call)
         if is_settled(u):
             return "over"
-        return ("live", u.ballot, local.open_call)
+        return ("live", (u.ballot, u.count), local.open_call)
 
     def actor(self, number: int) -> Actor:
         machine = self.machines[number]
@@ -255,6 +265,9 @@ class Interned:
         while todo:
             m = todo.pop()
             message = self.messages.all[m]
+            if message.target == self.scenario.liar:
+                todo += () if message.is_reply else (self.lie_to(message),)
+                continue
             is_question = not message.is_reply and message.call[1] == "ask"
             if self.is_lost(message, numbers):
                 todo += self.sent.all[self.loss[m]]
@@ -262,6 +275,19 @@ class Interned:
                 kept.append(m)
         found = self.mixed[key] = self.bag(tuple(sorted(kept)))
         return found
+
+    def lie_to(self, message: Message) -> int:
+        """What the liar answers to a call, at once."""
+        caller, kind, liar = message.call[:3]
+        answer: Any = on.PushFailed(liar)
+        if self.scenario.denies:
+            answer = denial(liar, false_ballot(liar), message.call)
+        elif kind == "ask":
+            is_final, count = question_of(message.call)
+            answer = on.Agreed(liar, message.event.ballot, is_final, count)
+        elif kind == "mirror":
+            answer = on.Confirmed(liar, attempt_of(message.call))
+        return self.message(Message(True, message.call, liar, caller, answer))
 
     def is_lost(self, message: Message, numbers: list[int]) -> bool:
         """A call that cannot come. It fails at once: nobody but its caller could see when, and the
@@ -273,18 +299,30 @@ class Interned:
 
     def is_void(self, message: Message, numbers: list[int]) -> bool:
         """An answer that is ignored whenever it comes: its caller has crashed, has a result, or has
-        given the call up; or it is a promise of a lower ballot than that of the caller, whose
-        ballot never falls. That it shows its sender to live is what news do at any time too."""
+        given the call up; or it is about a lower ballot than that of the caller, who leads by a
+        higher one than ever before if it leads again; or promises have been counted anew. That it
+        shows its sender to live is what news do at any time too."""
+        caller = numbers[self.peers.index(message.call[0])]
+        found = self.classes.all[self.class_of[caller]]
         if not message.is_reply:
-            return False
-        found = self.classes.all[self.class_of[numbers[self.peers.index(message.target)]]]
+            return self.is_asked_anew(message, found)
         if found in ("gone", "over"):
             return True
-        _, ballot, open_call = found
+        _, promise, open_call = found
         if message.call[1] == "push":
             return bool(message.call != open_call)
-        event = message.event
-        return ballot is not None and isinstance(event, on.Agreed) and event.ballot < ballot
+        if promise is None or message.call[1] != "ask" or isinstance(message.event, on.ResultCame):
+            return False
+        asked, count = ballot_of(message.call), question_of(message.call)[1]
+        return bool(asked < promise[0] or count < promise[1])
+
+    def is_asked_anew(self, message: Message, caller: Any) -> bool:
+        """An announcement that has been made once more since, since promises are counted anew."""
+        if message.call[1] != "ask" or caller in ("gone", "over") or caller[1] is None:
+            return False
+        ballot, count = caller[1]
+        is_same = ballot_of(message.call) == ballot
+        return is_same and bool(question_of(message.call)[1] < count)
 
 
 def has_new_result(actor: Actor) -> bool:

@@ -56,14 +56,22 @@ def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[
 
 def check_backups(net: Interned, numbers: list[int], i: int) -> None:
     """The result is given out when every backup that lives to the primary has it: by a step, or,
-    after a wrong suspicion, from another backup that gave its copy out."""
-    own = net.locals.all[numbers[i]]
+    after a wrong suspicion, from another backup that gave its copy out. One that has refused the
+    step, goes by another ballot, or has told the primary so and not yet the opposite, is not waited
+    for."""
+    own, machine = net.locals.all[numbers[i]], net.machines[numbers[i]]
+    assert machine is not None
     if net.scenario.pulls or own.result[1] is None:
         return
     for k, local in enumerate(numbers):
         if k == i or local == GONE or not net.is_waited_for(net.seen[numbers[i]][k]):
             continue
-        other = net.locals.all[local]
+        other, its_machine = net.locals.all[local], net.machines[local]
+        assert its_machine is not None
+        if its_machine.shard.ballot.primary != machine.shard.ballot.primary:
+            continue
+        if other.me in machine.shard.served or other.me in dict(machine.shard.claims):
+            continue
         if any(isinstance(event, on.Stepped) for event in other.under_way):
             continue  # overthrown while it left its own parameters as they are: it refuses
         has_none = other.applied == UNTOUCHED and other.result is None
@@ -106,8 +114,8 @@ def check_end(net: Interned, world: int) -> None:
 
 
 def check_samples(net: Interned, results: set[Any]) -> None:
-    """Where no time has passed and nobody has died, every contribution is in the sum, whatever
-    records have said."""
+    """Where no time has passed and nobody has died, every contribution is in the sum: whatever
+    records or a liar have said, to refuse it was a delay."""
     due = tuple(p for p, n in zip(net.peers, net.scenario.tokens) if n)
     for _, total in results:
         if (total or ()) != due:

@@ -7,10 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import DEAD, HUNG
-from tests.protocol.update.explorer.interned import BITS, GONE, MASK, NOBODY, Interned, Rest
+from swarmnet.protocol.update.roster import DEAD, HUNG, Ballot
+from tests.protocol.update.explorer.interned import (
+    BITS,
+    GONE,
+    LIVES_ON,
+    MASK,
+    NOBODY,
+    Interned,
+    Rest,
+)
 from tests.protocol.update.explorer.invariants import take_result
-from tests.protocol.update.explorer.small_world import Actor, Broken, Message, Outcome
+from tests.protocol.update.explorer.small_world import Actor, Broken, Message, Outcome, false_ballot
 
 
 class Moves(Interned):
@@ -222,7 +230,7 @@ class Faults(Moves):
 
     def faults(self, world: int) -> list[int]:
         rest = self.rests.all[world >> self.at_rest]
-        if not any(rest[:8]):
+        if not any(rest[:9]):
             return []
         numbers = self.unpack(world)
         bag = world >> self.at_messages & MASK
@@ -253,7 +261,44 @@ class Faults(Moves):
                         found.append(self.after(world, numbers, bag, i, outcome, less))
         if rest.strays:
             self.add_strays(world, numbers, bag, rest, found)
+        if rest.lies:
+            less = self.less(rest, "lies")
+            for i, local in enumerate(numbers):
+                if local != GONE and i != rest.stopped:
+                    found += [
+                        self.after(
+                            world,
+                            numbers,
+                            bag,
+                            i,
+                            self.deliver(local, m, self.status(LIVES_ON)),
+                            less,
+                        )
+                        for m in self.lies_to(self.peers[i])
+                    ]
         return found
+
+    def lies_to(self, target: str) -> list[int]:
+        """Calls of the liar: it has taken over, or began as the primary, or another one has."""
+        liar = self.scenario.liar
+        own, first = false_ballot(liar), Ballot(1, liar)
+        found: list[Message] = []
+        call: Any
+        for ballot in (own, first):
+            for is_final in (True, False):
+                call = (liar, "ask", target, ballot, is_final, 0)
+                found.append(self.call(call, on.Asked(call, liar, ballot, is_final)))
+            call = (liar, "mirror", target, ballot, 1)
+            step = (ballot, ("false",))
+            found.append(self.call(call, on.MirrorCame(call, liar, ballot, step, False)))
+        named = own._replace(primary=target)
+        for ballot in (own, first, named, first._replace(primary=target)):
+            call = (liar, "push", target, ballot, False)
+            found.append(self.call(call, on.Pushed(call, liar, ballot, 0, None)))
+        return [self.message(message) for message in found]
+
+    def call(self, call: Any, event: Any) -> Message:
+        return Message(False, call, call[0], call[2], event)
 
     def less(self, rest: Rest, name: str) -> int:
         return self.rests.number(rest._replace(**{name: getattr(rest, name) - 1}))

@@ -18,6 +18,12 @@ from tests.protocol.update.explorer.small_world import Broken
 MOST_ROUNDS = 300
 STATE_RULES = (
     "waits_for",
+    "is_leaderless",
+    "rivals",
+    "overthrown_by",
+    "has_most",
+    "elsewhere",
+    "highest",
     "awaited",
     "back",
     "answering",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from tests.protocol.update.explorer.small_world import Scenario
 
@@ -27,12 +28,14 @@ SMALL = {
     "backup and contributor cut": Scenario(cut="bc", crashes=1),
     "records that differ": Scenario(primaries="aba"),
     "two primaries, neither of which waits for the other": Scenario(
-        primaries="aba", tokens=(1, 0, 1), deadlines=1
+        peers="ab", primaries="ab", tokens=(1, 0), deadlines=1
     ),
     "two primaries, one without tokens": Scenario(primaries="abb", tokens=(0, 1, 1)),
     "each its own primary": Scenario(primaries="abc"),
     "one that knows no holder": Scenario(primaries="aac"),
-    "rosters of which each names another": Scenario(primaries="bca", crashes=1),
+    "rosters of which each names another": Scenario(
+        peers="ab", primaries="ba", tokens=(1, 1), crashes=1
+    ),
     "one that others take for a holder": Scenario(primaries="acc", misnamed="c"),
     "one that another takes for a holder": Scenario(primaries="aca", misnamed="c"),
     "one that the primary takes for a holder": Scenario(primaries="cba", misnamed="c"),
@@ -49,6 +52,10 @@ SMALL = {
     ),
     "the only owner's device hangs for ever": Scenario(
         peers="ab", tokens=(1, 1), replication=1, hangs="a", hangs_for_ever=True
+    ),
+    "a liar that agrees": Scenario(peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1),
+    "a liar that denies": Scenario(
+        peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1, denies=True
     ),
     "the only owner's process stops": Scenario(
         peers="ab", tokens=(1, 1), replication=1, stops="a", slow_sums=True, deadlines=1
@@ -71,15 +78,64 @@ DEEP = {
     "a cut, a crash and a loss": Scenario(cut="ab", crashes=1, drops=1),
     "another cut, a crash and a loss": Scenario(cut="ac", crashes=1, drops=1),
     "no tokens with two, one of each": Scenario(tokens=(0, 0, 1), crashes=1, drops=1, suspicions=1),
+    "two primaries and a third one": Scenario(primaries="aba", tokens=(1, 0, 1), deadlines=1),
     "records that differ, a crash and a loss": Scenario(primaries="aba", crashes=1, drops=1),
     "no holder known, a crash and a suspicion": Scenario(primaries="aac", crashes=1, suspicions=1),
     "each its own, a crash": Scenario(primaries="abc", crashes=1),
+    "each names another": Scenario(primaries="bca"),
+    "each names another, a crash": Scenario(primaries="bca", crashes=1),
     "pauses of any length": Scenario(lazy=False),
+    "the only owner's device hangs for ever, for two": Scenario(
+        replication=1, hangs="a", hangs_for_ever=True
+    ),
+    "two lies, and a loss": Scenario(
+        peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=2, denies=True, drops=1
+    ),
+    "a lie where one takes another for a holder": Scenario(
+        peers="abcx",
+        tokens=(1, 1, 1, 0),
+        primaries="acax",
+        misnamed="c",
+        liar="x",
+        lies=1,
+        denies=True,
+    ),
+    "a lie where records differ": Scenario(
+        peers="abcx", tokens=(1, 1, 1, 0), primaries="abax", liar="x", lies=1, denies=True
+    ),
     "the only owner's device hangs, for two": Scenario(replication=1, hangs="a"),
     "the only owner's process stops, for two": Scenario(replication=1, stops="a"),
     "four peers and a crash": Scenario(peers="abcd", tokens=(1, 1, 1, 1), crashes=1),
     "four peers and a loss": Scenario(peers="abcd", tokens=(1, 1, 1, 1), drops=1),
 }
+
+
+def with_liar(seed: int) -> Scenario:
+    """The same with one that lies, and nobody that is taken for dead: a living primary is needed
+    for what one says to be refused."""
+    found, rng = any_scenario(seed), random.Random(seed)
+    others = found.peers[found.replication :]
+    misnamed = rng.choice(others) if others and rng.random() < 0.5 else ""
+    primaries = found.primaries or "a" * len(found.peers)
+    if misnamed:  # all others name the same one, and it knows better itself
+        primaries = "".join(
+            "a" if p == misnamed else rng.choice("a" + misnamed) for p in found.peers
+        )
+    return replace(
+        found,
+        peers=found.peers + "x",
+        tokens=(*found.tokens, 0),
+        primaries=primaries + "a",
+        misnamed=misnamed,
+        liar="x",
+        lies=3,
+        denies=rng.random() < 0.5,
+        crashes=0,
+        suspicions=0,
+        returns=False,
+        hangs="",
+        stops="",
+    )
 
 
 def any_scenario(seed: int) -> Scenario:

@@ -67,6 +67,13 @@ class Scenario:
     """Peers that learn too late that others have a result, and that the stage has moved on."""
     mute: str = ""
     """A peer that lives and never closes its round. Deadlines pass then."""
+    liar: str = ""
+    """A peer, the last one, that says what it likes: it lives, has no tokens, and takes part in
+    nothing. It gives no result."""
+    lies: int = 0
+    """Calls of it, whatever they say."""
+    denies: bool = False
+    """It answers that it goes by a ballot of its own. Otherwise it agrees to everything."""
     cut: str = ""
     """Two peers that cannot reach each other, ever."""
     returns: bool = False
@@ -141,6 +148,23 @@ def step_of(event: on.Stepped) -> Any:
 def question_of(call: Any) -> tuple[bool, int]:
     """Whether the call, an `Asked`, is an announcement; and its count."""
     return call[4], call[5]
+
+
+def ballot_of(call: Any) -> Ballot:
+    """Under which the call was made."""
+    found: Ballot = call[3]
+    return found
+
+
+def denial(sender: str, ballot: Ballot, call: Any) -> on.Denied:
+    """The answer of one that goes by this ballot."""
+    count = question_of(call)[1] if call[1] == "ask" else None
+    return on.Denied(sender, ballot, ballot_of(call), count)
+
+
+def false_ballot(liar: str) -> Ballot:
+    """With which a liar takes over, as it says."""
+    return Ballot(9, liar)
 
 
 def attempt_of(call: Any) -> int:
@@ -225,6 +249,8 @@ class Actor:
             fits = self.applied == UNTOUCHED and not is_busy
             event = replace(event, fits=fits and not self.is_told_spoiled)
         self.handle(event)
+        if isinstance(event, on.Denied) and message.call[1] == "mirror":
+            self.handle(on.MirrorFailed(message.source, attempt_of(message.call)))
 
     def handle(self, event: Any) -> None:
         found = self.machine.handle(event)
@@ -281,11 +307,11 @@ class Actor:
                 for p in backups:
                     self.mirror(p, total, ballot, attempt)
             case do.Give(call, result):
-                self.answer(call, on.ResultCame(me, result, call[3]))
+                self.answer(call, on.ResultCame(me, result, ballot_of(call)))
             case do.Agree(call, ballot):
                 self.answer(call, on.Agreed(me, ballot, *question_of(call)))
             case do.Deny(call, ballot):
-                self.answer(call, on.Denied(me, ballot))
+                self.answer(call, denial(me, ballot, call))
             case do.Confirm(call, _):
                 self.answer(call, on.Confirmed(me, attempt_of(call)))
             case do.Refuse(call):
@@ -380,6 +406,8 @@ def start(scenario: Scenario) -> list[Actor]:
         actor = Actor(scenario, local, ShardUpdate(me, roster))
         actor.show()
         n = scenario.tokens[i]
+        if scenario.liar:
+            actor.seen[-1] = replace(actor.seen[-1] or MemberStatus(), declared=0)
         if me != scenario.mute:
             actor.later(on.Begun(n, me if n else None))
         actors.append(actor)
@@ -417,6 +445,8 @@ def settle(actor: Actor) -> None:
         u.agreed = frozenset()
     if u.state is not GATHERING:
         u.is_expired = False
+    if u.state not in (GATHERING, CLIPPING) and u.state not in HAS_STEPPED:
+        u.claims, u.doubted, u.has_stood_still = (), frozenset(), False
     if u.state is not CLIPPING and u.state not in HAS_STEPPED:
         u.promised, u.asked, u.senders, u.total = frozenset(), frozenset(), frozenset(), None
         u.lost = frozenset()
