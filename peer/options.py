@@ -759,7 +759,7 @@ class PlanOptions:
         tuple[str, ...],
         typer.Option(
             metavar="ADDR",
-            help="A peer of a live run, which is planned as it is: what one more machine would bring, "
+            help="A peer of a live run, which is planned: what one more machine would bring, "
             "and when another cut would pay.",
         ),
     ] = ()

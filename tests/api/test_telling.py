@@ -198,7 +198,7 @@ def test_a_run_is_drawn_and_a_person_hears_of_its_end(
 
 def test_wrong_wishes_are_known_before_anything_is_started(opening: Open, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="write it as one of tensorboard:DIR"):
-        opening(wishes=Wishes(log_to="wandb:x")).open()
+        opening(wishes=Wishes(log_to="paper:x")).open()
     with pytest.raises(UsageError, match=r"an address such as https://ntfy\.sh"):
         opening(wishes=Wishes(notify="nowhere")).open()
     assert list((tmp_path / "temp").iterdir()) == []
