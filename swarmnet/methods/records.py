@@ -59,8 +59,9 @@ class GossipRequest:
     suspicions: tuple[Suspicion, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.stamps) > MAX_RECORDS or len(self.suspicions) > MAX_RECORDS:
-            raise ValueError("too many stamps")
+        if len(self.suspicions) > MAX_RECORDS:
+            raise ValueError("too many suspicions")
+        check_ids(tuple(self.stamps), MAX_RECORDS)
 
 
 @dataclass(frozen=True, slots=True)

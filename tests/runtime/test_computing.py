@@ -50,7 +50,7 @@ def test_free_memory_decides_and_the_person_is_told(
 
     computing, line = with_free(64e9)
     assert computing.activations == "keep"
-    assert "with 5 microbatches in flight (51.2 GB free)" in line
+    assert "with 6 microbatches in flight (51.2 GB free)" in line
     assert "let in" not in line
     seen = [with_free(megabytes * 1e6)[0].activations for megabytes in (400, 160, 110)]
     assert seen[0] == "keep"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swarmnet.errors import Unreachable
+from swarmnet.errors import Gone
 from swarmnet.methods.contact import RELAY_RESERVE, RelayGrant
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.transport.base import Request
@@ -63,7 +63,7 @@ def test_a_callee_that_falls_silent_ends_all_calls_to_it(usual_s: float, within_
         scene.pair.hub.freeze(CALLEE)
         began = asyncio.get_running_loop().time()
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(a) for a in answers] == [Unreachable] * NUM_CALLS
+        assert [type(a) for a in answers] == [Gone] * NUM_CALLS
         assert asyncio.get_running_loop().time() - began <= within_s
         await scene.close()
 
