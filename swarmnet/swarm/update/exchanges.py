@@ -75,6 +75,7 @@ class Exchanges:
         self.gossip = gossip
         self.replica = replica
         self._tasks = Tasks("averaging")
+        self._has_exchanged = False
         self.lost = LostSamples(
             gossip.view, replica.index, settings.num_slots, settings.samples_per_microbatch
         )
@@ -175,7 +176,9 @@ class Exchanges:
         """
         r = self.current
         self.audits.begins(r)
-        await self._until_restored(r)
+        if not self._has_exchanged:
+            await self._until_restored(r)
+        self._has_exchanged = True
         started = Since(self.gossip.liveness.awake_s())
         has_others = len(self.members.contributors(r)) > 1
         exchange = self._exchange.now()
@@ -250,7 +253,8 @@ class Exchanges:
 
     async def _until_restored(self, r: int) -> None:
         """When a whole swarm goes on from checkpoints, its peers become active one after the other;
-        the state that the last one brings is not to be taken for lost."""
+        the state that the last one brings is not to be taken for lost. It is so in the first
+        exchange of all of them: in a later one nobody waits for the word of a newcomer."""
         loop, view = asyncio.get_running_loop(), self.gossip.view
         end = Deadline.after(loop.time(), RESTORE_WAIT_S)
         while not end.is_over(loop.time()) and any(
