@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES
+from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, JOINING, Restorable
 from tests.hostile.attacker import Attacker
 from tests.hostile.trial import OPEN_PART, Attack, trial
 from tests.swarm.harness import SIZES, Swarm
@@ -46,3 +46,10 @@ def test_samples_of_its_own_parameters_win_over_nobody() -> None:
     for samples in (1 << 61, 32):
         pace = trial(says(samples=samples), during_s=5.0, look=untouched)
         assert pace.after >= OPEN_PART * pace.before, str(pace)
+
+
+def test_nobody_waits_for_the_checkpoint_that_a_newcomer_says_it_brings() -> None:
+    """In each round anew, by its record."""
+    offer = Restorable(1, 0, SIZES.num_shards, b"\xff")
+    pace = trial(says(state=JOINING, restorable=(offer,)), during_s=5.0)
+    assert pace.during >= OPEN_PART * pace.before, str(pace)
