@@ -618,7 +618,7 @@ def hear_of(u: ShardState, sender: str, ballot: Ballot) -> None:
 
 def hear_of_leader(u: ShardState, event: on.Asked | on.MirrorCame) -> None:
     """The sender leads, as it says."""
-    if not leads_now(u) or event.ballot.primary == u.me:
+    if not leads_now(u):
         hear_of(u, event.sender, event.ballot)
     elif event.sender in u.members:
         doubt_all(u, event.sender, event.ballot)
@@ -683,8 +683,7 @@ def go_by(u: ShardState, ballot: Ballot) -> None:
     """Promises another ballot: what was done under the one before does not hold."""
     if u.state in HAS_STEPPED:
         spoil(u)
-    if u.highest() > ballot:
-        u.top = u.highest()
+    u.top = max(u.highest(), ballot)
     u.claims, u.doubted, u.agreed_to = (), frozenset(), None
     u.state, u.ballot, u.has_norm = FOLLOWING, ballot, False
     u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None

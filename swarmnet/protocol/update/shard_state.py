@@ -36,6 +36,9 @@ HAS_RESULT = frozenset({DECIDED, ADOPTED})
 HAS_STEPPED = frozenset({STEPPING, MIRRORING})
 IS_OVER = HAS_RESULT | {ABANDONED}
 
+NO_BALLOT = Ballot(-1, "")
+"""Lower than all others."""
+
 Contribution = tuple[int, Handle | None]
 """The tokens behind it, and the gradient; none for no tokens."""
 
@@ -57,9 +60,9 @@ class ShardState:
     members: Mapping[str, MemberStatus] = field(default_factory=dict)
     counted: int = 0
     """Tokens that contributions have to come up to."""
-    top: Ballot | None = None
-    """The highest by which this replica has gone, or that has named it, if that is not the present
-    one: it leads by a higher one, so never twice by the same."""
+    top: Ballot = NO_BALLOT
+    """The highest by which this replica has gone before, or that has named it: it leads by a higher
+    one, so never twice by the same."""
     disowned: frozenset[Ballot] = frozenset()
     """Ballots whose primary has said that it goes by another one: nobody leads by them."""
     claims: tuple[tuple[str, Ballot], ...] = ()
@@ -187,7 +190,7 @@ class ShardState:
 
     def elsewhere(self) -> frozenset[str]:
         """Who goes by another ballot, and is not waited for."""
-        return frozenset(dict(self.claims)) if self.claims and self.has_most() else frozenset()
+        return frozenset(dict(self.claims)) if self.has_most() else frozenset()
 
     def is_dead(self, peer_id: str) -> bool:
         """To this replica; a stranger to the exchange is as good as dead."""
@@ -244,7 +247,7 @@ class ShardState:
         return self.highest().next_of(self.me, is_holder=is_holder)
 
     def highest(self) -> Ballot:
-        return self.ballot if self.top is None else max(self.top, self.ballot)
+        return max(self.top, self.ballot)
 
     def target(self) -> str:
         """Whose answer to a push is the result."""

@@ -144,6 +144,104 @@ def kinds(commands: list[do.Command]) -> list[str]:
     return [type(c).__name__ for c in commands]
 
 
+def test_a_primary_that_hears_of_another_one_asks_all_before_its_step() -> None:
+    """Again and again, as long as it waits for the step. Who follows asks for nothing, and where
+    nobody answers nobody is asked."""
+    u = clipping()
+    sees_with_x(u)
+    assert u.handle(on.Asked("ask", "x", FALSE, is_final=True)) == [do.Deny("ask", A)]
+    for _ in range(2):
+        assert u.handle(on.Again()) == [ask(("b", "c", "x"), A, is_final=True), do.Pause()]
+    overthrown(u)
+    assert u.shard.state is FOLLOWING
+    assert not u.handle(on.Again())
+    u = without_state(is_kept=True)
+    u.handle(on.StoodStill())
+    assert u.shard.state is CLIPPING
+    assert not u.handle(on.Again())
+
+
+def test_a_backup_that_goes_by_another_ballot_is_not_waited_for() -> None:
+    """It leads in its own eyes only, and makes no step of this primary's."""
+    u = mirroring()
+    assert ask(("c",), A, is_final=True, count=1) in denied_by(u, "b", B)
+    assert u.shard.state is MIRRORING
+    found = u.handle(agreed("c", A, is_final=True, count=1))
+    assert do.Adopt("result", is_own=True) in found
+
+
+def test_who_goes_by_another_ballot_is_waited_for_where_that_may_overthrow() -> None:
+    """d leads too, and c, which takes b for the primary, may yet go there: as many as b are."""
+    u = mirroring()
+    u.handle(on.Seen(dict.fromkeys("bcd", LIVES)))
+    u.handle(on.Confirmed("b", 1))
+    denied_by(u, "c", B)
+    denied_by(u, "d", Ballot(3, "d"))
+    denied_by(u, "c", B)
+    u.handle(agreed("b", A, is_final=True, count=u.shard.count))
+    assert u.shard.state is MIRRORING
+    assert dict(u.shard.claims) == {"c": B, "d": Ballot(3, "d")}
+    found = u.handle(agreed("c", A, is_final=True, count=u.shard.count))
+    assert do.Adopt("result", is_own=True) in found
+
+
+def test_a_mirrored_step_tells_a_primary_of_another_one_by_its_own_word_only() -> None:
+    u = mirroring()
+    sees_with_x(u)
+    u.handle(on.MirrorCame("mirror", "x", Ballot(9, "b"), "step", fits=True))
+    assert u.shard.count == 0
+    u.handle(on.MirrorCame("mirror", "x", FALSE, "step", fits=True))
+    assert u.shard.count == 1, "all are asked anew"
+
+
+def test_a_stranger_makes_no_primary_doubt() -> None:
+    u = mirroring()
+    assert u.handle(on.Asked("ask", "x", FALSE, is_final=True)) == [do.Deny("ask", A)]
+    assert u.shard.count == 0
+
+
+def test_one_that_is_believed_no_more_does_not_make_others_so() -> None:
+    u = mirroring()
+    u.handle(on.Seen(dict.fromkeys("bcxy", LIVES)))
+    for term in range(9, 9 + 2 * MAX_DOUBTS):
+        u.handle(on.Asked("ask", "x", Ballot(term, "x"), is_final=True))
+    u.handle(on.Asked("ask", "y", Ballot(9, "y"), is_final=True))
+    assert u.shard.count == MAX_DOUBTS + 1
+
+
+def test_a_denied_question_ends_the_canvass() -> None:
+    """With one that knows the primary alive it waits there, and with one that knows another
+    primary it goes to that."""
+    b = replica("b", "abcd")
+    sees(b, a=GONE)
+    assert do.Push("c", A, has_gradient=False) in b.handle(on.Denied("c", A, B, 0))
+    b = replica("b", "abcd")
+    sees(b, a=GONE)
+    assert do.Push("d", Ballot(3, "d"), True) in b.handle(on.Denied("c", Ballot(3, "d"), B, 0))
+    assert b.shard.ballot == Ballot(3, "d")
+
+
+def test_one_whose_state_is_spoiled_leaves_it_to_a_holder_to_begin() -> None:
+    u = clipping(holders="abc")
+    u.handle(on.ClipKnown(1))
+    overthrown(u)
+    assert u.shard.is_spoiled
+    u.handle(on.Denied("b", Ballot(3, "a"), B))
+    assert u.shard.ballot == B, "c may lead"
+
+
+def test_who_is_taken_for_the_primary_leads_by_a_higher_ballot_than_any_of_those() -> None:
+    """Nobody is told that by one that only a liar can have raised."""
+    b = replica("b", "abcd")
+    for named in (Ballot(5, "b"), Ballot(3, "b"), Ballot(5 + MAX_LEAD + 1, "b")):
+        b.handle(pushed("c", named))
+        assert b.shard.next_ballot() == Ballot(7, "b")
+
+
+def test_a_primary_does_not_look_into_itself() -> None:
+    assert replica("a").handle(pushed("c", C)) == [do.Deny("push of c", A)]
+
+
 def test_the_result_is_given_out_when_the_backup_has_it() -> None:
     u = mirroring()
     assert u.handle(on.Confirmed("b", 1)) == [
