@@ -244,8 +244,7 @@ def take_push(u: ShardState, event: on.Pushed) -> None:
         return
     if event.call is not None:
         wait(u, event.call, event.sender)
-    if leads_now(u):
-        drop_claim(u, event.sender)
+    drop_claim(u, event.sender)
     if u.state is GATHERING:
         add_part(u, event.sender, event.num_tokens, event.gradient)
 
@@ -302,7 +301,7 @@ def hold_for_primary(u: ShardState, event: on.Pushed) -> None:
 
 
 def would_promise(u: ShardState, ballot: Ballot) -> bool:
-    if ballot == u.ballot or u.ballot.primary == u.me or not is_near(u, ballot):
+    if u.ballot.primary == u.me or not is_near(u, ballot):
         return False
     if ballot.primary == u.ballot.primary:
         return ballot > u.ballot  # it has not led yet
@@ -446,9 +445,9 @@ def again(u: ShardState, event: on.Again) -> None:
 
 def remind(u: ShardState) -> None:
     """Members that have closed the round and go by another ballot, or whose promise was lost; all,
-    where one goes by another ballot."""
+    where one goes by another ballot, or this replica has stood still."""
     late = {p for p in u.waits_for() if u.members[p].declared is not None}
-    if u.claims or u.has_stood_still:
+    if u.has_stood_still:
         late.update(u.answering())
         late -= dict(u.parts).keys()
     if late and not u.roster.pulls:
@@ -596,8 +595,7 @@ def leads_now(u: ShardState) -> bool:
 def may_join(u: ShardState, sender: str, ballot: Ballot) -> bool:
     """A follower that is told of another ballot takes nothing from a primary that lives and leads,
     unless that one itself says so: by a higher ballot than its own, so after it led."""
-    is_other = ballot.primary != u.me and ballot != u.ballot
-    if not is_other or sender not in u.members or not is_near(u, ballot):
+    if ballot.primary == u.me or sender not in u.members or not is_near(u, ballot):
         return False
     if sender == u.ballot.primary:
         return ballot > u.ballot

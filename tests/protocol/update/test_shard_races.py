@@ -1427,3 +1427,181 @@ def test_after_standing_still_a_primary_asks_who_has_contributed() -> None:
         denied_by(u, sender, C)
     assert u.shard.state is FOLLOWING, "it has been overthrown"
     assert u.shard.is_spoiled
+
+
+# ---- who is believed about ballots ---------------------------------------------------------------
+
+
+def test_only_its_own_primary_sets_a_follower_free() -> None:
+    """Not another member, and not by an answer to what was asked under an earlier ballot."""
+    c = replica("c", "abcx")
+    c.handle(on.Denied("x", B, A))
+    assert c.shard.ballot == A
+    sees(c, a=GONE)
+    c.handle(on.Asked("ask", "b", B, is_final=True))
+    c.handle(on.Denied("b", A, A))
+    assert c.shard.ballot == B
+
+
+def test_a_primary_that_stands_back_may_lead_again() -> None:
+    """It denies the push by the ballot that it goes by all the same."""
+    b = replica("b")
+    b.handle(on.Denied("a", A, A))
+    assert b.handle(on.Again()) == [do.Push("a", A, has_gradient=True)]
+
+
+def test_a_stranger_is_believed_nothing() -> None:
+    """Neither one that was the primary, nor one that goes by another ballot."""
+    c = ShardUpdate("c", Roster(A, tuple("abc"), tuple("ab")))
+    c.handle(on.Seen({"b": LIVES}))
+    c.handle(on.Denied("a", B, A))
+    assert do.Deny("push of x", A) in c.handle(pushed("x", B))
+
+
+def test_who_is_led_round_in_a_circle_leads() -> None:
+    of_b = Ballot(1, "b")
+    c = replica("c")
+    assert do.Push("b", of_b, has_gradient=True) in c.handle(on.Denied("a", of_b, A))
+    c.handle(on.Denied("b", A, of_b))
+    assert c.shard.ballot == of_b.next_of("c", is_holder=False)
+
+
+def test_who_holds_the_state_leads_where_another_holder_may_too() -> None:
+    b = replica("b", holders="abc")
+    b.handle(on.Denied("a", Ballot(1, "b"), A))
+    assert b.shard.ballot == B
+
+
+def test_who_lacks_the_state_leads_where_the_other_holders_are_dead() -> None:
+    for may_lead, ballot in ((True, C), (False, A)):
+        c = replica("c", may_lead=may_lead)
+        sees(c, b=GONE)
+        c.handle(on.Denied("a", Ballot(1, "c"), A))
+        assert c.shard.ballot == ballot
+
+
+def test_who_takes_over_does_not_lead_by_the_ballot_that_another_one_knows() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    b.handle(on.Denied("c", Ballot(1, "b"), B, 0))
+    assert b.shard.ballot == A
+
+
+def test_a_primary_that_leads_anew_is_followed() -> None:
+    """Where it is asked before, nothing changes yet."""
+    anew = A.next_of("a", is_holder=True)
+    c = replica("c")
+    assert c.handle(on.Asked("ask", "a", anew, is_final=False)) == [do.Agree("ask", anew)]
+    assert c.handle(on.Asked("ask", "a", A, is_final=True)) == [do.Agree("ask", A)]
+    found = c.handle(on.Asked("ask", "a", anew, is_final=True))
+    assert do.Agree("ask", anew) in found
+
+
+def test_without_a_primary_a_lower_ballot_is_followed_if_that_ones_primary_lives() -> None:
+    c = replica("c", "abcd")
+    sees(c, a=GONE, b=GONE)
+    c.handle(pushed("d", B))
+    assert c.shard.ballot == B, "a higher one, whose primary lives to another one"
+    c.handle(pushed("d", A))
+    assert c.shard.ballot == B
+    sees(c, b=GONE)
+    assert do.Push("a", A, has_gradient=True) in c.handle(pushed("d", A))
+
+
+def test_no_agreement_to_a_ballot_that_is_raised_too_far() -> None:
+    c = replica("c")
+    sees(c, a=GONE)
+    far = Ballot(A.term + MAX_LEAD + 1, "b")
+    assert c.handle(on.Asked("ask", "b", far, is_final=False)) == [do.Deny("ask", A)]
+
+
+def test_an_agreement_lasts_as_long_as_there_is_no_primary() -> None:
+    c = replica("c")
+    sees(c, a=HANGS)
+    assert c.handle(on.Asked("ask", "b", B, is_final=False)) == [do.Agree("ask", B)]
+    sees(c, a=HANGS)
+    assert c.handle(on.Asked("ask", "a", A, is_final=True)) == [do.Deny("ask", B)]
+    far = Ballot(A.term + MAX_LEAD + 1, "b")
+    found = c.handle(on.Asked("ask", "b", far, is_final=True))
+    assert found[-1] == do.Deny("ask", A), "it goes by that yet"
+
+
+def test_what_the_primary_of_a_copied_step_announced_before_changes_nothing() -> None:
+    b = copied()
+    found = b.handle(on.Asked("ask", "a", Ballot(0, "a"), is_final=True))
+    assert found == [ask(("a",), B, is_final=False), do.Deny("ask", A)]
+
+
+def test_a_primary_that_hears_of_another_one_asks_all() -> None:
+    a = replica("a")
+    assert a.handle(on.Asked("ask", "b", B, is_final=True)) == [do.Deny("ask", A)]
+    assert a.handle(on.Again()) == [ask(("b", "c"), A, is_final=True), do.Pause()]
+
+
+def test_a_contribution_is_a_promise_again() -> None:
+    a = replica("a")
+    denied_by(a, "c", B)
+    a.handle(pushed("c"))
+    denied_by(a, "b", B)
+    assert a.shard.ballot == A
+
+
+D = B.next_of("d", is_holder=True)
+
+
+def leads_anew() -> ShardUpdate:
+    """b has taken over from a, and has counted promises once, before its step failed."""
+    b = replica("b", "abcd")
+    sees(b, a=GONE)
+    for sender in "cd":
+        b.handle(agreed(sender, B, is_final=False))
+    for sender in "cd":
+        b.handle(pushed(sender, B))
+    b.handle(on.Summed("sum", 1))
+    b.handle(on.ClipKnown(1))
+    b.handle(on.StepFailed(1))
+    assert (b.shard.ballot, b.shard.state, b.shard.count) == (B, GATHERING, 1)
+    return b
+
+
+def test_what_was_agreed_before_is_no_promise_of_one_that_has_left() -> None:
+    """d is followed by one, and this primary by none."""
+    for event in (
+        agreed("c", B, is_final=False, count=1),
+        agreed("c", A, is_final=True, count=1),
+        agreed("c", B, is_final=True, count=0),
+    ):
+        b = leads_anew()
+        denied_by(b, "c", D)
+        b.handle(event)
+        denied_by(b, "d", D)
+        assert b.shard.ballot == D
+
+
+def test_who_has_left_no_primary_that_is_one_is_none_that_has_left() -> None:
+    """c follows this primary, and nobody that counts follows d."""
+    for event in (
+        on.Denied("c", D, A),
+        on.Denied("c", D, B, 0),
+        on.Denied("c", Ballot(1, "b"), B, 1),
+        on.Denied("x", D, B, 1),
+    ):
+        b = leads_anew()
+        b.handle(event)
+        denied_by(b, "d", D)
+        assert b.shard.ballot == B
+
+
+def test_of_two_other_primaries_the_one_with_more_followers_leads() -> None:
+    """Both are dead here: the result is waited for at a follower of that one."""
+    x, y = A.next_of("x", is_holder=True), Ballot(5, "y")
+    a = replica("a", "abcdexy")
+    sees(a, x=GONE, y=GONE)
+    denied_by(a, "b", y)
+    denied_by(a, "c", x)
+    assert do.Push("c", x, has_gradient=False) in denied_by(a, "d", x)
+
+
+def test_who_joins_waits_for_the_next_one_that_may_lead() -> None:
+    c = replica("c", "abcd", may_lead=False)
+    assert do.Push("d", A, has_gradient=False) in sees(c, a=GONE, b=GONE)
