@@ -37,8 +37,8 @@ from swarmnet.training.models.matrices import muon_matrices
 from swarmnet.training.models.model_folder import read_folder
 from swarmnet.training.models.routing import Routing
 from swarmnet.training.models.source_weights import SourceWeights, saved_tensors
+from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.fsdp import check_split
-from swarmnet.training.ranks.tensor_parallel import check_cut
 from swarmnet.training.stage import build_stage
 from swarmnet.wire import Array
 from tests.training.specs import MODEL, small_spec, write_text
