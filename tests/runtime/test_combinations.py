@@ -72,6 +72,13 @@ def cells(tmp_path: Path) -> dict[str, Callable[[int], Cell]]:
             return spec_of("qwen2", 1), {}
         return small_spec(data={"document_mask": True}), {}
 
+    def routed(column: int) -> Cell:
+        if column != FAMILY:
+            return small_spec(model={"num_experts": 4}), {}
+        spec = spec_of("mixtral", 1, document_mask=False)
+        model = spec.model.model_copy(update={"router_aux_loss_coef": 0.01})
+        return spec.model_copy(update={"model": model}), {}
+
     return {
         "`[lora]`": adapters(tmp_path),
         "`[lora] lora_dropout`": adapters(tmp_path, lora_dropout=0.1),
@@ -85,6 +92,7 @@ def cells(tmp_path: Path) -> dict[str, Callable[[int], Cell]]:
             {},
         ),
         "a model of your own": custom,
+        "routers that have a loss of their own": routed,
         "`--precision bf16`": with_option(precision="bf16"),
         "`--precision fp16`": with_option(precision="fp16"),
         "`--activations`": with_option(activations="offload"),
