@@ -27,13 +27,14 @@ from swarmnet.runtime.local.processes import (
     used_folder,
 )
 from swarmnet.runtime.local.swarm import (
+    SAVE_WAIT_S,
     SAVING_STEPS,
     LocalSwarm,
     begin_local,
     invite_in,
     local_processes,
 )
-from swarmnet.runtime.local.watching import watch_run
+from swarmnet.runtime.local.watching import LOOK_EVERY_S, LOOK_PAUSE_S, watch_run
 from swarmnet.runtime.observing import (
     JoinRun,
     RunObserver,
@@ -120,8 +121,30 @@ class Session:
         weights = options.get("weights")
         wanted = Wanted(**options, base=self.base if weights is None else str(weights))
         if self.spec.model.kind == "custom" and self.state_dirs:
+            await self._until_saved()
             return await asyncio.to_thread(export_checkpoints, self.state_dirs, out, wanted)
         return await export_observed(self.observer, out, wanted)
+
+    async def _until_saved(self) -> None:
+        """A run that has done its rounds is exported as it ended: its peers of this machine save
+        that when the last round is over, and may take a while for it."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + SAVE_WAIT_S
+        while self.monitor.done and loop.time() < end:
+            if await asyncio.to_thread(self._least_saved) >= self.spec.optimizer.rounds:
+                return
+            await self.observer.wait_news(LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_PAUSE_S)
+
+    def _least_saved(self) -> int:
+        """The newest round that each state folder has of the run, the least of them. Blocks."""
+        from swarmnet.training.checkpoint import find_checkpoints
+
+        rounds = []
+        for folder in self.state_dirs:
+            metas = (meta for _, meta in find_checkpoints(folder))
+            rounds.append(max((m.round for m in metas if m.run_id == self.spec.run_id), default=0))
+        return min(rounds)
 
     async def generate(
         self,
