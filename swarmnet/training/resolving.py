@@ -139,12 +139,10 @@ def _with_weights(
     folder = find_folder(spec.model.source) if spec.model.source else None
     layout = InitialLayout.of(model)
     trained = None if ended is None else ended.weights(model, layout)
-    are_new = layout.has_adapters and not any(layout.trained_sizes)
-    if are_new:
-        pass  # nothing has stepped them
-    elif trained is not None and trained.no_moments:
+    is_stepped = any(layout.trained_sizes)  # adapters that begin at random have no moments
+    if trained is not None and is_stepped and trained.no_moments:
         log.warning("[model] continues: moments begin at zero: %s", trained.no_moments)
-    elif trained is not None:
+    elif trained is not None and is_stepped:
         layout = replace(layout, has_moments=True)
     dtype, hashes = _weights(model, layout, folder, adapter, trained)
     if ended is not None and folder is not None and any(layout.base):
