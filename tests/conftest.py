@@ -31,7 +31,7 @@ gc.set_threshold(100_000, 20, 50)
 settings.register_profile("swarmnet", deadline=None, print_blob=True)
 settings.load_profile("swarmnet")
 
-MEASURED_ONCE = ("test_attackers.py", "test_replication.py")
+MEASURED_ONCE = ("test_attackers.py", "test_replication.py", "test_site.py")
 """With fixtures of the module."""
 
 

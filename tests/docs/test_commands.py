@@ -14,8 +14,7 @@ from typing import Any
 import typer.main
 
 from peer.cli import app
-from tests import documented
-from tests.documented import ROOT, Taught, taught
+from tests.docs.commands import PLACEHOLDER, ROOT, Taught, taught
 
 NO_COMMANDS = {"relay", "the"}
 """Words after `swarmnet` in lines that are no commands: a constant of the protocol, a table."""
@@ -43,7 +42,7 @@ def test_swarmnet_takes_what_is_taught() -> None:
 def _refused(each: Taught, commands: Mapping[str, Any]) -> Iterator[str]:
     """Why the program would not take a command. One in a sentence may lack a value."""
     name, *rest = each.words
-    if name in NO_COMMANDS or documented.PLACEHOLDER.fullmatch(name):
+    if name in NO_COMMANDS or PLACEHOLDER.fullmatch(name):
         return
     typed = f"{each.where}: swarmnet {' '.join(each.words)}"
     if name not in commands:
@@ -66,13 +65,13 @@ def test_make_has_what_is_taught() -> None:
 
 
 def faults(commands: list[list[str]], tmp_path: Path) -> list[str]:
-    """As `documented` finds them, with nothing of the project installed but its two packages."""
+    """As `commands` finds them, with nothing of the project installed but its two packages."""
     site = tmp_path / "site"
     site.mkdir()
     for package in ("swarmnet", "peer"):
         (site / package).symlink_to(ROOT / package)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "documented.py")],
+        [sys.executable, str(ROOT / "tests" / "docs" / "commands.py")],
         input=json.dumps(commands),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(site)},

@@ -1,12 +1,11 @@
-"""The documentation: the site builds, and no link leads nowhere."""
+"""The documentation: links, commands and names in it lead somewhere, and tables are those of their
+results."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from benchmarks import convergence
 from benchmarks.learning.tables import write_tables
 from peer.cli import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
         ROOT / "README.md",
@@ -26,19 +25,6 @@ PAGES = sorted(
     ]
 )
 CODE = ("swarmnet", "peer", "tests", "benchmarks", "examples")
-
-
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Strict: a page that is in no menu, or a link or anchor that leads nowhere, fails."""
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert built.returncode == 0, built.stderr
-    assert (tmp_path / "site" / "index.html").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
