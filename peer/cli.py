@@ -210,8 +210,7 @@ def completion(options: CompletionOptions) -> None:
 def man(options: ManOptions) -> None:
     """Print a page for man, with all commands and options.
 
-    swarmnet man | man -l - shows it. Written to ~/.local/share/man/man1/swarmnet.1, it is found by
-    man swarmnet.
+    An installation brings it, for man swarmnet; swarmnet man | man -l - shows it everywhere.
     """
     from peer.shell.described import described
     from peer.shell.man import page

@@ -16,7 +16,7 @@ from swarmnet.observe.events import COUNTED, KINDS, MEANINGS
 from swarmnet.observe.view_model import PeerRow, StageRow, ViewModel
 from swarmnet.spec import TABLES, FileSpec, RunSpec, SourceSpec
 from tests.reference.docstrings import of_fields
-from tests.reference.pages import FOLDER, PAGES
+from tests.reference.pages import FOLDER, MAN_PAGE, PAGES, man_page
 
 ELLIPTIC = re.compile(r"(Of|Likewise|As in|The same|Beside|For how long|Between|Sent)\b(?!:)")
 """Beginnings of a text that leans on another one, which a reader of a table does not see."""
@@ -26,6 +26,12 @@ ELLIPTIC = re.compile(r"(Of|Likewise|As in|The same|Beside|For how long|Between|
 def test_a_page_is_as_the_code_makes_it(name: str) -> None:
     """`python -m tests.reference` writes them."""
     assert (FOLDER / name).read_text() == PAGES[name]()
+
+
+def test_the_page_for_man_is_what_the_command_prints() -> None:
+    """`python -m tests.reference` writes it, and a wheel installs it."""
+    assert MAN_PAGE.read_text() == man_page()
+    assert ".SH EXIT STATUS" in man_page()
 
 
 def test_there_are_no_other_pages() -> None:

@@ -50,6 +50,7 @@ def installed(folder: Path) -> Path:
 
 def test_a_wheel_runs_and_brings_what_a_person_types_and_reads(running: Machine) -> None:
     packages = installed(running.folder)
+    page = packages.parents[2] / "share" / "man" / "man1" / "swarmnet.1"
     elsewhere = running.folder / "elsewhere"
     elsewhere.mkdir()
     environment = {"PYTHONPATH": str(packages)}
@@ -78,6 +79,7 @@ def test_a_wheel_runs_and_brings_what_a_person_types_and_reads(running: Machine)
             text=True,
         )
         assert said in done.stdout, done.stderr
+    assert done.stdout == page.read_text()
     program = (
         "import os, sys; os.chdir(sys.argv.pop(1)); import peer.cli as c; "
         "print(c.__file__, flush=True); c.main()"
