@@ -180,7 +180,11 @@ def generate(text: TextOptions, sampling: SamplingOptions) -> None:
     from peer.commands.generate import check_options, generate_text
 
     check_options(text)
-    _run(generate_text(text, asdict(sampling)))
+    work = generate_text(text, asdict(sampling))
+    if text.serve is None:
+        _run(work)
+    else:
+        _run_until_stopped(work)
 
 
 @command(app, _errors_told)

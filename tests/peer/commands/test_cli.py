@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import typer.main
 
 from peer.cli import app, run_command
+from peer.loop import Stopped
 from swarmnet.errors import NotNow, SwarmnetError, UserError
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.version import __version__
@@ -337,6 +339,29 @@ def test_help_needs_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--join" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("generate", "--join", "/ip4/x", "--serve", "8000"), 0),
+        (("generate", "--join", "/ip4/x", "Once"), 1),
+        (("status", "/ip4/x", "--watch"), 0),
+        (("status", "/ip4/x"), 1),
+        (("export", "--join", "/ip4/x", "--out", "y"), 1),
+    ],
+)
+def test_ctrl_c_is_an_error_where_something_was_left_undone(
+    words: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that lasts until it is stopped is done then."""
+
+    def stopped(main: Coroutine[Any, Any, None], *_: Any) -> None:
+        main.close()
+        raise Stopped
+
+    monkeypatch.setattr("peer.loop.run", stopped)
+    assert run_command(words) == code
 
 
 SIGNALLED = """
