@@ -9,6 +9,8 @@ import pytest
 
 from tests.docs.diagrams import DIAGRAMS, IMAGES, Messages, Peers, drawn
 
+PAGES = sorted(IMAGES.parent.rglob("*.md"))
+
 
 @pytest.mark.parametrize("name", DIAGRAMS)
 def test_a_picture_is_that_of_its_text(name: str) -> None:
@@ -32,3 +34,11 @@ def test_a_picture_has_all_of_its_text(name: str) -> None:
 
 def wanted(diagram: Peers | Messages) -> list[str]:
     return [line.strip() for line in diagram.text.strip().splitlines()]
+
+
+def test_a_page_needs_no_script_to_show_a_diagram() -> None:
+    """A forge that shows the page, and a browser without a network, have the picture."""
+    pages = {page.name: page.read_text() for page in PAGES}
+    assert [name for name, text in pages.items() if "```mermaid" in text] == []
+    for name in DIAGRAMS:
+        assert any(f"](images/{name}.svg)" in text for text in pages.values()), name

@@ -8,13 +8,24 @@ from pathlib import Path
 import pytest
 
 from peer.cli import run_command
-from tests.docs.typed import PAGES, Typed, of_page, typed, with_values
+from tests.docs.typed import PAGES, ROOT, Typed, of_page, typed, with_values
 from tests.peer.planning.decisions import LLAMA, SHAPES
 from tests.processes.running import tiny_run
 
 ALL = typed()
 RUN = "3f2a1c77"
 """The beginning of a run's id, on the page."""
+
+
+def test_every_command_is_run_or_is_a_sketch() -> None:
+    assert len(ALL) > 60
+    neither = [t for t in ALL if not (t.is_sketch or t.runs_here or t.runs_beside)]
+    assert neither == []
+    assert sum(t.is_sketch for t in ALL) <= 12, "most of them are to be run"
+
+
+def test_a_reader_is_told_so() -> None:
+    assert "sketch" in (ROOT / "docs" / "index.md").read_text()
 
 
 def test_blocks_are_found_and_what_is_a_sketch() -> None:
