@@ -52,7 +52,10 @@ class PeakMeter(TorchDispatchMode):
         return tree_map_only(torch.Tensor, self.see, func(*args, **(kwargs or {})))
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts the tensor's storage, once, until it is given back."""
+        """Counts the tensor's storage, once, until it is given back. One of torch's `meta` device
+        has no memory."""
+        if tensor.is_meta:
+            return tensor
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001  torch has no public name for the memory itself
         num_bytes = storage.nbytes()

@@ -38,7 +38,7 @@ def stage_needs(spec: RunSpec) -> list[StageNeed]:
     model, pipeline = spec.model, spec.pipeline
     width = model.hidden_size or int(model.config.get("hidden_size", 0))
     border = pipeline.microbatch * spec.sequence_length * width
-    known = known_activations if model.kind == "transformers" else None
+    known = None if model.kind == "custom" else known_activations
     needs = []
     rows = [plan_memory(spec, num_replicas=1, in_flight=n, known=known) for n in (1, 2)]
     for one, two in zip(*rows, strict=True):

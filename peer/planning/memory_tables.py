@@ -33,7 +33,7 @@ def show_tables(options: PlanOptions, console: Console) -> None:
     from peer.planning.question import asked
 
     spec = asked(options.file, lora=options.lora, choose=False).spec
-    known = known_activations if spec.model.kind == "transformers" else None
+    known = None if spec.model.kind == "custom" else known_activations
     precision = precision_of(spec, options)
 
     def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:

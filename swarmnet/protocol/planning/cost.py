@@ -123,6 +123,10 @@ class Costs:
         return self._parameters[end] - self._parameters[first] - self.job.tied * whole
 
     def held(self, first: int, end: int, num_stages: int, machine: Machine) -> Held | None:
+        """None where the stage does not fit, or has nothing to train: with adapters, layers that
+        have none. No stage of a run may be so."""
+        if not self.parameters(first, end):
+            return None
         key = first, end, num_stages, machine.memory
         if key not in self._held:
             self._held[key] = self.job.memory(first, end, num_stages, machine.memory)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import ActivationsName
-from swarmnet.training.memory.plan import Activations, Precision, stage_activations
+from swarmnet.training.memory.plan import (
+    Activations,
+    Precision,
+    is_of_formula,
+    stage_activations,
+)
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec, described
 from swarmnet.training.models.registry import model_plan, split_stages
 
@@ -85,11 +93,10 @@ def _room(one: Activations, policy: str, free_bytes: float) -> int:
 
 
 def known_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
-    """By the formula, or, for a custom model, by a pass over shapes without numbers; None where
-    its layers cannot do that."""
-    found = stage_activations(spec, stage, precision)
-    if found is not None:
-        return found
+    """By the formula, or, for another model and for adapters, by a pass over shapes without
+    numbers; None where its layers cannot do that."""
+    if is_of_formula(spec):
+        return stage_activations(spec, stage, precision)
     try:
         return traced_activations(spec, stage, precision)
     except Exception as error:  # whatever the author's code does there
@@ -114,7 +121,7 @@ def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activ
             (batch, *plan.targets.shape), dtype=getattr(torch, plan.targets.dtype)
         )
     if x.is_floating_point():
-        x = x.to(dtype).requires_grad_()
+        x = x.to(dtype).requires_grad_(not is_first)
     inputs = x
     parameters = {_memory_of(p) for module in modules for p in module.parameters()}
     borders, parts = [x], []
@@ -171,46 +178,66 @@ def layer_kinds(layers: Sequence[LayerBuilder]) -> tuple[object, ...]:
 
 
 def traced_layers(
-    spec: RunSpec, plan: ModelPlan, precision: Precision, kinds: Sequence[object]
+    spec: RunSpec,
+    plan: ModelPlan,
+    precision: Precision,
+    kinds: Sequence[object],
+    *,
+    begins: bool,
 ) -> tuple[LayerActivations, ...]:
     """Every layer of a model, as `traced_activations` traces a stage; those of one of the `kinds`
-    (`layer_kinds`) once. Raises what the layers raise there."""
+    (`layer_kinds`) once. `begins`: in a stage that has all layers before it too, where less is kept
+    if these are not trained; else each may be the first of its stage. Raises what the layers raise
+    there."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name, torch.float32)
     batch, came = spec.pipeline.microbatch, plan.inputs
-    known: dict[object, LayerActivations] = {}
-    found = []
+    known: dict[object, tuple[LayerActivations, bool]] = {}
+    found, wants_gradient = [], not begins
     for i, layer in enumerate(plan.layers):
         is_last = i == len(plan.layers) - 1
-        kind = kinds[i], came, is_last
-        if kind in known:
-            found.append(known[kind])
-            came = TensorSpec("float32", layer.output_shape)
-            continue
-        with torch.device("meta"):
-            module = layer.build().to(dtype)
-            x = torch.empty((batch, *came.shape), dtype=getattr(torch, came.dtype))
-            targets = torch.empty(
-                (batch, *plan.targets.shape), dtype=getattr(torch, plan.targets.dtype)
-            )
-        if is_float := x.is_floating_point():
-            x = x.to(dtype).requires_grad_()
-        parameters = {_memory_of(p) for p in module.parameters()}
-        y, kept = _kept_by(module, x, parameters)
-        loss: dict[int, Tensor] = {}
-        if is_last:
-            _, loss = _kept_by(partial(_loss, plan, targets), y, parameters)
-        known[kind] = LayerActivations(
-            kept=sum(t.untyped_storage().nbytes() for t in kept.values()),
-            loss=sum(t.untyped_storage().nbytes() for at, t in loss.items() if at not in kept),
-            inputs=x.nbytes,
-            outputs=y.nbytes,
-            num_inputs=x.numel() if is_float else 0,
-            num_outputs=y.numel(),
-            is_input_kept=_memory_of(x) in kept,
-        )
-        found.append(known[kind])
+        kind = kinds[i], came, is_last, wants_gradient
+        if kind not in known:
+            known[kind] = _traced_layer(layer, plan, batch, came, dtype, is_last, wants_gradient)
+        one, trains = known[kind]
+        found.append(one)
         came = TensorSpec("float32", layer.output_shape)
+        wants_gradient = wants_gradient or trains
     return tuple(found)
+
+
+def _traced_layer(
+    layer: LayerBuilder,
+    plan: ModelPlan,
+    batch: int,
+    came: TensorSpec,
+    dtype: torch.dtype,
+    is_last: bool,
+    wants_gradient: bool,
+) -> tuple[LayerActivations, bool]:
+    """(the layer, its output has a gradient)."""
+    with torch.device("meta"):
+        module = layer.build().to(dtype)
+        x = torch.empty((batch, *came.shape), dtype=getattr(torch, came.dtype))
+        targets = torch.empty(
+            (batch, *plan.targets.shape), dtype=getattr(torch, plan.targets.dtype)
+        )
+    if is_float := x.is_floating_point():
+        x = x.to(dtype).requires_grad_(wants_gradient)
+    parameters = {_memory_of(p) for p in module.parameters()}
+    y, kept = _kept_by(module, x, parameters)
+    loss: dict[int, Tensor] = {}
+    if is_last:
+        _, loss = _kept_by(partial(_loss, plan, targets), y, parameters)
+    one = LayerActivations(
+        kept=sum(t.untyped_storage().nbytes() for t in kept.values()),
+        loss=sum(t.untyped_storage().nbytes() for at, t in loss.items() if at not in kept),
+        inputs=x.nbytes,
+        outputs=y.nbytes,
+        num_inputs=x.numel() if is_float else 0,
+        num_outputs=y.numel(),
+        is_input_kept=_memory_of(x) in kept,
+    )
+    return one, y.requires_grad
 
 
 def _loss(plan: ModelPlan, targets: Tensor, out: Tensor) -> Tensor:
@@ -248,8 +275,45 @@ def _kept_by(
             kept[at] = t
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with _FusedAttention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         return module(x), kept
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention in one operation, as a device computes it: on the `meta` device torch takes it
+    apart, and would keep all scores."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    q_BHSE: Tensor,
+    k_BHSE: Tensor,
+    v_BHSE: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> Tensor:
+    """As torch's `scaled_dot_product_attention`, whose names of arguments these are."""
+    is_fused = dropout_p == 0 and q_BHSE.ndim == 4 and q_BHSE.shape[-1] == v_BHSE.shape[-1]
+    if is_fused and (attn_mask is None or attn_mask.dtype == q_BHSE.dtype):
+        more.pop("enable_gqa", None)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  it has no public name
+        found = attend(q_BHSE, k_BHSE, v_BHSE, dropout_p, is_causal, attn_mask=attn_mask, **more)
+        return cast(Tensor, found[0])
+    return functional.scaled_dot_product_attention(
+        q_BHSE, k_BHSE, v_BHSE, attn_mask, dropout_p, is_causal, **more
+    )
 
 
 def _memory_of(tensor: Tensor) -> int:

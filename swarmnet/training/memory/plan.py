@@ -390,6 +390,13 @@ class Activations:
         return in_flight * each, 0
 
 
+def is_of_formula(spec: RunSpec) -> bool:
+    """Whether `llama_activations` tells what a stage keeps. It counts all matrices as trained ones:
+    with adapters it is an upper bound, for what a pass without a context cannot show."""
+    beside = bool(spec.model.subspace) or spec.data.document_mask
+    return spec.model.kind == "llama" and (spec.lora is None or beside)
+
+
 def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
     """Of one microbatch at a stage; None for another model than the built-in one. Raises
     `SpecError`."""

@@ -27,6 +27,7 @@ from swarmnet.training.memory.plan import (
     Activations,
     Precision,
     fixed_bytes,
+    is_of_formula,
     layers_base_bytes,
     llama_activations,
     state_bytes,
@@ -83,9 +84,11 @@ class StageTable:
     tied: int = field(init=False)
     """That the first and the last layer share."""
     _base: dict[str, list[float]] = field(default_factory=dict)
-    traced: dict[str, tuple[LayerActivations, ...] | None] = field(default_factory=dict)
-    """What is kept of each layer of a model whose layers were traced, by precision; None where they
-    cannot be."""
+    traced: dict[tuple[str, bool], tuple[LayerActivations, ...] | None] = field(
+        default_factory=dict
+    )
+    """What is kept of each layer of a model whose layers were traced, by precision, and whether in
+    a stage that begins with the model; None where they cannot be."""
 
     def __post_init__(self) -> None:
         """Raises `SpecError` where the model cannot be built, or not be cut as the run says."""
@@ -169,17 +172,18 @@ class StageTable:
 
     def _activations(self, first: int, end: int, precision: Precision) -> Activations | None:
         is_first, is_last = first == 0, end == len(self.plan.layers)
-        if self.spec.model.kind == "llama":
+        if is_of_formula(self.spec):
             names = [x.name for x in self.plan.layers[first:end]]
             return llama_activations(self.spec, names, precision, is_first, is_last)
-        if precision.name not in self.traced:
+        key = precision.name, is_first
+        if key not in self.traced:
             try:
-                self.traced[precision.name] = traced_layers(
-                    self.spec, self.plan, precision, self.kinds
+                self.traced[key] = traced_layers(
+                    self.spec, self.plan, precision, self.kinds, begins=is_first
                 )
             except Exception:  # whatever a custom layer's author does there
-                self.traced[precision.name] = None
-        traced = self.traced[precision.name]
+                self.traced[key] = None
+        traced = self.traced[key]
         return None if traced is None else joined(traced[first:end], precision, is_last=is_last)
 
     def held(self, first: int, end: int, num_stages: int, memory: object) -> Held | None:

@@ -10,7 +10,7 @@ import pytest
 from swarmnet.protocol.planning.cost import Costs
 from swarmnet.protocol.planning.exchange import exchanged_bytes
 from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
-from swarmnet.protocol.planning.search import cut_of
+from swarmnet.protocol.planning.search import best_plan, cut_of
 
 FAST = Machine("m", 1e9, 1e12, 1e12, 0.0)
 
@@ -131,3 +131,14 @@ def test_costs_are_the_same_for_equal_machines_of_any_identity() -> None:
         one = costs.rates(replace(FAST, flops_per_s=speed), 0, 1, 2)
         assert one is not None
         assert one.compute == pytest.approx(speed / 1e9)
+
+
+def test_layers_with_nothing_to_train_are_no_stage() -> None:
+    job = equal_job(3, 8)
+    frozen = replace(job.layers[0], parameters=0)
+    costs = Costs(replace(job, layers=(frozen, *job.layers[1:])))
+    assert costs.held(0, 1, 2, FAST) is None
+    assert costs.held(0, 2, 2, FAST) is not None
+    plan = best_plan(costs, [FAST] * 3)
+    assert plan is not None
+    assert all(costs.parameters(first, end) for first, end in plan.cut)

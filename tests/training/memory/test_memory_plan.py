@@ -65,14 +65,16 @@ def test_the_formulae_of_the_paper(n: int, replicas: int, replication: int) -> N
 def kept_bytes(
     stage: TorchStage, inputs: Array, targets: Array, documents: Documents | None = None
 ) -> tuple[int, Array | None]:
-    """What there is of one microbatch between its passes (beside parameters and the rotary tables),
-    and the output; each storage once."""
+    """What there is of one microbatch of several samples between its passes (beside parameters and
+    the rotary tables), and the output; each storage once."""
     kept: dict[int, torch.Tensor] = {}
-    spared = {p.untyped_storage().data_ptr() for p in stage.layers.parameters()}
+    parameters = (p for module in stage.layers.modules for p in module.parameters())
+    spared = {p.untyped_storage().data_ptr() for p in parameters}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         at = t.untyped_storage().data_ptr()
-        if at not in spared and (t.ndim < 3 or t.shape[1] != 1 or t.shape[0] != 16):
+        is_table = t.ndim >= 3 and ((t.shape[0] == 16 and t.shape[1] == 1) or t.shape[0] == 1)
+        if at not in spared and not is_table:
             kept[at] = t
         return t
 

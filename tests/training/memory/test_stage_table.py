@@ -63,8 +63,9 @@ def test_layers_that_are_traced_apart_come_to_the_stage_that_is_traced(
 ) -> None:
     spec = small_spec(pipeline={"num_stages": 3})
     plan = model_plan(spec)
-    layers = traced_layers(spec, plan, precision, layer_kinds(plan.layers))
+    kinds = layer_kinds(plan.layers)
     for k, (first, end) in enumerate(ranges(spec)):
+        layers = traced_layers(spec, plan, precision, kinds, begins=first == 0)
         one = joined(layers[first:end], precision, is_last=end == len(layers))
         other = traced_activations(spec, k, precision)
         for policy in ("keep", "blocks", "recompute", "offload"):
