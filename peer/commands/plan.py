@@ -163,8 +163,8 @@ def _impossible(planner: Planner, question: Asked) -> tuple[str, list[str]]:
     changes = _changes(planner, question, table)
     if stages > count:
         what = (
-            f"impossible: {stages} stages need {stages} machines (one that serves several is not "
-            f"reckoned with), and there are {count}"
+            f"impossible: {stages} stages on {count} {'machine' if count == 1 else 'machines'}: "
+            f"as peers of {-(-stages // count)} stages each they have not memory enough"
         )
     else:
         what = (

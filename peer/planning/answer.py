@@ -36,6 +36,12 @@ class Row:
     precision: str
     activations: str
     in_flight: int
+    ranks: int
+    """Of a peer; memory is that of one card."""
+    local: str
+    """What they divide: tensor, fsdp, or empty for one rank."""
+    weights: str
+    """Where they lie: device, host or disk."""
     up_per_round: float
     """Bytes, of one machine."""
     down_per_round: float
@@ -223,6 +229,9 @@ def _rows(found: Found) -> list[Row]:
                     memory.precision,
                     held.activations,
                     held.in_flight,
+                    held.ranks,
+                    held.local,
+                    held.weights,
                     up_round,
                     down_round,
                     up_round * day,

@@ -2,7 +2,8 @@
 
 Dense figures, without sparsity: of tensor cores that multiply bf16 (or fp16) and add in fp32, and
 of fp32. Sources: NVIDIA's architecture whitepapers (Turing TU102, Ampere GA102, Ada AD102,
-Blackwell GB202) for GeForce and RTX cards, and NVIDIA's and AMD's data sheets of the others.
+Blackwell GB202) for GeForce and RTX cards, and NVIDIA's and AMD's data sheets of the others. Links
+are half of what is published for both ways together.
 """
 
 from __future__ import annotations
@@ -22,34 +23,43 @@ class Card:
     low: float
     """TFLOP/s in fp16, and in bf16 where it has that."""
     has_bf16: bool = True
+    host_gb_s: float = 32
+    """GB/s from main memory, one way: of PCIe 4 with 16 lanes."""
+    between_gb_s: float = 0
+    """GB/s to another card of the machine, one way, by a link of their own; 0 where it has none, or
+    not in every machine: then they go over PCIe."""
 
     def flops_per_s(self, precision: str) -> float:
         return TERA * (self.fp32 if precision == "fp32" else self.low)
 
 
 CARDS = {
-    "t4": Card(16, 8.1, 65, has_bf16=False),
-    "v100": Card(32, 15.7, 125, has_bf16=False),
-    "rtx2080ti": Card(11, 13.4, 53.8, has_bf16=False),
+    "t4": Card(16, 8.1, 65, has_bf16=False, host_gb_s=16),
+    "v100": Card(32, 15.7, 125, has_bf16=False, host_gb_s=16),
+    "rtx2080ti": Card(11, 13.4, 53.8, has_bf16=False, host_gb_s=16),
     "rtx3080": Card(10, 29.8, 59.5),
     "rtx3090": Card(24, 35.6, 71),
     "rtx4080": Card(16, 48.7, 97.5),
     "rtx4090": Card(24, 82.6, 165.2),
-    "rtx5090": Card(32, 104.8, 209.5),
+    "rtx5090": Card(32, 104.8, 209.5, host_gb_s=64),
     "rtxa6000": Card(48, 38.7, 154.8),
     "a10": Card(24, 31.2, 125),
     "l4": Card(24, 30.3, 121),
     "l40s": Card(48, 91.6, 362),
     "a100": Card(80, 19.5, 312),
     "a100-40gb": Card(40, 19.5, 312),
-    "h100": Card(80, 67, 989),
-    "h200": Card(141, 67, 989),
-    "mi300x": Card(192, 163.4, 1307),
+    "h100": Card(80, 67, 989, host_gb_s=64, between_gb_s=450),
+    "h200": Card(141, 67, 989, host_gb_s=64, between_gb_s=450),
+    "mi300x": Card(192, 163.4, 1307, host_gb_s=64, between_gb_s=448),
 }
 USABLE = 0.4
 """Of what is published, what training reaches. A plain loop of a 1B-class model reached 0.57 to
 0.61 of an H100's and an H200's large matrix products (benchmarks/results/gpu.md); cards for games,
 small models and coding leave less."""
+USABLE_LINK = 0.5
+"""Of what is published of a link, what copies and sums over ranks reach. An assumption."""
+DISK_GB_S = 1.5
+"""From a disk of a machine. An assumption, of an NVMe disk that is not new."""
 PLAIN_GPU = "rtx3090"
 """How fast a `24GB-gpu` is taken for, of which no card is named."""
 CPU_FLOPS_PER_S, MAC_FLOPS_PER_S = 0.3 * TERA, 0.5 * TERA

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from peer.planning.cards import (
     TERA,
     UPDATE_PARAMETERS_PER_S,
     USABLE,
+    USABLE_LINK,
     Card,
     card_named,
 )
@@ -30,7 +31,8 @@ from swarmnet.protocol.planning.model import Machine
 
 GB, MBIT = 1e9, 1e6 / 8
 MAX_MACHINES, MAX_FILE_BYTES = 4096, 1 << 20
-EXAMPLE = '--machines "24GB-gpu*2, rtx4090, 16GB-cpu*3, mac-32GB"'
+MAX_CARDS = 64
+EXAMPLE = '--machines "24GB-gpu*2, 2x rtx4090, 16GB-cpu*3, mac-32GB"'
 LINKS_EXAMPLE = "--links 20Mbit/100Mbit,30ms (up/down, and one way between two machines)"
 FILE_EXAMPLE = 'card = "rtx4090", or memory_gb = 24 and tflops = 71'
 HOME = "20Mbit/100Mbit,30ms"
@@ -41,6 +43,7 @@ MAX_HERE = 256
 AMOUNT = r"(\d+(?:\.\d+)?)"
 MEMORY = rf"{AMOUNT}\s*GI?B"
 KIND = re.compile(rf"(?:{MEMORY}-(gpu|cpu|mac)|(gpu|cpu|mac)-{MEMORY})", re.IGNORECASE)
+CARDS_IN_ONE = re.compile(r"(\d+)\s*x\s*(.+)", re.IGNORECASE)
 ITEM = re.compile(rf"(.+?)(?:\+{MEMORY})?(?:@{AMOUNT}\s*TFLOPS?)?(?:\s*\*\s*(\d+))?", re.IGNORECASE)
 RATE = rf"{AMOUNT}\s*([MG])bit(?:/s)?"
 LINKS = re.compile(rf"{RATE}(?:\s*/\s*{RATE})?\s*,\s*{AMOUNT}\s*ms", re.IGNORECASE)
@@ -62,17 +65,25 @@ class Described:
 
     name: str
     device_gb: float
+    """Of one card."""
     host_gb: float
     is_gpu: bool
     card: Card | None
     flops_per_s: float
-    """That it reaches, where it has no card; 0 where the card says."""
+    """That it reaches, or one of its cards, where it has none of a name; 0 where the card says."""
     note: str = ""
     """What was assumed."""
     links: Links | None = None
     hours: float = 24.0
     is_free: bool = False
     """Its memory is what is free there, as it was looked up."""
+    cards: int = 1
+    host_gb_s: float = 0.0
+    """GB/s that copies from main memory to a card reach; 0 where the card says."""
+    between_gb_s: float = 0.0
+    """Likewise, of sums over ranks, from a card to another."""
+    part: float = 1.0
+    """Of the machine's work that one of several peers there gets."""
 
     def precision(self, wanted: str) -> str:
         """Of its passes, as it would choose it. `wanted`: fp32, bf16, fp16 or auto."""
@@ -82,9 +93,7 @@ class Described:
 
     def machine(self, precision: str, links: Links, memory: Any) -> Machine:
         """As the planner takes it."""
-        flops = self.flops_per_s
-        if not flops and self.card is not None:
-            flops = USABLE * self.card.flops_per_s(precision)
+        flops = self.flops(precision)
         exact = USABLE * self.card.flops_per_s("fp32") if self.card is not None else flops
         own = self.links or links
         return Machine(
@@ -95,9 +104,43 @@ class Described:
             latency_s=own.latency_s,
             hours=self.hours,
             microbatch_s=MICROBATCH_S,
-            update_parameters_per_s=UPDATE_PARAMETERS_PER_S,
-            exact_flops_per_s=exact,
+            update_parameters_per_s=self.part * UPDATE_PARAMETERS_PER_S,
+            exact_flops_per_s=self.part * exact,
             memory=memory,
+        )
+
+    def flops(self, precision: str) -> float:
+        """FLOP/s of all its cards."""
+        one = self.flops_per_s
+        if not one and self.card is not None:
+            one = USABLE * self.card.flops_per_s(precision)
+        return self.part * self.cards * one
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """From main memory to a card."""
+        usual = self.card or CARDS[PLAIN_GPU]
+        return GB * (self.host_gb_s or USABLE_LINK * usual.host_gb_s)
+
+    @property
+    def between_bytes_per_s(self) -> float:
+        """From a card to another one."""
+        usual = self.card or CARDS[PLAIN_GPU]
+        return GB * (self.between_gb_s or USABLE_LINK * (usual.between_gb_s or usual.host_gb_s))
+
+    def divided(self, num_peers: int, links: Links, *, by_cards: bool) -> Described:
+        """One of so many peers on the machine that share it evenly: with a card each, or with a
+        part of its device. `links`: of machines that have none of their own."""
+        own = self.links or links
+        return replace(
+            self,
+            name=f"{'card' if by_cards else 'seat'} of {self.name}",
+            device_gb=self.device_gb if by_cards else self.device_gb / num_peers,
+            host_gb=self.free_host_bytes / GB / num_peers,
+            is_free=True,
+            links=Links(own.up / num_peers, own.down / num_peers, own.latency_s),
+            cards=1 if by_cards else self.cards,
+            part=1.0 if by_cards else self.part / num_peers,
         )
 
     @property
@@ -149,6 +192,8 @@ def read_machines(text: str) -> list[Described]:
             raise UsageError(f"--machines {text!r} cannot be read; write for example {EXAMPLE}")
         name, host, tflops, count = item.groups()
         one = _named(name.strip(), host, tflops)
+        if several := CARDS_IN_ONE.fullmatch(name.strip()):
+            one = _with_cards(_named(several[2].strip(), host, tflops), int(several[1]), host)
         if one is None:
             raise UsageError(
                 f"--machines: {name.strip()!r} is no known card, and no memory of a gpu, cpu or "
@@ -157,6 +202,20 @@ def read_machines(text: str) -> list[Described]:
             )
         found += _counted(one, int(count or 1), len(found))
     return found
+
+
+def _with_cards(one: Described | None, cards: int, host: str | None) -> Described | None:
+    """Several of them in one machine. Raises `UsageError`."""
+    if one is None:
+        return None
+    if not one.is_gpu or not 1 <= cards <= MAX_CARDS:
+        raise UsageError(
+            f"--machines: 2x24GB-gpu is one machine with two cards; 1 to {MAX_CARDS}, and of GPUs "
+            f"only; write for example {EXAMPLE}"
+        )
+    own = one.host_gb if host else HOST_GB * cards
+    name = f"{cards}x {one.name}" if cards > 1 else one.name
+    return replace(one, name=name, cards=cards, host_gb=own)
 
 
 def _counted(one: Described, count: int, others: int) -> list[Described]:
@@ -189,6 +248,9 @@ def _named(name: str, host: str | None, tflops: str | None) -> Described | None:
 KEYS = {
     "name",
     "card",
+    "cards",
+    "card_link_gb_s",
+    "host_link_gb_s",
     "memory_gb",
     "host_memory_gb",
     "tflops",
@@ -242,7 +304,10 @@ def _of_table(table: Mapping[str, Any], where: str) -> Described:
         raise UsageError(f"{where}: write {FILE_EXAMPLE}")
     memory = _number(table, "memory_gb", 0, where)
     is_gpu = card is not None or memory > 0
-    host = _number(table, "host_memory_gb", HOST_GB if is_gpu else 0, where)
+    cards = int(_number(table, "cards", 1, where))
+    if not 1 <= cards <= (MAX_CARDS if is_gpu else 1):
+        raise UsageError(f"{where}: cards are GPUs with memory_gb each, 1 to {MAX_CARDS}")
+    host = _number(table, "host_memory_gb", HOST_GB * cards if is_gpu else 0, where)
     tflops = _number(table, "tflops", 0, where)
     if card is None and not tflops:
         raise UsageError(f"{where}: nobody knows how fast it is; write {FILE_EXAMPLE}")
@@ -267,6 +332,9 @@ def _of_table(table: Mapping[str, Any], where: str) -> Described:
         TERA * tflops,
         links=links,
         hours=_number(table, "hours", 24, where),
+        cards=cards,
+        host_gb_s=_number(table, "host_link_gb_s", 0, where),
+        between_gb_s=_number(table, "card_link_gb_s", 0, where),
     )
     if one.hours > 24:
         raise UsageError(f"{where}: hours are of a day: 24 at most")

@@ -7,18 +7,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from peer.planning.cards import TERA, card_named
+from peer.planning.cards import DISK_GB_S, TERA, card_named
 from peer.planning.machines import GB, HERE, Described, Links
+from swarmnet.errors import SpecError
 from swarmnet.protocol.planning.cost import Costs
-from swarmnet.protocol.planning.model import Cut, Layer, Machine
+from swarmnet.protocol.planning.model import Cut, Held, Layer, Machine
 from swarmnet.protocol.planning.search import Plan, best_plan, cut_of, first_fit
 from swarmnet.protocol.sync_modes import DELAYED, ZERO
 from swarmnet.spec import LoraSpec, RunSpec, load_spec, parse_spec
+from swarmnet.training.memory.plan import FSDP
 from swarmnet.training.memory.stage_table import MachineMemory, StageTable
 
 MICROBATCHES = (1, 2, 4, 8)
@@ -87,6 +89,12 @@ class Found:
     machines: list[Machine]
     plan: Plan
     choices: list[Choice] = field(default_factory=list)
+    described: Sequence[Described] = ()
+    """The machines, in the same order."""
+    peers: str = ""
+    """How there are peers on the machines, in words."""
+    others: list[tuple[str, float]] = field(default_factory=list)
+    """Other ways to have peers on machines with several cards, and their tokens/s."""
 
     @property
     def spec(self) -> RunSpec:
@@ -162,19 +170,63 @@ class Planner:
     seconds: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """Of each layer, measured, by microbatch, where all machines are like this one."""
     _made: dict[Described, Machine] = field(default_factory=dict)
+    _possible: dict[int, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     def machine(self, one: Described, spec: RunSpec) -> Machine:
         if one not in self._made:
             wanted = spec.pipeline.precision if self.precision == "auto" else self.precision
             precision = one.precision(wanted)
             memory = MachineMemory(
-                one.free_device_bytes, one.free_host_bytes, one.is_gpu, precision
+                one.free_device_bytes,
+                one.free_host_bytes,
+                one.is_gpu,
+                precision,
+                cards=one.cards,
+                ranks=self._ranks(spec, one.cards),
+                flops_per_s=one.flops(precision),
+                between_bytes_per_s=one.between_bytes_per_s,
+                host_bytes_per_s=one.host_bytes_per_s,
+                disk_bytes_per_s=GB * DISK_GB_S * one.part,
             )
             self._made[one] = one.machine(precision, self.links, memory)
         return self._made[one]
 
+    def _ranks(self, spec: RunSpec, cards: int) -> tuple[tuple[int, str], ...]:
+        """Of a peer on a machine with so many cards, as `MachineMemory.ranks`."""
+        if cards not in self._possible:
+            from swarmnet.training.ranks.cut_check import check_cut
+            from swarmnet.training.ranks.fsdp import check_split
+
+            found = [(1, "")]
+            for n in range(2, cards + 1):
+                even = _with_pipeline(spec, microbatch=n)  # which one it will be is open
+                for local, check in (("tensor", check_cut), (FSDP, check_split)):
+                    with suppress(SpecError):
+                        check(even, n)
+                        found.append((n, local))
+            self._possible[cards] = tuple(found)
+        return self._possible[cards]
+
     def machines(self, spec: RunSpec, more: Sequence[Described] = ()) -> list[Machine]:
         return [self.machine(one, spec) for one in (*self.described, *more)]
+
+    def _peers(
+        self, num_stages: int | None, more: Sequence[Described]
+    ) -> Iterator[tuple[str, list[Described]]]:
+        """The ways to have peers on the machines: one on each; where there are several cards, one
+        for each card; where there are fewer machines than stages, one of several stages. With the
+        words for each."""
+        machines = [*self.described, *more]
+        yield "one peer a machine", machines
+        if any(m.cards > 1 for m in machines):
+            apart = [[m.divided(m.cards, self.links, by_cards=True)] * m.cards for m in machines]
+            single = [ms if m.cards > 1 else [m] for m, ms in zip(machines, apart, strict=True)]
+            yield "a peer for each card", [one for ms in single for one in ms]
+        if num_stages is not None and num_stages > len(machines):
+            seats = -(-num_stages // len(machines))
+            one_card = [replace(m, cards=1) for m in machines]
+            divided = [m.divided(seats, self.links, by_cards=False) for m in one_card]
+            yield f"--stages {seats}", [m for m in divided for _ in range(seats)]
 
     def costs(self, table: StageTable) -> Costs:
         job = table.job()
@@ -199,12 +251,23 @@ class Planner:
     ) -> Found | None:
         """The best plan; None where none fits. `is_open`: whatever number of stages."""
         spec = table.spec
-        costs, machines = self.costs(table), self.machines(spec, more)
+        costs = self.costs(table)
         if cut is None and spec.pipeline.layers and not is_open:
             cut = cut_of(spec.pipeline.layers)
         stages = None if is_open else spec.pipeline.num_stages
-        plan = best_plan(costs, machines, num_stages=stages, cut=cut)
-        return None if plan is None else Found(table, costs, machines, plan)
+        found: dict[str, Found] = {}
+        for words, described in self._peers(len(cut) if cut else stages, more):
+            machines = [self.machine(one, spec) for one in described]
+            plan = best_plan(costs, machines, num_stages=stages, cut=cut)
+            if plan is not None:
+                found[words] = Found(table, costs, machines, plan, described=described)
+        if not found:
+            return None
+        chosen = max(found, key=lambda words: _rate(found[words]))
+        best = found[chosen]
+        best.peers = chosen
+        best.others = [(words, _rate(x)) for words, x in found.items() if x is not best]
+        return best
 
     def answer(self, question: Asked) -> Found | None:
         """The best plan with what is open chosen, each with a reason."""
@@ -298,7 +361,62 @@ def _given(found: Found, *, is_open: bool, is_cut_given: bool) -> list[Choice]:
         Choice("[pipeline] layers", str(layers), fixed if is_cut_given else best),
         Choice("[pipeline] codec", spec.pipeline.codec, codec_why),
         Choice("[sync] codec", spec.sync.codec, "of updates, likewise"),
+        *_at_machines(found),
     ]
+
+
+def _at_machines(found: Found) -> list[Choice]:
+    """What machines are told when they join, where it is not what they would do by themselves or
+    they have several cards."""
+    choices = []
+    peers = [found.peers, *(words for words, _ in found.others)]
+    if len(peers) > 1 or peers[0].startswith("--"):
+        others = ", ".join(f"{words} would have {rate:,.0f}" for words, rate in found.others)
+        why = f"tokens/s: {others}" if others else "the run has more stages than there are machines"
+        choices.append(Choice("swarmnet peer", found.peers, why))
+    reasons: dict[tuple[str, str], dict[int, str]] = {}
+    for k, (first, end) in enumerate(found.plan.cut):
+        for i in found.plan.replicas(k):
+            machine, one = found.machines[i], found.described[i]
+            held = found.costs.held(first, end, len(found.plan.cut), machine)
+            assert held is not None
+            told = _told(held) or ("--tp 1" if one.cards > 1 else "")
+            if told:
+                why = _why(held, found, machine, (first, end))
+                reasons.setdefault((one.name, told), {}).setdefault(k, why)
+    for (name, told), by_stage in reasons.items():
+        stages = ", ".join(map(str, by_stage))
+        where = f"swarmnet peer on {name}, stage {stages}"
+        choices.append(Choice(where, told, next(iter(by_stage.values()))))
+    return choices
+
+
+def _told(held: Held) -> str:
+    """The options of its peer."""
+    words = [f"--tp {held.ranks}"] if held.ranks > 1 else []
+    words += ["--local fsdp"] if held.local == FSDP else []
+    words += [f"--weights-memory {held.weights}"] if held.weights != "device" else []
+    return " ".join(words)
+
+
+def _why(held: Held, found: Found, machine: Machine, stage: tuple[int, int]) -> str:
+    """With what it costs, of a microbatch."""
+    job = found.costs.job
+    passes = 1 + job.backward + held.computes_again
+    flops = passes * found.costs.flops(*stage) * job.microbatch
+    computing_s = flops / (machine.flops_per_s * held.part)
+    of = f"of a microbatch, {computing_s:.3g} s are computing"
+    if held.weights != "device":
+        return (
+            "it has no room for the stage in another way: each layer's weights come for its part "
+            f"of a pass; {of}, and {held.moved_s:.3g} s copies beside it"
+        )
+    if held.local == FSDP:
+        return f"cards hold parts of each layer; {of}, and {held.moved_s:.3g} s copies beside it"
+    if held.ranks > 1:
+        between_s = held.between_s * job.microbatch
+        return f"cards divide each layer; {of}, and {between_s:.3g} s sums between cards"
+    return "other ways to use several cards do not fit, are slower, or do not go with the model"
 
 
 def _rate(found: Found) -> float:

@@ -63,6 +63,7 @@ def choose_computing(
         PRECISIONS,
         base_bytes,
         host_weights_bytes,
+        of_ranks,
         state_bytes,
         streamed_bytes,
     )
@@ -86,6 +87,9 @@ def choose_computing(
         policies = POLICIES[:-1]
     ranges = stage_parameter_ranges(spec, stage)
     base = base_bytes(spec, stage, numbers)
+    activations = known_activations(spec, stage, numbers)
+    if activations is not None:
+        activations = of_ranks(activations, len(devices), options.local, numbers)
     needs = StageNeeds(
         *state_bytes(
             ranges[-1].stop,
@@ -97,7 +101,7 @@ def choose_computing(
             stage_matrix_parameters(spec, stage),
         ),
         base,
-        known_activations(spec, stage, numbers),
+        activations,
     )
     is_apart = not shares_memory(device)
     is_left = options.optimizer_memory == AUTO and not is_apart

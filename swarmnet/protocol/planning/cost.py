@@ -158,8 +158,9 @@ class Costs:
             return None
         job = self.job
         passes = 1 + job.backward + held.computes_again
-        computing_s = passes * self.flops(first, end) / machine.flops_per_s
-        took_s = computing_s + machine.microbatch_s / job.microbatch
+        computing_s = passes * self.flops(first, end) / (machine.flops_per_s * held.part)
+        working_s = max(computing_s + held.between_s, held.moved_s / job.microbatch)
+        took_s = working_s + machine.microbatch_s / job.microbatch
         compute = 1 / took_s if took_s else float("inf")
         link = machine.up_bytes_per_s, machine.down_bytes_per_s
         return Rates(compute, carried(compute, self.link_bytes(first, end), link))

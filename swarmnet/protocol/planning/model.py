@@ -62,6 +62,19 @@ class Held:
     """Microbatches that it would let in."""
     computes_again: bool
     """Forward, in the backward pass."""
+    ranks: int = 1
+    """Of the peer, each with a card of its own; memory is that of one card."""
+    local: str = ""
+    """What ranks divide: `tensor` or `fsdp`; empty for one rank."""
+    weights: str = "device"
+    """Where they lie: there, or on the `host` or its `disk`, from where each layer's come."""
+    part: float = 1.0
+    """Of the machine's FLOP/s that are at work."""
+    between_s: float = 0.0
+    """Of a sample, that ranks exchange activations, or these go to the host and come back: a pass
+    waits for it."""
+    moved_s: float = 0.0
+    """Of a microbatch, that weights come and gradients go, beside the computing."""
 
 
 Fits: TypeAlias = Callable[[int, int, int, Hashable], Held | None]

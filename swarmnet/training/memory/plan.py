@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from swarmnet.errors import SpecError
@@ -69,6 +69,10 @@ from swarmnet.training.models.subspace import has_table
 
 FP32_BYTES, LOW_BYTES, INDEX_BYTES = 4, 2, 8
 MODES = (ZERO, DELAYED, LOCAL, GOSSIP)
+UNCUT, UNCUT_LOW = 6, 10
+"""Tensors like a layer's input that its norms keep, in fp32 and with passes of half of its bytes:
+the inputs and the normed values, in fp32, and what comes of them (`layer_bytes`)."""
+FSDP = "fsdp"
 ERROR_BYTES = 2
 """A parameter, of what coding has lost of contributions."""
 
@@ -191,13 +195,23 @@ def streamed_bytes(spec: RunSpec, stage: int, precision: Precision) -> tuple[flo
     layer: those of two layers that follow each other, and the gradient of one."""
     plan = model_plan(spec)
     layers = split_stages(plan, spec.pipeline.num_stages)[stage]
-    element = FP32_BYTES if precision is FP32 else LOW_BYTES
-    trained = [element * num_parameters(describe_parameters([layer])) for layer in layers]
-    held = [
-        of_layer + layers_base_bytes(spec, plan, [layer], precision)
-        for of_layer, layer in zip(trained, layers, strict=True)
-    ]
-    return max([*held, *(a + b for a, b in pairwise(held))]), float(max(trained))
+    trained = [num_parameters(describe_parameters([layer])) for layer in layers]
+    base = [layers_base_bytes(spec, plan, [layer], precision) for layer in layers]
+    return layers_streamed_bytes(trained, base, precision)
+
+
+def layers_streamed_bytes(
+    trained: Sequence[int], base: Sequence[float], precision: Precision
+) -> tuple[float, float]:
+    """The same of layers with so many trained parameters, and so many bytes of others."""
+    own = [element_bytes(precision) * n for n in trained]
+    held = [a + b for a, b in zip(own, base, strict=True)]
+    return max([*held, *(a + b for a, b in pairwise(held))]), float(max(own))
+
+
+def element_bytes(precision: Precision) -> int:
+    """Of a number in a pass."""
+    return FP32_BYTES if precision is FP32 else LOW_BYTES
 
 
 def host_weights_bytes(num_parameters: int, base: float, precision: Precision) -> float:
@@ -395,6 +409,26 @@ def is_of_formula(spec: RunSpec) -> bool:
     with adapters it is an upper bound, for what a pass without a context cannot show."""
     beside = bool(spec.model.subspace) or spec.data.document_mask
     return spec.model.kind == "llama" and (spec.lora is None or beside)
+
+
+def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision) -> Activations:
+    """The same on all ranks of a peer together. With `fsdp` they divide the samples. With `tensor`
+    each has all that lies between the cut matrices: what enters and leaves, and of a layer what its
+    two norms keep."""
+    if num_ranks == 1 or local == FSDP:
+        return one
+    more = num_ranks - 1
+    uncut = (UNCUT if precision is FP32 else UNCUT_LOW) * one.borders
+    return replace(
+        one,
+        graph=one.graph + more * min(one.graph, uncut),
+        came=num_ranks * one.came,
+        inputs=num_ranks * one.inputs,
+        outputs=num_ranks * one.outputs,
+        sent=num_ranks * one.sent,
+        borders=num_ranks * one.borders,
+        largest_layer=one.largest_layer + more * min(one.largest_layer // 2, uncut),
+    )
 
 
 def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:

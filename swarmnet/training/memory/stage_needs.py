@@ -66,10 +66,11 @@ def choose_memory(
     num_devices: int = 1,
 ) -> Chosen:
     """The policy for activations, and whether the optimizer state goes to the device too: with
-    `AUTO` where activations need not change for it. `free`: bytes of a device; `is_apart`: its
-    memory is not the host's; `may_be_on_device`: the run makes its updates there."""
-    each = max(0.0, FREE_PART * free - needs.on_device(place, is_apart=is_apart))
-    left = each * (num_devices if is_apart else 1)
+    `AUTO` where activations need not change for it. `free`: bytes of a device, of which there are
+    `num_devices`, each with a part of the stage; `is_apart`: its memory is not the host's;
+    `may_be_on_device`: the run makes its updates there."""
+    room = FREE_PART * free * (num_devices if is_apart else 1)
+    left = max(0.0, room - needs.on_device(place, is_apart=is_apart))
 
     def choice_of(num_bytes: float) -> Choice:
         return choose_activations(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from swarmnet.protocol.codecs import TOKEN_BYTES, boundary_codec, row_bytes
 from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
 from swarmnet.protocol.sync_modes import ZERO
 from swarmnet.spec import RunSpec
-from swarmnet.training.computing import ActivationsName
+from swarmnet.training.computing import KEEP_NO_WEIGHTS, ActivationsName, WeightsPlace
 from swarmnet.training.memory.activation_choice import (
     MIN_IN_FLIGHT,
     POLICIES,
@@ -22,23 +23,37 @@ from swarmnet.training.memory.activation_choice import (
     traced_layers,
 )
 from swarmnet.training.memory.plan import (
+    FP16,
     FP32_BYTES,
+    FSDP,
     PRECISIONS,
     Activations,
     Precision,
+    element_bytes,
     fixed_bytes,
+    host_weights_bytes,
     is_of_formula,
     layers_base_bytes,
+    layers_streamed_bytes,
     llama_activations,
+    of_ranks,
     state_bytes,
 )
-from swarmnet.training.memory.stage_needs import AUTO, DISK, HOST, StageNeeds, choose_memory
+from swarmnet.training.memory.stage_needs import (
+    AUTO,
+    DEVICE,
+    DISK,
+    HOST,
+    StageNeeds,
+    choose_memory,
+)
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
     describe_parameters,
     num_parameters,
 )
+from swarmnet.training.models.lora import packing_of
 from swarmnet.training.models.matrices import (
     check_matrices,
     matrix_parameters,
@@ -47,6 +62,8 @@ from swarmnet.training.models.matrices import (
 from swarmnet.training.models.registry import model_plan
 
 T = TypeVar("T")
+SUMS_OF_A_BLOCK = 2
+"""Over all ranks, in either pass: after attention, and after the feed-forward layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,18 @@ class MachineMemory:
     """Free main memory beside a GPU; the same again where there is none."""
     is_apart: bool
     precision: str
+    cards: int = 1
+    """With so much memory each."""
+    ranks: tuple[tuple[int, str], ...] = ((1, ""),)
+    """Numbers of ranks that a peer could have there with this model, and what they divide: as
+    `Held.local`."""
+    flops_per_s: float = 1e12
+    """Of all cards, that training reaches."""
+    between_bytes_per_s: float = math.inf
+    """From a card to another."""
+    host_bytes_per_s: float = math.inf
+    """From main memory to a card."""
+    disk_bytes_per_s: float = math.inf
 
 
 def memory_of(machine: Machine) -> MachineMemory:
@@ -187,26 +216,83 @@ class StageTable:
         return None if traced is None else joined(traced[first:end], precision, is_last=is_last)
 
     def held(self, first: int, end: int, num_stages: int, memory: object) -> Held | None:
-        """What the stage takes of a machine as it would choose by itself; None where it does not
-        fit. For `Job.memory`."""
-        found = self.needed(first, end, num_stages, memory)
+        """What the stage takes of a machine as it would be quickest there; None where it does not
+        fit. Weights lie elsewhere than on the device only where there is no other way. For
+        `Job.memory`."""
         assert isinstance(memory, MachineMemory)
-        host = found.host_bytes if memory.is_apart else 0.0
-        fits = found.device_bytes <= memory.device_bytes and host <= memory.host_bytes
-        return found if fits else None
+        for ways in (
+            self._resident(first, end, num_stages, memory),
+            self._streamed(first, end, num_stages, memory),
+        ):
+            fits = [x for x in ways if _lacks(x, memory) <= 1]
+            if fits:
+                return min(fits, key=lambda x: self._sample_s(x, first, end, memory))
+        return None
 
     def needed(self, first: int, end: int, num_stages: int, memory: object) -> Held:
-        """The same, whether it fits or not."""
+        """The same; where nothing fits, the way that lacks least."""
         assert isinstance(memory, MachineMemory)
+        about = first, end, num_stages, memory
+        ways = (*self._resident(*about), *self._streamed(*about))
+        return self.held(*about) or min(ways, key=lambda x: _lacks(x, memory))
+
+    def _resident(
+        self, first: int, end: int, num_stages: int, memory: MachineMemory
+    ) -> Iterator[Held]:
+        """The ways in which weights are on the device or devices."""
+        microbatch = self.spec.pipeline.microbatch
+        for num_ranks, local in memory.ranks:
+            if local != FSDP or microbatch % num_ranks == 0:
+                yield self._way(first, end, num_stages, memory, num_ranks, local, "device")
+
+    def _streamed(
+        self, first: int, end: int, num_stages: int, memory: MachineMemory
+    ) -> Iterator[Held]:
+        """Those in which they come layer by layer, as far as a peer allows it."""
+        spec = self.spec
+        if (
+            spec.pipeline.activations in (AUTO, *KEEP_NO_WEIGHTS)
+            and memory.precision != FP16.name
+            and not packing_of(spec.lora)
+        ):
+            places: tuple[WeightsPlace, ...] = ("host", "disk") if memory.is_apart else ("disk",)
+            for place in places:
+                yield self._way(first, end, num_stages, memory, 1, "", place)
+
+    def _way(
+        self,
+        first: int,
+        end: int,
+        num_stages: int,
+        memory: MachineMemory,
+        num_ranks: int,
+        local: str,
+        weights: WeightsPlace,
+    ) -> Held:
+        """One of them."""
         is_apart, pipeline = memory.is_apart, self.spec.pipeline
-        needs = self.needs(first, end, PRECISIONS[memory.precision])
+        precision, is_sharded = PRECISIONS[memory.precision], local == FSDP
+        needs = self.needs(first, end, precision)
+        parameters = needs.gradients / precision.gradients
+        base, trained = self._base[precision.name][first:end], self.trained[first:end]
+        on_device, gradients = layers_streamed_bytes(trained, base, precision)
+        store = DISK if self.spec.sync.optimizer_store == DISK else HOST
+        place = AUTO if is_apart else store
         policies: tuple[ActivationsName, ...] = POLICIES if is_apart else POLICIES[:-1]
         if pipeline.activations != "auto":
             policies = (pipeline.activations,)
+        if weights != DEVICE:
+            policies, place = tuple(p for p in policies if p in KEEP_NO_WEIGHTS), store
+            whole_base = needs.base
+            needs = replace(needs, weights=on_device, gradients=gradients, base=0.0)
+        elif is_sharded:  # while a layer computes, it is whole at every rank
+            policies = ("recompute",)
+            needs = replace(needs, base=needs.base + num_ranks * (on_device + gradients))
+        if needs.activations is not None:
+            kept_of = of_ranks(needs.activations, num_ranks, local, precision)
+            needs = replace(needs, activations=kept_of)
         stages = pipeline.model_copy(update={"num_stages": num_stages})
         expected = expected_in_flight(self.spec.model_copy(update={"pipeline": stages}))
-        store = DISK if self.spec.sync.optimizer_store == DISK else HOST
-        place = AUTO if is_apart else store
         chosen = choose_memory(
             needs,
             place,
@@ -214,7 +300,8 @@ class StageTable:
             policies=policies,
             in_flight=expected,
             is_apart=is_apart,
-            may_be_on_device=is_apart and self.spec.sync.mode == ZERO,
+            may_be_on_device=is_apart and num_ranks == 1 and self.spec.sync.mode == ZERO,
+            num_devices=num_ranks,
         )
         policy, in_flight = chosen.choice.activations, min(expected, chosen.choice.max_in_flight)
         if expected >= MIN_IN_FLIGHT:
@@ -224,7 +311,81 @@ class StageTable:
         if chosen.is_on_device:
             device += needs.updating
         elif is_apart:
-            parameters = needs.gradients / PRECISIONS[memory.precision].gradients
-            host += 2 * FP32_BYTES * parameters + needs.exchange
-            host += needs.optimizer if store == HOST else 0.0
-        return Held(device, host, policy, in_flight, policy in ("blocks", "recompute"))
+            host += needs.exchange + (needs.optimizer if store == HOST else 0.0)
+            if weights == DEVICE:
+                host += 2 * FP32_BYTES * parameters
+            elif weights == HOST:
+                host += host_weights_bytes(int(parameters), whole_base, precision)
+        computes_again = policy in ("blocks", "recompute")
+        between_s = self._between_s(first, end, memory, num_ranks, local, computes_again)
+        if policy == "offload" and needs.activations is not None:
+            rate = memory.host_bytes_per_s if is_apart else memory.disk_bytes_per_s
+            between_s += 2 * needs.activations.graph / num_ranks / pipeline.microbatch / rate
+        return Held(
+            device / num_ranks,
+            host,
+            policy,
+            in_flight,
+            computes_again,
+            ranks=num_ranks,
+            local=local,
+            weights=weights,
+            part=num_ranks / memory.cards,
+            between_s=between_s,
+            moved_s=self._moved_s(first, end, memory, num_ranks, local, weights),
+        )
+
+    def _between_s(
+        self,
+        first: int,
+        end: int,
+        memory: MachineMemory,
+        num_ranks: int,
+        local: str,
+        computes_again: bool,
+    ) -> float:
+        """As `Held.between_s`: a block's two sums over all ranks forward, and as many backward, in
+        a ring."""
+        if num_ranks == 1 or local == FSDP:
+            return 0.0
+        blocks = (x for x in self.plan.layers[first:end] if x.is_block)
+        numbers = sum(math.prod(x.output_shape) for x in blocks)
+        sums = SUMS_OF_A_BLOCK * (2 + computes_again) * element_bytes(PRECISIONS[memory.precision])
+        return sums * numbers * 2 * (num_ranks - 1) / num_ranks / memory.between_bytes_per_s
+
+    def _moved_s(
+        self,
+        first: int,
+        end: int,
+        memory: MachineMemory,
+        num_ranks: int,
+        local: str,
+        weights: WeightsPlace,
+    ) -> float:
+        """As `Held.moved_s`. Weights come forward and backward, and where ranks have parts of them
+        once more between; gradients go once."""
+        precision = PRECISIONS[memory.precision]
+        own = element_bytes(precision) * sum(self.trained[first:end])
+        whole = own + sum(self._base[precision.name][first:end])
+        if local == FSDP:
+            moved = 3 * whole + FP32_BYTES * sum(self.trained[first:end])
+            return (num_ranks - 1) / num_ranks * moved / memory.between_bytes_per_s
+        if weights == DEVICE:
+            return 0.0
+        rates = (memory.host_bytes_per_s,) if memory.is_apart else ()
+        if weights == DISK:
+            rates = (*rates, memory.disk_bytes_per_s)
+        return (2 * whole + own) / min(rates)
+
+    def _sample_s(self, held: Held, first: int, end: int, memory: MachineMemory) -> float:
+        """Of a pass forth and back, as `Costs` has it; what other layers take is the same."""
+        flops = sum(x.cost for x in self.plan.layers[first:end])
+        passes = 2 + held.computes_again + (not self.plan.has_base)
+        computing_s = passes * flops / (memory.flops_per_s * held.part)
+        return max(computing_s + held.between_s, held.moved_s / self.spec.pipeline.microbatch)
+
+
+def _lacks(held: Held, memory: MachineMemory) -> float:
+    """What is needed over what is there, of the memory of which more is lacking."""
+    host = held.host_bytes / memory.host_bytes if memory.is_apart else 0.0
+    return max(held.device_bytes / memory.device_bytes, host)

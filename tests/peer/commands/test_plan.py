@@ -343,12 +343,55 @@ def test_hours_count_in_a_day(tmp_path: Path) -> None:
     assert days[0][1] == pytest.approx(2 * days[1][1])
 
 
-def test_too_few_machines_for_the_stages_that_the_run_fixes() -> None:
+def choices(found: dict[str, Any]) -> dict[str, str]:
+    return {c["key"]: c["value"] for c in found["choices"]}
+
+
+def test_fewer_machines_than_stages_have_seats() -> None:
     found = answered(SPEC, "--machines", "24GB-gpu")
+    assert found["fits"]
+    assert choices(found)["swarmnet peer"] == "--stages 2"
+    assert {row["machine"] for row in found["rows"]} == {"seat of 24GB-gpu"}
+    assert [row["stage"] for row in found["rows"]] == [0, 1]
+    free = answered(SPEC, "--machines", "24GB-gpu", "--choose")
+    assert free["tokens_per_s"] > found["tokens_per_s"]
+    assert "swarmnet peer" not in choices(free)
+
+
+def test_too_few_machines_with_too_little_memory() -> None:
+    found = answered(SPEC, "--machines", "0.01GB-cpu")
     assert not found["fits"]
-    assert found["verdict"].startswith("impossible: 2 stages need 2 machines")
-    assert found["changes"][0] == "num_stages = 1"
-    assert answered(SPEC, "--machines", "24GB-gpu", "--choose")["fits"]
+    assert found["verdict"].startswith("impossible: 2 stages on 1 machine: as peers of 2 stages")
+
+
+def test_cards_of_a_machine_are_ranks_or_peers(folder_8b: Path, tmp_path: Path) -> None:
+    """Whichever has more tokens/s: by the link between the cards."""
+    machines = tmp_path / "machines.toml"
+    said = {}
+    for link in (400, 0.05):
+        machines.write_text(
+            f'[[machine]]\ncard = "rtx4090"\ncards = 2\ncard_link_gb_s = {link}\n'
+            "up_mbit = 10000\ndown_mbit = 10000\nlatency_ms = 0.1\n"
+        )
+        said[link] = answered(folder_8b, "--lora", "--machines", str(machines))
+    quick, slow = said[400], said[0.05]
+    assert choices(quick)["swarmnet peer"] == "one peer a machine"
+    assert choices(quick)["swarmnet peer on rtx4090, stage 0"] == "--tp 2"
+    assert [(r["ranks"], r["local"]) for r in quick["rows"]] == [(2, "tensor")]
+    assert choices(slow)["swarmnet peer"] == "a peer for each card"
+    assert {r["machine"] for r in slow["rows"]} == {"card of rtx4090"}
+    assert quick["tokens_per_s"] > slow["tokens_per_s"]
+
+
+def test_weights_lie_on_the_host_where_that_makes_a_plan_possible(folder_8b: Path) -> None:
+    machines = "24GB-gpu+256GB"
+    found = answered(folder_8b, "--machines", machines)
+    assert found["fits"]
+    (row,) = found["rows"]
+    assert row["weights"] == "host"
+    assert row["device_bytes"] < 24e9 < row["host_bytes"]
+    (why,) = (c["why"] for c in found["choices"] if c["value"] == "--weights-memory host")
+    assert "s copies beside it" in why
 
 
 def test_a_plan_is_written_into_the_run_and_all_else_stays(tmp_path: Path) -> None:

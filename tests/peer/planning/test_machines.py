@@ -36,6 +36,29 @@ def test_a_card_computes_in_what_it_has() -> None:
     assert old.machine("fp16", links, None).flops_per_s > 20e12
 
 
+def test_several_cards_in_one_machine() -> None:
+    two, other, one = read_machines("2x24GB-gpu, 4 x RTX 4090+128GB, 24GB-gpu")
+    assert (two.name, two.cards, two.device_gb, two.host_gb) == ("2x 24GB-gpu", 2, 24, 64)
+    assert (other.cards, other.device_gb, other.host_gb) == (4, 24, 128)
+    assert two.flops("bf16") == 2 * one.flops("bf16")
+    assert one.between_bytes_per_s == one.host_bytes_per_s == 16e9, "half of PCIe 4 with 16 lanes"
+    assert read_machines("h200")[0].between_bytes_per_s == 225e9
+    links = read_links("20Mbit/100Mbit,30ms")
+    card = two.divided(2, links, by_cards=True)
+    assert (card.cards, card.device_gb, card.flops("bf16")) == (1, 24, one.flops("bf16"))
+    assert card.links is not None
+    assert (card.links.up, card.free_host_bytes) == (links.up / 2, two.free_host_bytes / 2)
+    seat = one.divided(2, links, by_cards=False)
+    assert (seat.device_gb, seat.flops("bf16")) == (12, one.flops("bf16") / 2)
+
+
+@pytest.mark.parametrize("text", ["2x16GB-cpu", "0x24GB-gpu", "99x24GB-gpu", "2x mac-32GB"])
+def test_cards_are_of_gpus(text: str) -> None:
+    with pytest.raises(UsageError, match="2x24GB-gpu is one machine with two cards") as refused:
+        read_machines(text)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("text", "up", "down", "latency"),
     [

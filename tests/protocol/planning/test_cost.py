@@ -142,3 +142,21 @@ def test_layers_with_nothing_to_train_are_no_stage() -> None:
     plan = best_plan(costs, [FAST] * 3)
     assert plan is not None
     assert all(costs.parameters(first, end) for first, end in plan.cut)
+
+
+def test_cards_that_wait_for_each_other_and_weights_that_come_cost_time() -> None:
+    """A sample takes a second on the whole machine."""
+    job = equal_job(1, 8)
+    plain = Held(0, 0, "keep", 4, computes_again=False)
+
+    def seconds(held: Held) -> float:
+        costs = Costs(replace(job, memory=lambda first, end, num_stages, memory: held))
+        rates = costs.rates(FAST, 0, 1, 1)
+        assert rates is not None
+        return 1 / rates.compute
+
+    assert seconds(plain) == pytest.approx(1.0)
+    assert seconds(replace(plain, part=0.5)) == pytest.approx(2.0)
+    assert seconds(replace(plain, between_s=0.25)) == pytest.approx(1.25), "nobody computes"
+    assert seconds(replace(plain, moved_s=0.5)) == pytest.approx(1.0), "while one computes"
+    assert seconds(replace(plain, moved_s=3.0)) == pytest.approx(3.0)
