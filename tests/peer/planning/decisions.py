@@ -111,10 +111,12 @@ def answer(row: Row, folder: Path) -> str:
     plan = json.loads(CliRunner().invoke(app, command).stdout)
     verdict: str = plan["verdict"]
     policies = ", ".join(sorted({each["activations"] for each in plan.get("rows", [])}))
+    elsewhere = ", ".join(sorted({each["weights"] for each in plan.get("rows", [])} - {"device"}))
     left = [x.split(": ")[1] for x in plan.get("helps", []) if x.startswith("left out: ")]
     said = (
         verdict.split("; up to ")[0],
         *([f"activations: {policies}"] if policies else []),
+        *([f"weights: {elsewhere}"] if elsewhere else []),
         *(f"left out: {x}" for x in left),
     )
     cells = ["; ".join(said)]
