@@ -18,9 +18,9 @@ from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.ranks.cut_check import check_cut
+from swarmnet.training.ranks.cut_layers import lay_out
 from swarmnet.training.ranks.cut_plan import cut_plan
 from swarmnet.training.ranks.local_group import LocalGroup, RankLost
-from swarmnet.training.ranks.parallel_layers import lay_out
 from swarmnet.training.ranks.rank_stage import LeadStage
 from swarmnet.training.ranks.tensor_parallel_stage import (
     build_parallel_stage,
@@ -38,12 +38,17 @@ TOLERANCE = 1e-5
 
 @contextmanager
 def ranks(
-    spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False, **options: Any
+    spec: RunSpec,
+    num_ranks: int,
+    *,
+    sequence_parallel: bool = False,
+    mode: str = "tensor",
+    **options: Any,
 ) -> Iterator[LocalGroup]:
     group = LocalGroup(
         num_ranks,
         threads=1,
-        options=rank_options(spec, sequence_parallel=sequence_parallel),
+        options=rank_options(spec, sequence_parallel=sequence_parallel, mode=mode),
         **options,
     )
     try:
