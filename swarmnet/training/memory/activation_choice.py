@@ -92,11 +92,14 @@ def _room(one: Activations, policy: str, free_bytes: float) -> int:
     return min(MAX_IN_FLIGHT, 1 + int((free_bytes - first) / (second - first)))
 
 
-def known_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
+def known_activations(
+    spec: RunSpec, stage: int, precision: Precision, num_ranks: int = 1
+) -> Activations | None:
     """By the formula, or, for another model and for adapters, by a pass over shapes without
-    numbers; None where its layers cannot do that."""
+    numbers; None where its layers cannot do that. `num_ranks`: that share each sequence, of a model
+    of the formula."""
     if is_of_formula(spec):
-        return stage_activations(spec, stage, precision)
+        return stage_activations(spec, stage, precision, num_ranks)
     try:
         return traced_activations(spec, stage, precision)
     except Exception as error:  # whatever the author's code does there

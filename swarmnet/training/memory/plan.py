@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from swarmnet.errors import SpecError
@@ -314,13 +315,15 @@ def plan_memory(
     precision: Precision = FP32,
     activations: str | None = None,
     mode: str | None = None,
+    num_ranks: int = 1,
     known: Callable[[RunSpec, int, Precision], Activations | None] | None = None,
 ) -> list[StageMemory]:
     """What a replica of each stage holds; `in_flight`: microbatches between their forward and their
     backward pass. The last stage does both at once: one microbatch, whatever is in flight.
     `activations`: the policy; None for the spec's, which may be "auto": then "keep". `mode`: of
-    `[sync]`; None for the spec's. `known`: tells the activations of a stage; `stage_activations`
-    where not given.
+    `[sync]`; None for the spec's. `num_ranks`: that share each sequence; then activations, and
+    the total, are those of one rank. `known`: tells the activations of a stage of one rank;
+    `stage_activations` where not given.
 
     Raises:
         SpecError: the model cannot be built or cut so; a number is not positive.
@@ -341,7 +344,8 @@ def plan_memory(
         weights, gradients, optimizer, exchange = state_bytes(
             trained, num_replicas, spec.sync.replication, *how
         )
-        one = (known or stage_activations)(spec, k, precision)
+        how_kept = known or partial(stage_activations, num_ranks=num_ranks)
+        one = how_kept(spec, k, precision)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
             StageMemory(
@@ -431,24 +435,59 @@ def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision)
     )
 
 
-def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
-    """Of one microbatch at a stage; None for another model than the built-in one. Raises
-    `SpecError`."""
+def stage_activations(
+    spec: RunSpec, stage: int, precision: Precision, num_ranks: int = 1
+) -> Activations | None:
+    """Of one microbatch at a stage, at each of `num_ranks` that share its sequences; None for
+    another model than the built-in one. Raises `SpecError`."""
     if spec.model.kind != "llama":
         return None
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
     names = [layer.name for layer in stages[stage]]
-    return llama_activations(spec, names, precision, stage == 0, stage == len(stages) - 1)
+    about = spec, names, precision, stage == 0, stage == len(stages) - 1
+    whole = llama_activations(*about)
+    if num_ranks == 1:
+        return whole
+    # As many positions as the rank with most, which has two pieces.
+    length = 2 * -(-spec.sequence_length // (2 * num_ranks))
+    return _of_part(spec, whole, llama_activations(*about, length), precision, length)
+
+
+def _of_part(
+    spec: RunSpec, whole: Activations, part: Activations, precision: Precision, length: int
+) -> Activations:
+    """At a rank that has `length` positions of each sequence. What comes from other stages and goes
+    to them is whole. Its rotary tables are its own; where documents are kept apart, it has their
+    numbers, and makes the mask of a block when it attends to that."""
+    batch, has_documents = spec.pipeline.microbatch, spec.data.document_mask
+    samples = batch if has_documents else 1
+    tables = samples * length * (2 * FP32_BYTES * spec.model.head_size + INDEX_BYTES)
+    numbers = INDEX_BYTES * batch * spec.sequence_length if has_documents else 0
+    element = FP32_BYTES if precision is FP32 else LOW_BYTES
+    mask = batch * length**2 * (element + 1) if has_documents else 0
+    return replace(
+        whole,
+        graph=part.graph + tables + numbers,
+        borders=part.borders + whole.inputs + numbers,
+        largest_layer=part.largest_layer + tables + mask,
+        is_input_in_graph=False,
+    )
 
 
 def llama_activations(
-    spec: RunSpec, names: Sequence[str], precision: Precision, is_first: bool, is_last: bool
+    spec: RunSpec,
+    names: Sequence[str],
+    precision: Precision,
+    is_first: bool,
+    is_last: bool,
+    length: int = 0,
 ) -> Activations:
-    """Of one microbatch at a stage that has the layers of these names, of the built-in Llama."""
+    """Of one microbatch at a stage that has the layers of these names, of the built-in Llama.
+    `length`: of its sequences, if that is not the run's; then without documents."""
     model, batch = spec.model, spec.pipeline.microbatch
     element = FP32_BYTES if precision is FP32 else LOW_BYTES
     is_low = precision is not FP32
-    positions = batch * spec.sequence_length
+    positions = batch * (length or spec.sequence_length)
     is_narrow = bool(model.subspace)
     border = positions * (model.subspace or model.hidden_size)
     parts = {name: layer_bytes(model, name, positions, element) for name in names}
@@ -456,7 +495,7 @@ def llama_activations(
     loss = parts.get("lm_head", 0)
     tokens = FP32_BYTES * positions if is_first else 0
     borders = positions * sum(_input_width(model, name) for name in names)
-    beside, mask, tables = document_bytes(spec, element)
+    beside, mask, tables = (0, 0, 0) if length else document_bytes(spec, element)
     if is_narrow and not is_first:
         beside += TOKEN_BYTES * positions
     fixed = element * positions * model.hidden_size if is_narrow else 0

@@ -37,7 +37,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,17 @@ class LayerBuilder:
     Muon's, where the run has that (`matrices`)."""
 
 
+class SharedSequence(Protocol):
+    """A sequence that lies on several ranks. This one has `LayerContext.positions` of it."""
+
+    length: int
+    """Positions of all ranks."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of this rank's queries to the keys of all ranks: the output, (samples,
+        positions here, heads, head size). `k`, `v`: of this rank; with as many heads, or fewer."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """What a layer needs beside the hidden state. It goes through a stage, and from stage to stage,
@@ -106,6 +117,8 @@ class LayerContext:
     fixed: Tensor | None = None
     """Likewise, what `ModelPlan.fixed` makes of them: (samples, length, width), in the precision of
     the pass. Made once for all layers of a pass."""
+    sequence: SharedSequence | None = None
+    """What attends in place of torch where a rank has a part of the sequence."""
     routing: Routing | None = None
     """What routers of experts are told and say (`ModelPlan.routes`), in training."""
 
@@ -118,13 +131,19 @@ def routing_of(context: LayerContext | None) -> Routing | None:
 def with_mask(context: LayerContext, dtype: torch.dtype) -> LayerContext:
     """The context of a pass in this precision: with a mask, where positions ask for one."""
     positions = context.positions
-    if positions is None or context.cache is not None or context.mask is not None:
+    has_own_way = context.cache is not None or context.sequence is not None
+    if positions is None or has_own_way or context.mask is not None:
         return context
-    documents_BS = (positions == 0).cumsum(dim=1)
+    documents_BS = documents_of(positions)
     sees_BSS = (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)).tril()
     mask = torch.zeros(sees_BSS.shape, dtype=dtype, device=positions.device)
     mask.masked_fill_(~sees_BSS, -torch.inf)
     return replace(context, mask=mask.unsqueeze(1))
+
+
+def documents_of(positions_BS: Tensor) -> Tensor:
+    """The number of each position's document, from 1."""
+    return (positions_BS == 0).cumsum(dim=1)
 
 
 class TakesContext(nn.Module):

@@ -91,6 +91,7 @@ class Attention(nn.Module):
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_size)
         cache: KeyValues | None = None if context is None else context.cache
+        sequence = None if context is None else context.sequence
         before, mask = 0, None
         if cache is not None:
             before = cache.num_tokens(self)
@@ -100,12 +101,16 @@ class Attention(nn.Module):
             cos, sin = rotary_tables(length, self.head_size, self.rope_theta, x_BSD.device)
         else:
             mask = context.mask
-            cos, sin = _tables_at(context.positions, self.head_size, self.rope_theta)
+            whole = length if sequence is None else sequence.length
+            cos, sin = _tables_at(context.positions, whole, self.head_size, self.rope_theta)
         q_BSHE = _rotate(self.q_proj(x_BSD).view(heads), cos, sin)
         k_BSKE = _rotate(self.k_proj(x_BSD).view(heads), cos, sin)
         v_BSKE = self.v_proj(x_BSD).view(heads)
         if cache is not None:
             k_BSKE, v_BSKE = cache.extend(self, k_BSKE, v_BSKE)
+        if sequence is not None:
+            y_BSHE = sequence.attend(q_BSHE, k_BSKE, v_BSKE)
+            return self.o_proj(y_BSHE.reshape(batch, length, -1))
         y_BHSE = F.scaled_dot_product_attention(
             q_BSHE.transpose(1, 2),
             k_BSKE.transpose(1, 2),
@@ -261,9 +266,12 @@ def rotary_tables(
 
 
 @functools.lru_cache(maxsize=1)
-def _tables_at(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """The tables at the positions of a microbatch, (B, S, 1, E), which all layers of a pass use."""
-    cos, signed_sin = rotary_tables(positions.shape[1], head_size, theta, positions.device)
+def _tables_at(
+    positions: Tensor, length: int, head_size: int, theta: float
+) -> tuple[Tensor, Tensor]:
+    """The tables at the positions of a microbatch, (B, S, 1, E), which all layers of a pass use.
+    They are below `length`."""
+    cos, signed_sin = rotary_tables(length, head_size, theta, positions.device)
     return cos[positions], signed_sin[positions]
 
 

@@ -151,10 +151,11 @@ def _start(
         from swarmnet.training.ranks.fsdp import follow as follow_fsdp
 
         return follow_fsdp(rank, num_ranks, device, store, timeout_s, options)
-    from swarmnet.training.ranks.tensor_parallel_stage import follow
+    from swarmnet.training.ranks import context_parallel_stage, tensor_parallel_stage
 
     group = open_process_group(device, store, rank, num_ranks, timeout_s)
-    return follow(group, rank, num_ranks, device, options)
+    of = context_parallel_stage if options.get("mode") == "context" else tensor_parallel_stage
+    return of.follow(group, rank, num_ranks, device, options)
 
 
 if __name__ == "__main__":

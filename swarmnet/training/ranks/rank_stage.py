@@ -44,6 +44,8 @@ class RankLayers(StageLayers):
     may_keep_less = False
     routes = False
     overlaps_rounds = False
+    writes_alone = False
+    """Rank 0 has all that a text takes: it asks no other for one."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class LeadStage(RankStage):
         super().__init__(*arguments, **options)
         self.vectors.make_whole = self._collect
         self.base = LeadBase(self.layers.base, self._together)
-        if self.generation is not None:
+        if self.generation is not None and not self.layers.writes_alone:
             self.generation = LeadGeneration(self.generation, self._together, self._later)
         about = {"stage": self.stage_index, "computing": self.computing.values()}
         group.send("build", about, fd=self.layers.shared.fd)

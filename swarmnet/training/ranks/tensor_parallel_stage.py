@@ -41,8 +41,8 @@ def build_parallel_stage(
 def rank_options(
     spec: RunSpec, *, sequence_parallel: bool = False, mode: str = "tensor"
 ) -> dict[str, Any]:
-    """What `LocalGroup` is told, so that its ranks can build stages of the run. `mode`: "tensor" or
-    "fsdp"."""
+    """What `LocalGroup` is told, so that its ranks can build stages of the run. `mode`: "tensor",
+    "fsdp" or "context"."""
     return {
         "spec": spec.canonical().decode(),
         "sequence_parallel": sequence_parallel,

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from swarmnet.errors import SwarmnetError
 from swarmnet.spec import RunSpec
 from swarmnet.system import LOOPBACK_INTERFACE
+from swarmnet.training.ranks import context_parallel_stage, tensor_parallel_stage
 from swarmnet.training.ranks.local_group import LocalGroup, RankLost
-from swarmnet.training.ranks.tensor_parallel_stage import follow, rank_options
+from swarmnet.training.ranks.tensor_parallel_stage import rank_options
 from swarmnet.wire import Array
 
 TIMEOUT_S = 30.0
@@ -30,11 +31,13 @@ BUILDING = threading.Lock()
 class ThreadGroup:
     """Has what stages use of a `LocalGroup`; values travel as JSON, as they do there."""
 
-    def __init__(self, spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False, mode: str
+    ) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         self.num_ranks = num_ranks
         self.devices = [torch.device("cpu")] * num_ranks
-        self.options = rank_options(spec, sequence_parallel=sequence_parallel)
+        self.options = rank_options(spec, sequence_parallel=sequence_parallel, mode=mode)
         self.failure: RankLost | None = None
         self.calls: list[str] = []
         self._store = dist.HashStore()
@@ -91,6 +94,8 @@ class ThreadGroup:
     def _work(self, rank: int) -> None:
         group, waiting = self._open(rank), self._queues[rank - 1]
         calls: dict[str, Callable[..., None]] = {}
+        is_tensor = self.options["mode"] == "tensor"
+        follow = (tensor_parallel_stage if is_tensor else context_parallel_stage).follow
         try:
             calls = follow(group, rank, self.num_ranks, self.devices[rank], self.options)
         except BaseException as error:
@@ -118,9 +123,9 @@ class ThreadGroup:
 
 @contextmanager
 def rank_threads(
-    spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False
+    spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False, mode: str = "tensor"
 ) -> Iterator[LocalGroup]:
-    group = ThreadGroup(spec, num_ranks, sequence_parallel=sequence_parallel)
+    group = ThreadGroup(spec, num_ranks, sequence_parallel=sequence_parallel, mode=mode)
     try:
         yield cast(LocalGroup, group)
     finally:

@@ -1,0 +1,102 @@
+"""The passes of one rank where each has a part of every sequence: context parallelism, by ring
+attention (`ring`).
+
+Every rank has all parameters, and its own positions of what lies between the beginning of the stage
+and its end. What comes from other stages and goes to them is whole sequences: each rank takes its
+part of these, and gathers the others' parts. A rank's gradients are those of its positions, and
+rank 0 adds them up once a round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnet.ports import StepKey
+from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, documents_of
+from swarmnet.training.ranks.cut_layers import CutLayers
+from swarmnet.training.ranks.cut_plan import CutPlan
+from swarmnet.training.ranks.ring import Ring, part_of_rank, whole
+from swarmnet.training.ranks.tensor_parallel import Region, both_ways, unchanged
+from swarmnet.training.ranks.zigzag import Zigzag, is_long_enough
+
+NOTHING_IS_CUT = CutPlan({}, 0, 0, 0, 0, shares_heads=False)
+"""All of each matrix is on every rank."""
+
+
+class ContextParallelLayers(CutLayers):
+    """The layers of one rank: whole matrices, and a part of each sequence. Texts are written by
+    rank 0, and what is too short to be cut is computed by all ranks alike."""
+
+    writes_alone = True
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        builders: tuple[LayerBuilder, ...],
+        *,
+        region: Region,
+        **options: Any,
+    ) -> None:
+        """`region`: of gradients that ranks have a part of (`sequence_parallel`); the rest as for
+        `CutLayers`."""
+        self._gathers = False
+        self._zigzag: Zigzag | None = None
+        """Of the pass that runs; None where each rank has whole sequences."""
+        inner = plan.loss
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            zigzag = self._zigzag
+            if zigzag is None:
+                return inner(outputs, targets)
+            mine = inner(outputs, part_of_rank(zigzag, region.rank, targets))
+            return both_ways(mine, region.all_reduce, unchanged)
+
+        plan = dataclasses.replace(plan, loss=loss)
+        super().__init__(plan, builders, region=region, cut=NOTHING_IS_CUT, **options)
+
+    def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
+        region, length = self._region, x.shape[1]
+        self._zigzag = None
+        if not is_long_enough(length, region.num_ranks):
+            return super().run(key, x, context)
+        self._zigzag = zigzag = Zigzag(length, region.num_ranks)
+        mine = partial(part_of_rank, zigzag, region.rank)
+        all_of = partial(whole, zigzag, region)
+        x = both_ways(x, mine, all_of)
+        x = super().run(key, x, self._context_here(zigzag, context, x.device))
+        is_whole = not self.is_last or self._gathers
+        return both_ways(x, all_of, mine) if is_whole else x
+
+    def _context_here(
+        self, zigzag: Zigzag, context: LayerContext | None, device: torch.device
+    ) -> LayerContext:
+        """Of this rank's positions."""
+        context = context or LayerContext()
+        mine = partial(part_of_rank, zigzag, self._region.rank)
+        positions, tokens, documents = context.positions, context.tokens, None
+        if positions is not None:
+            documents = documents_of(positions)
+        else:
+            positions = torch.arange(zigzag.length, device=device).unsqueeze(0)
+        return dataclasses.replace(
+            context,
+            positions=mine(positions),
+            tokens=None if tokens is None else mine(tokens),
+            sequence=Ring(zigzag, self._region, documents),
+        )
+
+    @contextlib.contextmanager
+    def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
+        self._gathers = wants_outputs
+        try:
+            with super().evaluating(is_whole_batch=is_whole_batch, wants_outputs=wants_outputs):
+                yield
+        finally:
+            self._gathers = False

@@ -1,0 +1,82 @@
+"""A stage on the ranks of one peer, of which each has a part of every sequence: whether it can be,
+and how each of them builds it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import RunSpec
+from swarmnet.training.computing import Computing
+from swarmnet.training.models.lora import packing_of
+from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayers
+from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
+from swarmnet.training.ranks.tensor_parallel import Region
+from swarmnet.training.ranks.zigzag import is_long_enough, most_ranks
+from swarmnet.training.stage import TorchStage, build_stage
+
+
+def check_sequences(spec: RunSpec, num_ranks: int) -> None:
+    """Raises `SpecError` unless the run's sequences can be cut over so many ranks."""
+    if num_ranks == 1:
+        return
+    begin, instead = f"--cp {num_ranks}: ", "leave it out, or start a peer for each device"
+    if spec.model.kind != "llama":
+        raise SpecError(f"{begin}it is for the built-in Llama; {instead}")
+    if spec.model.num_experts:
+        raise SpecError(f"{begin}experts take whole microbatches; {instead}")
+    if packing_of(spec.lora):
+        raise SpecError(f"{begin}[lora] base_dtype int8 and nf4 are for one rank; {instead}")
+    if spec.lora is not None and spec.lora.lora_dropout:
+        raise SpecError(
+            f"{begin}[lora] lora_dropout draws random numbers for whole sequences; {instead}"
+        )
+    if not is_long_enough(spec.sequence_length, num_ranks):
+        raise SpecError(
+            f"{begin}sequences of {spec.sequence_length} tokens are too short, each rank has two "
+            f"of them at least; take --cp {most_ranks(spec.sequence_length)}, or less"
+        )
+
+
+def build_context_parallel_stage(
+    spec: RunSpec, stage_index: int, group: LocalGroup, computing: Computing | None = None
+) -> LeadStage:
+    """A stage on all ranks of `group`; replaces the one that they had.
+
+    Raises:
+        SpecError: the run's sequences cannot be cut so.
+        RankLost: a rank is gone.
+    """
+    check_sequences(spec, group.num_ranks)
+    layers = functools.partial(
+        ContextParallelLayers, region=_region(group.group, 0, group.num_ranks)
+    )
+    make = functools.partial(LeadStage, group=group, make_layers=layers)
+    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
+    assert isinstance(stage, LeadStage)
+    return stage
+
+
+def follow(
+    group: Any, rank: int, num_ranks: int, device: torch.device, options: dict[str, Any]
+) -> dict[str, Callable[..., None]]:
+    """The calls of a rank other than 0."""
+    spec = RunSpec.from_canonical(options["spec"].encode())
+    region = _region(group, rank, num_ranks)
+
+    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
+        layers = functools.partial(ContextParallelLayers, region=region, fd=fd)
+        make = functools.partial(RankStage, make_layers=layers)
+        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
+
+    return following(build)
+
+
+def _region(group: Any, rank: int, num_ranks: int) -> Region:
+    """Ranks whose gradients are each a part."""
+    return Region(group, rank, num_ranks, sequence_parallel=True)

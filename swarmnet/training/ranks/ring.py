@@ -1,0 +1,253 @@
+"""Causal attention over a sequence that lies on several ranks (ring attention, Liu et al., 2023,
+arXiv 2310.01889).
+
+A rank has its own queries, keys and values. In each step it gets the keys and values that another
+rank has, and attends to them; outputs are put together by their lse (`block_attention`). While it
+computes, those of the next step are under way. At step s rank r gets them from rank r - s, which
+sends what r sees of it and no more. In the backward pass they come once more, and the gradient of
+them goes back to the rank that has them.
+
+All ranks make the same collectives in the same order.
+
+Shapes: B samples, S positions, L of them on this rank, M keys of a block, H query heads, K
+key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swarmnet.training.ranks.block_attention import attend, attend_back
+from swarmnet.training.ranks.tensor_parallel import SEQUENCE_DIM, Region
+from swarmnet.training.ranks.zigzag import Zigzag
+
+
+def part_of_rank(zigzag: Zigzag, rank: int, x: Tensor) -> Tensor:
+    """The positions of a rank of a tensor (B, S, ...), in order."""
+    return torch.cat([x[:, piece] for piece in zigzag.pieces(rank)], dim=SEQUENCE_DIM)
+
+
+def whole(zigzag: Zigzag, region: Region, x: Tensor) -> Tensor:
+    """The positions of all ranks, (B, S, ...), from those of each."""
+    shape = list(x.shape)
+    shape[SEQUENCE_DIM] = zigzag.largest
+    mine = x.new_zeros(shape)
+    mine[:, : x.shape[SEQUENCE_DIM]] = x
+    parts = [torch.empty_like(mine) for _ in range(region.num_ranks)]
+    region.group.allgather([parts], [mine]).wait()
+    shape[SEQUENCE_DIM] = zigzag.length
+    found = x.new_empty(shape)
+    for rank, part in enumerate(parts):
+        early = zigzag.early(rank)
+        first, last = zigzag.pieces(rank)
+        found[:, first] = part[:, :early]
+        found[:, last] = part[:, early : zigzag.size(rank)]
+    return found
+
+
+class Ring:
+    """The attention of one pass, for all of its layers. Implements `models.base.SharedSequence`."""
+
+    def __init__(self, zigzag: Zigzag, region: Region, documents_BS: Tensor | None = None) -> None:
+        """`documents_BS`: the number of each position's document, which grows along the sequence;
+        None where all of it is one."""
+        self.length = zigzag.length
+        self._zigzag = zigzag
+        self._region = region
+        self._blocks = [
+            _Block(*zigzag.seen(region.rank, other), other == region.rank)
+            for other in range(region.num_ranks)
+        ]
+        if documents_BS is not None:
+            of_ranks = [part_of_rank(zigzag, r, documents_BS) for r in range(region.num_ranks)]
+            for block, keys in zip(self._blocks, of_ranks, strict=True):
+                block.know(of_ranks[region.rank], keys)
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor) -> Tensor:
+        """The output of this rank's queries, (B, L, H, E)."""
+        return cast(Tensor, _RingAttention.apply(q_BLHE, k_BLKE, v_BLKE, self))
+
+    def forward(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and the lse (B, H, L) in fp32."""
+        rank = self._region.rank
+        coming = self._begin_fetch(1, k_BLKE, v_BLKE)
+        out_BLHE, lse_BHL = self._blocks[rank].attend(q_BLHE, k_BLKE, v_BLKE)
+        out_BLHE = out_BLHE.float()
+        for step in range(1, self._region.num_ranks):
+            k, v = coming()
+            coming = self._begin_fetch(step + 1, k_BLKE, v_BLKE)
+            block = self._blocks[self._from(step)]
+            if block.is_unseen:
+                continue
+            rows = block.rows
+            more, lse = block.attend(q_BLHE[:, rows], k, v)
+            # A query sees itself at least, so that no sum of two is minus infinity.
+            both = torch.logaddexp(lse_BHL[:, :, rows], lse)
+            out_BLHE[:, rows] *= _share(lse_BHL[:, :, rows], both)
+            out_BLHE[:, rows] += more * _share(lse, both)
+            lse_BHL[:, :, rows] = both
+        return out_BLHE.to(q_BLHE.dtype), lse_BHL
+
+    def backward(
+        self,
+        grad_BLHE: Tensor,
+        q_BLHE: Tensor,
+        k_BLKE: Tensor,
+        v_BLKE: Tensor,
+        out_BLHE: Tensor,
+        lse_BHL: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values."""
+        rank = self._region.rank
+        coming = self._begin_fetch(1, k_BLKE, v_BLKE)
+        own = self._blocks[rank]
+        found = own.attend_back(grad_BLHE, q_BLHE, k_BLKE, v_BLKE, out_BLHE, lse_BHL)
+        dq_BLHE, dk_BLKE, dv_BLKE = (x.float() for x in found)
+        given_back: Callable[[], Tensor] | None = None
+        for step in range(1, self._region.num_ranks):
+            k, v = coming()
+            coming = self._begin_fetch(step + 1, k_BLKE, v_BLKE)
+            block = self._blocks[self._from(step)]
+            back = torch.zeros_like(torch.stack((k, v)))
+            if not block.is_unseen:
+                rows = block.rows
+                dq, back[0], back[1] = block.attend_back(
+                    grad_BLHE[:, rows],
+                    q_BLHE[:, rows],
+                    k,
+                    v,
+                    out_BLHE[:, rows],
+                    lse_BHL[:, :, rows],
+                )
+                dq_BLHE[:, rows] += dq
+            if given_back is not None:
+                self._add(step - 1, given_back(), dk_BLKE, dv_BLKE)
+            given_back = self._begin_give(step, back, k_BLKE)
+        if given_back is not None:
+            self._add(self._region.num_ranks - 1, given_back(), dk_BLKE, dv_BLKE)
+        to = q_BLHE.dtype
+        return dq_BLHE.to(to), dk_BLKE.to(to), dv_BLKE.to(to)
+
+    # ---- what ranks send ---------------------------------------------------------------------
+
+    def _from(self, step: int) -> int:
+        """Whose keys come in a step."""
+        return (self._region.rank - step) % self._region.num_ranks
+
+    def _to(self, step: int) -> int:
+        """Who gets this rank's."""
+        return (self._region.rank + step) % self._region.num_ranks
+
+    def _seen_by(self, other: int) -> slice:
+        """Of this rank's keys."""
+        return self._zigzag.seen(other, self._region.rank)[1]
+
+    def _begin_fetch(
+        self, step: int, k_BLKE: Tensor, v_BLKE: Tensor
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Begins to send and get what is attended to in a step. The result waits for what comes:
+        keys and values, each (B, M, K, E)."""
+        if step == self._region.num_ranks:
+            return lambda: (k_BLKE, v_BLKE)  # nobody asks
+        seen = self._seen_by(self._to(step))
+        sent = torch.stack((k_BLKE[:, seen], v_BLKE[:, seen]))
+        columns = self._blocks[self._from(step)].columns
+        shape = (2, k_BLKE.shape[0], columns.stop - columns.start, *k_BLKE.shape[2:])
+        wait = self._exchange(self._to(step), sent, self._from(step), shape)
+
+        def both() -> tuple[Tensor, Tensor]:
+            came = wait()
+            return came[0], came[1]
+
+        return both
+
+    def _begin_give(self, step: int, back: Tensor, k_BLKE: Tensor) -> Callable[[], Tensor]:
+        """Begins to send the gradient of the keys and values of a step to the rank that has them,
+        and to get that of this rank's: (2, B, M, K, E)."""
+        seen = self._seen_by(self._to(step))
+        shape = (2, k_BLKE.shape[0], seen.stop - seen.start, *k_BLKE.shape[2:])
+        return self._exchange(self._from(step), back, self._to(step), shape)
+
+    def _add(self, step: int, came: Tensor, dk_BLKE: Tensor, dv_BLKE: Tensor) -> None:
+        seen = self._seen_by(self._to(step))
+        dk_BLKE[:, seen] += came[0]
+        dv_BLKE[:, seen] += came[1]
+
+    def _exchange(
+        self, there: int, sent: Tensor, back: int, shape: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """Sends to rank `there` and gets a tensor of `shape` from rank `back`. One collective, so
+        that no order of sending and getting can lock ranks up."""
+        sent = sent.flatten()
+        came = sent.new_empty(math.prod(shape))
+        numbers = [[0] * self._region.num_ranks for _ in range(2)]
+        numbers[0][back], numbers[1][there] = came.numel(), sent.numel()
+        options = dist.AllToAllOptions()
+        work = self._region.group.alltoall_base(came, sent, *numbers, options)
+        under_way = [sent]  # it is read until the wait is over
+
+        def wait() -> Tensor:
+            work.wait()
+            under_way.clear()
+            return came.view(*shape)
+
+        return wait
+
+
+class _Block:
+    """This rank's queries beside the keys of one rank."""
+
+    def __init__(self, rows: slice, columns: slice, is_own: bool) -> None:
+        self.rows, self.columns = rows, columns
+        self._is_own = is_own
+        self.is_unseen = False
+        """No query sees a key."""
+        self._documents: tuple[Tensor, Tensor] | None = None
+        """Of queries and keys, where these are not all one."""
+
+    def know(self, queries: Tensor, keys: Tensor) -> None:
+        """The documents of what both ranks have. No key comes after a query, but for own ones."""
+        queries, keys = queries[:, self.rows], keys[:, self.columns]
+        self.is_unseen = bool((keys[:, -1] < queries[:, 0]).all()) and not self._is_own
+        if not self.is_unseen and not bool((keys[:, 0] == queries[:, -1]).all()):
+            self._documents = queries, keys
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        sees, is_causal = self._sees()
+        return attend(q, k, v, sees_BLM=sees, is_causal=is_causal)
+
+    def attend_back(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sees, is_causal = self._sees()
+        return attend_back(*tensors, sees_BLM=sees, is_causal=is_causal)
+
+    def _sees(self) -> tuple[Tensor | None, bool]:
+        """Made for each layer again: for all of a pass together it would be as large as scores."""
+        if self._documents is None:
+            return None, self._is_own
+        queries, keys = self._documents
+        sees = queries.unsqueeze(2) == keys.unsqueeze(1)
+        return (sees.tril() if self._is_own else sees), False
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, ring: Ring) -> Tensor:
+        out_BLHE, lse_BHL = ring.forward(q_BLHE, k_BLKE, v_BLKE)
+        ctx.save_for_backward(q_BLHE, k_BLKE, v_BLKE, out_BLHE, lse_BHL)
+        ctx.ring = ring
+        return out_BLHE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (*ctx.ring.backward(grads[0], *ctx.saved_tensors), None)
+
+
+def _share(lse_BHL: Tensor, both_BHL: Tensor) -> Tensor:
+    """(B, L, H, 1): what a block counts in both."""
+    return (lse_BHL - both_BHL).exp().transpose(1, 2).unsqueeze(-1)
