@@ -318,11 +318,11 @@ def plan(options: PlanOptions) -> None:
     if options.measure and options.explain:
         raise UsageError("give --measure or --explain, not both")
     if options.join:
-        others = options.measure, options.explain, options.machines, options.choose
+        others = options.measure, options.explain, options.machines, options.choose, options.cp > 1
         if any((*others, options.schedules, options.picture)):
             raise UsageError(
                 "--join asks the live run; leave --machines, --choose, --measure, --explain, "
-                "--schedules and --picture out"
+                "--cp, --schedules and --picture out"
             )
         from peer.planning.live import show_live
 
@@ -335,6 +335,8 @@ def plan(options: PlanOptions) -> None:
 
         show_tables(options, make_console())
         return
+    if options.cp > 1:
+        raise UsageError("--cp goes with --explain; add it, or leave --cp out")
     if options.precision == "mixed":
         raise UsageError("--precision mixed goes with --explain; take fp32, bf16 or fp16")
     if options.measure:

@@ -817,6 +817,12 @@ class PlanOptions:
             min=0, help="Microbatches between forward and backward at a replica, with --explain."
         ),
     ] = 4
+    cp: Annotated[
+        int,
+        typer.Option(
+            min=1, max=64, metavar="N", help="Ranks that share each sequence, with --explain."
+        ),
+    ] = 1
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16", "mixed"],
         typer.Option(

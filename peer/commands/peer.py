@@ -79,8 +79,10 @@ def check(choices: PeerChoices) -> None:
     is_number = stages.isascii() and stages.isdigit() and 1 <= int(stages) <= MAX_SEATS
     if stages != AUTO_STAGES and not is_number:
         raise UsageError(f"--stages {stages}: a number from 1 to {MAX_SEATS}, or auto")
-    if stages != "1" and choices.tp is not None and choices.tp > 1:
-        raise UsageError("--stages goes with one rank: the ranks of --tp serve one stage")
+    if stages != "1" and (choices.num_ranks or 1) > 1:
+        raise UsageError(
+            f"--stages goes with one rank: the ranks of {choices.ranks_option} serve one stage"
+        )
     if 0 < (choices.direct_port or 0) < FIRST_DIRECT_PORT:
         raise UsageError(f"--direct-port: 0, or {FIRST_DIRECT_PORT} and above")
 

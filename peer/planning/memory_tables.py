@@ -31,10 +31,12 @@ from swarmnet.training.memory.plan import (
 def show_tables(options: PlanOptions, console: Console) -> None:
     """Prints the table. Raises `SpecError`."""
     from peer.planning.question import asked
+    from swarmnet.training.ranks.context_parallel_stage import check_sequences
 
     spec = asked(options.file, lora=options.lora, choose=False).spec
     known = None if spec.model.kind == "custom" else known_activations
     precision = precision_of(spec, options)
+    check_sequences(spec, options.cp)
 
     def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:
         return plan_memory(
@@ -44,6 +46,7 @@ def show_tables(options: PlanOptions, console: Console) -> None:
             precision=precision,
             activations=policy,
             mode=mode,
+            num_ranks=options.cp,
             known=known,
         )
 
@@ -62,11 +65,12 @@ def show_tables(options: PlanOptions, console: Console) -> None:
             "replicas": options.replicas,
             "precision": precision.name,
             "mode": spec.sync.mode,
+            "ranks": options.cp,
             "stages": stages,
         }
         console.print_json(json.dumps(plan), ensure_ascii=True)
         return
-    console.print(_table(rows))
+    console.print(_table(rows, options.cp))
     console.print(_policies(policies))
     console.print(_modes(modes))
     for line in _formulae(spec, options, precision):
@@ -112,10 +116,13 @@ def _modes(modes: dict[str, list[StageMemory]]) -> Table:
     return table
 
 
-def _table(rows: list[StageMemory]) -> Table:
-    table = Table(
-        title="Memory of one replica", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
-    )
+def _table(rows: list[StageMemory], num_ranks: int) -> Table:
+    title = "Memory of one replica"
+    if num_ranks > 1:
+        title = (
+            f"Memory of rank 0 of {num_ranks}; the others have no optimizer, and nothing to sync"
+        )
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("stage")
     for name in (
         "params",

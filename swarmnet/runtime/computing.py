@@ -60,6 +60,7 @@ def choose_computing(
         known_activations,
     )
     from swarmnet.training.memory.plan import (
+        FP32_BYTES,
         PRECISIONS,
         base_bytes,
         host_weights_bytes,
@@ -71,6 +72,7 @@ def choose_computing(
     from swarmnet.training.models.registry import stage_matrix_parameters, stage_parameter_ranges
 
     device = torch.device(devices[0])
+    num_sharing = len(devices) if options.shares_sequences else 1
     is_sharded = len(devices) > 1 and options.local == "fsdp"
     check_options(spec, options, devices)
     precision = choose_precision(spec, options.precision, device)
@@ -87,8 +89,8 @@ def choose_computing(
         policies = POLICIES[:-1]
     ranges = stage_parameter_ranges(spec, stage)
     base = base_bytes(spec, stage, numbers)
-    activations = known_activations(spec, stage, numbers)
-    if activations is not None:
+    activations = known_activations(spec, stage, numbers, num_sharing)
+    if activations is not None and num_sharing == 1:
         activations = of_ranks(activations, len(devices), options.local, numbers)
     needs = StageNeeds(
         *state_bytes(
@@ -104,11 +106,15 @@ def choose_computing(
         activations,
     )
     is_apart = not shares_memory(device)
+    if num_sharing > 1 and not is_apart:  # the ranks' gradients are in one memory
+        needs = needs.of_ranks(num_sharing, FP32_BYTES * ranges[-1].stop)
     is_left = options.optimizer_memory == AUTO and not is_apart
     place = host_place(spec, options) if is_left else options.optimizer_memory
     free = free_bytes_of(device)
-    # Ranks with devices of their own share the stage; those on CPUs share the memory.
-    room = free * (len(devices) if is_apart else 1)
+    # Ranks with devices of their own share the stage, or each has all of it and shares sequences;
+    # those on CPUs share the memory.
+    num_devices = len(devices) if is_apart and num_sharing == 1 else 1
+    room = num_devices * free
     weights: WeightsPlace = "device"
     if options.weights_memory != "auto":
         weights = options.weights_memory
@@ -140,7 +146,8 @@ def choose_computing(
             in_flight=in_flight,
             is_apart=is_apart,
             may_be_on_device=may_be_on_device,
-            num_devices=len(devices),
+            num_devices=num_devices,
+            num_parts=1 if is_apart else num_sharing,
         )
 
     chosen = choose(may_be_on_device=may_be_there)
@@ -215,7 +222,7 @@ def _why_not_streamed(
     if place == HOST and shares_memory(torch.device(devices[0])):
         return "there is no GPU at work here whose weights could lie elsewhere; use disk"
     if len(devices) > 1:
-        return "it is for one rank; use device, or add --tp 1"
+        return f"it is for one rank; use device, or {_one_rank(options)}"
     if precision == "fp16":
         return "gradients of fp16 have to wait on the device; add --precision bf16 or fp32"
     if options.compile:
@@ -227,6 +234,11 @@ def _why_not_streamed(
     if options.activations not in (AUTO, *KEEP_NO_WEIGHTS):
         return f"activations {options.activations} keep weights; use blocks or recompute"
     return ""
+
+
+def _one_rank(options: PeerOptions) -> str:
+    """How a peer has no more than one."""
+    return "leave --cp out" if options.shares_sequences else "add --tp 1"
 
 
 def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:
@@ -245,7 +257,9 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
         if devices[0] == "cpu":
             raise UsageError("--optimizer-memory device: there is no GPU at work here; use host")
         if len(devices) > 1:
-            raise UsageError("--optimizer-memory device is for one rank; use host, or add --tp 1")
+            raise UsageError(
+                f"--optimizer-memory device is for one rank; use host, or {_one_rank(options)}"
+            )
         if spec.sync.mode != ZERO:
             raise UsageError(
                 f"--optimizer-memory device: mode {spec.sync.mode} makes its updates beside a "
@@ -261,7 +275,7 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
                 "machines would; use host"
             )
     if len(devices) > 1 and options.compile:
-        raise UsageError("--compile goes with one rank; leave it out, or add --tp 1")
+        raise UsageError(f"--compile goes with one rank; leave it out, or {_one_rank(options)}")
 
 
 def _line(

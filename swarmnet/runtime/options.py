@@ -312,10 +312,35 @@ class ComputeOptions:
         bool,
         Option(help="Divide norms and residuals by positions too, with --tp."),
     ] = False
+    cp: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=64,
+            metavar="N",
+            help="Share each sequence among N ranks of this machine, in place of --tp: for long "
+            "sequences.",
+        ),
+    ] = None
     compile: Annotated[
         bool,
         Option(help="Compile the layers (torch.compile). The start becomes slow."),
     ] = False
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Ranks have a part of each sequence."""
+        return (self.cp or 1) > 1
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Those that are asked for; None: it is for the machine to say."""
+        return self.cp if self.shares_sequences else self.tp
+
+    @property
+    def ranks_option(self) -> str:
+        """What has asked for them, as on a command line."""
+        return "--cp" if self.shares_sequences else "--tp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +421,7 @@ class LocalChoices(LocalRunOptions, LocalPeerOptions):
     @property
     def threads_each(self) -> int:
         """Threads of each peer."""
-        num_ranks = self.num_peers * (self.tp or 1)
+        num_ranks = self.num_peers * (self.num_ranks or 1)
         return self.threads or max(1, (os.cpu_count() or 1) // num_ranks)
 
 

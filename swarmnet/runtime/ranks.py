@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,13 @@ log = logging.getLogger("swarmnet.peer")
 
 
 def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
-    """A device for each rank. Raises `SpecError` where `--tp` does not go with the model,
-    `UserError` where there is no GPU and `--device` wants one.
+    """A device for each rank. Raises `SpecError` where `--tp` or `--cp` does not go with the model,
+    `UserError` where there is no GPU and `--device` wants one, or the machine is too small.
 
-    Without `--tp`: all GPUs of CUDA, or as many as the model can be cut into, and one device of
+    Without them: all GPUs of CUDA, or as many as the model can be cut into, and one device of
     another type: ranks of these were never run."""
     import swarmnet.training.accelerators as accelerators
+    from swarmnet.training.ranks.context_parallel_stage import check_sequences
     from swarmnet.training.ranks.cut_check import check_cut
     from swarmnet.training.ranks.fsdp import check_split
 
@@ -36,25 +38,31 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
         num_gpus = min(num_gpus, 1)
     is_sharded = options.local == "fsdp"
     is_named = options.device in accelerators.KINDS
-    if is_named and (options.device != here or num_gpus < (options.tp or 1)):
+    wanted = options.num_ranks
+    if is_named and (options.device != here or num_gpus < (wanted or 1)):
         found = num_gpus if options.device == here else 0
         raise UserError(
             f"--device {options.device}: this machine has {found} such devices that torch can use, "
-            f"and {options.tp or 1} are wanted; --device auto takes what there is"
+            f"and {wanted or 1} are wanted; --device auto takes what there is"
         )
 
     def check(num_ranks: int) -> None:
-        if is_sharded:
+        if options.shares_sequences:
+            _check_alone(options)
+            check_sequences(spec, num_ranks)
+        elif is_sharded:
             if options.sequence_parallel and num_ranks > 1:
                 raise UsageError("--sequence-parallel goes with --local tensor; leave it out")
             check_split(spec, num_ranks)
         else:
             check_cut(spec, num_ranks, sequence_parallel=options.sequence_parallel)
 
-    if options.tp is not None:
-        check(options.tp)
-        kind = here if num_gpus >= options.tp else accelerators.CPU
-        return [kind if kind == accelerators.CPU else f"{kind}:{i}" for i in range(options.tp)]
+    if wanted is not None:
+        check(wanted)
+        kind = here if num_gpus >= wanted else accelerators.CPU
+        if options.shares_sequences and kind == accelerators.CPU:
+            _check_cores(wanted)
+        return [kind if kind == accelerators.CPU else f"{kind}:{i}" for i in range(wanted)]
     if num_gpus < 2:
         return [f"{here}:0" if num_gpus else accelerators.CPU]
 
@@ -67,6 +75,28 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
 
     num_ranks = max(filter(is_possible, range(1, num_gpus + 1)))
     return [f"{here}:{i}" for i in range(num_ranks)]
+
+
+def _check_alone(options: PeerOptions) -> None:
+    """Raises `UsageError` where another option divides something else among ranks."""
+    others = {
+        "--tp": (options.tp or 1) > 1,
+        "--local fsdp": options.local == "fsdp",
+        "--sequence-parallel": options.sequence_parallel,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise UsageError(f"--cp does not go with {name}; leave one of them out")
+
+
+def _check_cores(num_ranks: int) -> None:
+    """Raises `UsageError` where ranks on CPUs would wait for each other's core."""
+    cores = os.cpu_count() or 1
+    if num_ranks > cores:
+        raise UsageError(
+            f"--cp {num_ranks}: this machine has {cores} cores, and not a GPU for each rank; take "
+            f"--cp {cores}, or less"
+        )
 
 
 def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
@@ -87,7 +117,9 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
         devices=devices,
         threads=options.threads,
         options=rank_options(
-            built, sequence_parallel=options.sequence_parallel, mode=options.local
+            built,
+            sequence_parallel=options.sequence_parallel,
+            mode="context" if options.shares_sequences else options.local,
         ),
         open_group=open_default_group if options.local == "fsdp" else open_process_group,
     )
@@ -101,6 +133,10 @@ def build_ranked_stage(
     computing: Computing,
 ) -> TorchStage:
     """A stage on all ranks."""
+    if options.shares_sequences:
+        from swarmnet.training.ranks.context_parallel_stage import build_context_parallel_stage
+
+        return build_context_parallel_stage(spec, stage_index, group, computing)
     if options.local == "fsdp":
         from swarmnet.training.ranks.fsdp import build_fsdp_stage
 

@@ -14,6 +14,7 @@ import torch
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.model_config import load_config
 from swarmnet.training.optimizer.local_steps import build_optimizer
+from swarmnet.training.ranks.context_parallel_stage import build_context_parallel_stage
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from tests.oracles.reference_modes import DelayedReference
@@ -85,6 +86,23 @@ def test_replicas_of_a_family_with_one_and_two_ranks(
     _train(spec, ranks, groups)
 
 
+def test_replicas_of_which_some_share_sequences(tmp_path: Path, stack: ExitStack) -> None:
+    """Over ranks of threads, beside one of one rank. One of the stages has such a peer alone."""
+    values = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS).model_dump()
+    values["data"] |= {"document_mask": True}
+    spec = RunSpec.model_validate(values)
+    ranks = {0: (1, 2), 1: (3,)}
+    groups = {
+        f"peer-{stage}-{replica}": stack.enter_context(
+            rank_threads(spec, num_ranks, mode="context")
+        )
+        for stage, counts in ranks.items()
+        for replica, num_ranks in enumerate(counts)
+        if num_ranks > 1
+    }
+    _train(spec, ranks, groups)
+
+
 def _train(spec: RunSpec, ranks: dict[int, tuple[int, ...]], groups: dict[str, LocalGroup]) -> None:
     """All rounds, and compares with one process. `groups`: of peers with several ranks."""
 
@@ -119,5 +137,7 @@ def _expected(spec: RunSpec, counted: dict[int, list[int]]) -> dict[str, torch.T
 
 
 def _build(spec: RunSpec, group: LocalGroup, stage_index: int) -> tuple[Any, Any]:
-    stage = build_parallel_stage(spec, stage_index, group)
+    is_tensor = group.options["mode"] == "tensor"
+    build = build_parallel_stage if is_tensor else build_context_parallel_stage
+    stage = build(spec, stage_index, group)
     return stage, build_optimizer(spec, stage)

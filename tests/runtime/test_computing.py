@@ -14,6 +14,9 @@ from swarmnet.runtime.computing import choose_computing, free_bytes_of
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import choose_devices
 from swarmnet.spec import RunSpec
+from swarmnet.training.memory.activation_choice import expected_in_flight, known_activations
+from swarmnet.training.memory.plan import FP32
+from swarmnet.training.models.registry import stage_parameter_ranges
 from tests.training.specs import small_spec
 
 CPU = ["cpu"]
@@ -164,6 +167,65 @@ def test_what_does_not_go_with_weights_elsewhere_is_refused(
         choose(tmp_path, large(), devices, **wanted)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"cp": 5}, "--cp 5: this machine has 4 cores, and not a GPU for each rank; take --cp 4"),
+        ({"cp": 2, "tp": 2}, "--cp does not go with --tp; leave one of them out"),
+        ({"cp": 2, "local": "fsdp"}, "--cp does not go with --local fsdp; leave"),
+        ({"cp": 2, "sequence_parallel": True}, "--cp does not go with --sequence-parallel; leave"),
+        ({"cp": 9}, "--cp 9: sequences of 16 tokens are too short.*take --cp 8, or less"),
+    ],
+)
+def test_ranks_that_cannot_share_sequences_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    with pytest.raises(UserError, match=why):
+        choose_devices(small_spec(), PeerOptions(state_dir=tmp_path, **options))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_ranks_that_share_sequences_have_the_stage_each_and_a_part_of_the_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What has to be free so that all is kept: of a GPU less, of the memory of all ranks more."""
+    monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", lambda *_: False)
+    spec = large()
+    devices = [kind if kind == "cpu" else f"{kind}:{i}" for i in range(2)]
+
+    def keeps(free: float, num_ranks: int) -> bool:
+        monkeypatch.setattr("swarmnet.runtime.computing.free_bytes_of", lambda _: free)
+        about: dict[str, Any] = {"cp": num_ranks, "precision": "fp32"}
+        try:
+            computing, _ = choose(tmp_path, spec, devices[:num_ranks], **about)
+        except UserError:  # no room for the weights
+            return False
+        return bool(computing.weights == "device" and computing.activations == "keep")
+
+    def least(num_ranks: int) -> float:
+        too_little, enough = 0.0, 1e9
+        while enough - too_little > 1e3:
+            middle = (too_little + enough) / 2
+            if keeps(middle, num_ranks):
+                enough = middle
+            else:
+                too_little = middle
+        return enough
+
+    def held(num_ranks: int) -> int:
+        one = known_activations(spec, 0, FP32, num_ranks)
+        assert one is not None
+        return one.held("keep", expected_in_flight(spec))[0]
+
+    expected = held(2) - held(1)
+    assert expected < -0.4 * held(1)
+    if kind == "cpu":
+        expected = 2 * held(2) - held(1) + 4 * stage_parameter_ranges(spec, 0)[-1].stop
+        assert expected > 0
+    assert 0.8 * (least(2) - least(1)) == pytest.approx(expected, abs=4e3)
+
+
 def test_what_is_fully_sharded_is_recomputed(tmp_path: Path) -> None:
     computing, _ = choose(tmp_path, large(), ["cpu", "cpu"], local="fsdp", tp=2, activations="keep")
     assert computing.activations == "recompute"
@@ -215,6 +277,10 @@ def _has(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
         ("xpu", 4, {"tp": 2}, ["cpu", "cpu"]),
         ("xpu", 4, {"device": "xpu", "tp": 2}, None),
         ("a new one", 1, {}, ["a new one:0"]),
+        ("cuda", 4, {"cp": 2}, ["cuda:0", "cuda:1"]),
+        ("cuda", 4, {"cp": 1}, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("cuda", 1, {"cp": 3}, ["cpu", "cpu", "cpu"]),
+        ("cuda", 1, {"device": "cuda", "cp": 2}, None),
     ],
 )
 def test_devices(
@@ -226,6 +292,7 @@ def test_devices(
     devices: list[str] | None,
 ) -> None:
     _has(monkeypatch, kind, num_gpus)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     wanted = PeerOptions(state_dir=tmp_path, **options)
     if devices is None:
         with pytest.raises(UserError, match="such devices that torch can use"):

@@ -98,9 +98,10 @@ async def begin_local(choices: LocalChoices) -> tuple[Run, LocalChoices]:
     most = max(seats_of(num_stages, choices.num_peers))
     if most > MAX_SEATS:
         raise UsageError(f"a peer serves at most {MAX_SEATS} stages: take more --peers")
-    if most > 1 and (choices.tp or 1) > 1:
+    if most > 1 and (choices.num_ranks or 1) > 1:
         raise UsageError(
-            f"the ranks of --tp serve one stage: {num_stages} stages need --peers {num_stages}"
+            f"the ranks of {choices.ranks_option} serve one stage: {num_stages} stages need "
+            f"--peers {num_stages}"
         )
     return started, replace(choices, spec=path, threads=choices.threads_each)
 

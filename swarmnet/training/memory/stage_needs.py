@@ -4,7 +4,7 @@ joins asks, and so does who plans a run."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnet.training.computing import ActivationsName
 from swarmnet.training.memory.activation_choice import (
@@ -33,6 +33,18 @@ class StageNeeds:
     @property
     def updating(self) -> float:
         return self.exchange + self.optimizer
+
+    def of_ranks(self, num_ranks: int, parameters: float) -> StageNeeds:
+        """Of all ranks together, in one memory, where each computes with the whole stage and has a
+        part of each sequence. `parameters`: bytes of those in fp32, which all map. The activations
+        stay those of one rank."""
+        copies = self.weights - parameters
+        return replace(
+            self,
+            weights=parameters + num_ranks * copies,
+            gradients=num_ranks * self.gradients,
+            base=num_ranks * self.base,
+        )
 
     def on_device(self, place: str, *, is_apart: bool) -> float:
         """All but activations, where that is the device's memory. `place`: of the optimizer state,
@@ -64,13 +76,15 @@ def choose_memory(
     is_apart: bool,
     may_be_on_device: bool,
     num_devices: int = 1,
+    num_parts: int = 1,
 ) -> Chosen:
     """The policy for activations, and whether the optimizer state goes to the device too: with
     `AUTO` where activations need not change for it. `free`: bytes of a device, of which there are
     `num_devices`, each with a part of the stage; `is_apart`: its memory is not the host's;
-    `may_be_on_device`: the run makes its updates there."""
+    `may_be_on_device`: the run makes its updates there. `num_parts`: ranks that have as many
+    activations as `needs` tells, in this memory."""
     room = FREE_PART * free * (num_devices if is_apart else 1)
-    left = max(0.0, room - needs.on_device(place, is_apart=is_apart))
+    left = max(0.0, room - needs.on_device(place, is_apart=is_apart)) / num_parts
 
     def choice_of(num_bytes: float) -> Choice:
         return choose_activations(

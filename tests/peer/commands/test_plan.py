@@ -73,6 +73,21 @@ def test_for_programs(fp32: Path) -> None:
         assert stage["state"] == 2 * n + 2 * n + 12 * n * 2 / 8
 
 
+def test_ranks_that_share_sequences_keep_a_part_of_the_activations(fp32: Path) -> None:
+    command = ["plan", "--spec", str(fp32), "--explain"]
+    one = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    two = json.loads(CliRunner().invoke(app, [*command, "--cp", "2", "--json"]).stdout)
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    for alone, shared in zip(one["stages"], two["stages"], strict=True):
+        assert shared["state"] == alone["state"]
+        assert 0.45 < shared["activations"] / alone["activations"] < 0.75
+    assert "Memory of rank 0 of 2" in CliRunner().invoke(app, [*command, "--cp", "2"]).stdout
+    fp32.write_text(re.sub(r"(max_position_embeddings) = \d+", r"\1 = 20", fp32.read_text()))
+    refused = CliRunner().invoke(app, [*command, "--cp", "64"])
+    assert refused.exit_code == 2
+    assert "too short" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("mode", "state", "sent"),
     [
