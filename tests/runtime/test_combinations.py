@@ -23,7 +23,7 @@ from tests.training.test_families import folder_of
 
 ROOT = Path(__file__).parents[2]
 PAGE, HEADING = ROOT / "docs" / "parallelism.md", "## What combines with what"
-LLAMA, FAMILY, SHARDED = range(3)
+LLAMA, FAMILY, SHARDED, SEQUENCES = range(4)
 """Columns."""
 NONE = "-"
 """In a cell: there is no such model."""
@@ -47,7 +47,7 @@ def plain(column: int, **changes: Any) -> RunSpec:
 
 def adapters(tmp_path: Path, **lora: Any) -> Callable[[int], Cell]:
     def cell(column: int) -> Cell:
-        if column == LLAMA:  # beside what another run ended with
+        if column in (LLAMA, SEQUENCES):  # beside what another run ended with
             values = LoraSpec.model_validate({**LORA, **lora})
             return small_spec().model_copy(update={"lora": values}), {}
         folder = tmp_path / "model"
@@ -93,6 +93,8 @@ def cells(tmp_path: Path) -> dict[str, Callable[[int], Cell]]:
         ),
         "a model of your own": custom,
         "routers that have a loss of their own": routed,
+        "a model of transformers": lambda _: (plain(FAMILY), {}),
+        "`--cp N`": with_option(cp=2),
         "`--precision bf16`": with_option(precision="bf16"),
         "`--precision fp16`": with_option(precision="fp16"),
         "`--activations`": with_option(activations="offload"),
@@ -108,6 +110,7 @@ def test_each_cell_is_taken_or_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarmnet.training.models.lora.check_packing", lambda _: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     rows, made = table(), cells(tmp_path)
     assert rows.keys() == made.keys()
     for name, row in rows.items():
@@ -115,8 +118,9 @@ def test_each_cell_is_taken_or_refused_in_one_line(
             if word == NONE:
                 continue
             spec, given = made[name](column)
-            local = "fsdp" if column == SHARDED else "tensor"
-            options = PeerOptions(tmp_path, spec=tmp_path, tp=2, local=local, **given)
+            local = {"local": "fsdp"} if column == SHARDED else {}
+            ranks = {"cp": 2} if column == SEQUENCES else {"tp": 2} | local
+            options = PeerOptions(tmp_path, spec=tmp_path, **ranks, **given)
             refusal = refused(spec, options)
             assert (refusal is None) == (word == "yes"), (name, column, refusal)
             if refusal is not None:
