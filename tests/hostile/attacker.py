@@ -11,15 +11,15 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.methods.method import Method
 from swarmnet.methods.records import GOSSIP, RECORDS, GossipRequest, Records, SignedRecord
 from swarmnet.methods.table import METHODS
 from swarmnet.protocol.membership.records import ACTIVE, Record
-from swarmnet.transport.base import Request
-from swarmnet.transport.memory import MemoryHub, MemoryTransport
+from swarmnet.swarm.membership.record_checks import Signer
+from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, pack
 
 T = TypeVar("T")
@@ -64,22 +64,39 @@ class AllowAll:
         return METHODS[envelope.method].request_in(body)
 
 
+class Hub(Protocol):
+    """Where a machine gets its identities: a `MemoryHub`, or a real network."""
+
+    def transport(self, peer_id: str) -> Transport:
+        """A new endpoint, of that name; on a real network another one, with a key behind it."""
+
+    def kill(self, peer_id: str) -> None:
+        """It is gone at once."""
+
+
 @dataclass
 class Name:
     """One identity of the attacker."""
 
-    hub: MemoryHub
+    hub: Hub
     peer_id: str
     run_id: str
     incarnation: int = 10**12
     version: int = 0
-    transport: MemoryTransport = field(init=False)
+    signer_of: Callable[[str], Signer] = NamedSigner
+    transport: Transport = field(init=False)
 
     def __post_init__(self) -> None:
         self.transport = self.hub.transport(self.peer_id)
+        self.peer_id = self.transport.peer_id
         self.transport.set_run(self.run_id)
         self.transport.guard(AllowAll())
-        self._signer = NamedSigner(self.peer_id)
+        self._signer = self.signer_of(self.peer_id)
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """Its addresses."""
+        return tuple(self.transport.addresses())
 
     def record(self, **says: Any) -> SignedRecord:
         """What it says of itself, signed; newer than what it has said before. Fields that no
@@ -164,15 +181,21 @@ def unpack_record(payload: bytes) -> Record:
 class Attacker:
     """One machine that attacks a swarm."""
 
-    hub: MemoryHub
+    hub: Hub
     run_id: str
     victims: list[str]
     rng: random.Random
+    signer_of: Callable[[str], Signer] = NamedSigner
     names: list[Name] = field(default_factory=list)
 
     def name(self, peer_id: str = "") -> Name:
         """A fresh identity, connected to nobody yet."""
-        name = Name(self.hub, peer_id or f"liar-{len(self.names)}", self.run_id)
+        name = Name(
+            self.hub,
+            peer_id or f"liar-{len(self.names)}",
+            self.run_id,
+            signer_of=self.signer_of,
+        )
         self.names.append(name)
         return name
 
@@ -180,7 +203,7 @@ class Attacker:
         """An identity whose record says that it serves a stage as any replica, which answers what
         it is asked with errors."""
         name = self.name()
-        told = {"state": ACTIVE, "stage": stage, "addresses": ("/memory",)} | says
+        told = {"state": ACTIVE, "stage": stage, "addresses": name.where} | says
         name.tell(self.victims, name.record(**told))
         await asyncio.sleep(0.1)
         return name

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +14,20 @@ from swarmnet.methods.contact import PING
 from swarmnet.methods.update import REDUCE, ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.swarm.replica.transitions import Transitions
-from tests.hostile.attacker import Attacker, NamedSigner
-from tests.hostile.trial import OPEN_PART, Attack, trial
+from tests.hostile.attacker import Attacker, Name, NamedSigner
+from tests.hostile.attacks import Attack, Says, ahead, follows, lies
+from tests.hostile.trial import OPEN_PART, trial
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
-WHERE = ("/memory",)
-EVERY_S = 0.2
-"""Between two records of a liar."""
-SPARE = 5
-"""Rounds by which one is ahead."""
 
-Says = Callable[[int, int], dict[str, Any]]
-"""What the liar of a number says while the honest ones are in this round."""
+def lie(num_names: int, says: Says, *, has_worked: bool = False) -> Attack:
+    """`has_worked`: all honest peers have seen these names at work before."""
 
+    def know(name: Name, swarm: Swarm) -> None:
+        for member in swarm.members.values() if has_worked else ():
+            member.peer.view.delivered(name.peer_id)
 
-def lies(num_names: int, says: Says, *, has_worked: bool = False) -> Attack:
-    """Names that say this of themselves, and answer nothing but whether they live. `has_worked`:
-    all honest peers have seen them at work before."""
-
-    async def attack(attacker: Attacker, swarm: Swarm) -> None:
-        names = [attacker.name() for _ in range(num_names)]
-        for name in names:
-            name.answer(PING, lambda body: None)
-            if has_worked:
-                for member in swarm.members.values():
-                    member.peer.view.delivered(name.peer_id)
-        while True:
-            for number, name in enumerate(names):
-                told = {"state": ACTIVE, "stage": 0, "addresses": WHERE}
-                told |= says(number, max(swarm.rounds()))
-                name.tell(attacker.victims, name.record(**told))
-            await asyncio.sleep(EVERY_S)
-
-    return attack
-
-
-def ahead(number: int, newest: int) -> dict[str, Any]:
-    """It is in a round to come."""
-    return {"round": newest + SPARE, "stage": number % 2}
-
-
-def follows(number: int, newest: int) -> dict[str, Any]:
-    """It takes part in all exchanges."""
-    return {"round": newest, "declared": (newest, 0)}
+    return lies(num_names, says, know=know)
 
 
 def untouched(swarm: Swarm, attacker: Attacker) -> None:
@@ -71,7 +41,7 @@ def untouched(swarm: Swarm, attacker: Attacker) -> None:
 @pytest.mark.parametrize("num_names", [1, 3, 8])
 @pytest.mark.parametrize("says", [ahead, follows])
 def test_a_few_names_end_no_round_and_hold_none_up(says: Says, num_names: int) -> None:
-    pace = trial(lies(num_names, says), during_s=8.0, look=untouched)
+    pace = trial(lie(num_names, says), during_s=8.0, look=untouched)
     assert pace.held(), pace
 
 
@@ -100,7 +70,7 @@ def test_one_contribution_ends_no_round(tmp_path: Path, monkeypatch: pytest.Monk
         last = max(swarm.rounds()) + 20
         while max(swarm.rounds()) < last:
             r = max(swarm.rounds())
-            says = {"state": ACTIVE, "stage": 0, "addresses": WHERE, "round": r}
+            says = {"state": ACTIVE, "stage": 0, "addresses": name.where, "round": r}
             name.tell(attacker.victims, name.record(**says))
             await asyncio.sleep(0.02)
             for victim, member in swarm.members.items():
@@ -119,7 +89,7 @@ def test_one_contribution_ends_no_round(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.long
 def test_one_that_has_worked_and_gives_nothing_is_waited_for_ever_less_often() -> None:
     """Each wait is as long as one for a contribution; it held up all, for as long as it lived."""
-    attack = lies(1, follows, has_worked=True)
+    attack = lie(1, follows, has_worked=True)
     pace = trial(attack, during_s=25.0, look=untouched)
     assert pace.during >= 0.15 * pace.before, pace
     assert pace.after >= OPEN_PART * pace.before, pace

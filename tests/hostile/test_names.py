@@ -4,46 +4,17 @@ newcomers are found among them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
-from swarmnet.methods.contact import PING
-from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, RoundCount
-from swarmnet.protocol.slots import SlotSet, all_slots
 from tests.hostile.attacker import Attacker
+from tests.hostile.attacks import Attack, feed, observe
 from tests.hostile.trial import NUM_REPLICAS, NUM_STAGES, trial
 from tests.swarm.harness import Swarm
 
-MANY = 200
-WHERE = ("/memory",)
-
-
-async def observe(attacker: Attacker, swarm: Swarm) -> None:
-    """Names that only exist."""
-    for _ in range(MANY):
-        name = attacker.name()
-        name.tell(attacker.victims, name.record(state=OBSERVING, addresses=WHERE))
-
-
-async def feed(attacker: Attacker, swarm: Swarm) -> None:
-    """Names that launch everything and commit nothing."""
-    names = [attacker.name() for _ in range(MANY)]
-    for name in names:
-        name.answer(PING, lambda body: None)
-    while True:
-        r = max(swarm.rounds())
-        launched = RoundCount(r, SlotSet.of(all_slots(8)))
-        for name in names:
-            says = {"state": ACTIVE, "stage": 0, "round": r, "has_data": True, "addresses": WHERE}
-            name.tell(attacker.victims, name.record(**says, counts=(launched,)))
-        await asyncio.sleep(1.0)
-
 
 @pytest.mark.parametrize("attack", [observe, feed])
-def test_many_names_are_worth_nothing(
-    attack: Callable[[Attacker, Swarm], Awaitable[None]],
-) -> None:
+def test_many_names_are_worth_nothing(attack: Attack) -> None:
     async def attack_and_join(attacker: Attacker, swarm: Swarm) -> None:
         work = asyncio.get_running_loop().create_task(attack(attacker, swarm))
         try:

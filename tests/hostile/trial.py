@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet.spec import RunSpec
 from tests.hostile.attacker import Attacker, NamedSigner
+from tests.hostile.attacks import Attack
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 NUM_STAGES, NUM_REPLICAS = 2, 4
@@ -21,9 +22,6 @@ SETTLES_S = 3.0
 OPEN_PART, CLOSED_PART = 0.8, 0.95
 """Of the pace before, that a swarm keeps during an attack by one machine: in an open run; in a
 closed one, by strangers."""
-
-Attack = Callable[[Attacker, Swarm], Awaitable[None]]
-"""Runs until it is cancelled, or ends by itself: what it has left behind stays."""
 
 
 @dataclass(frozen=True)

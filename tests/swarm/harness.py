@@ -323,6 +323,11 @@ class Swarm:
             for m in self.members.values()
         ]
 
+    def stages(self) -> dict[str, int]:
+        """By peer, as its record says."""
+        found = {name: m.peer.gossip.own.stage for name, m in self.members.items()}
+        return {name: stage for name, stage in found.items() if stage >= 0}
+
     def describe(self) -> str:
         return ", ".join(
             f"{name}: {m.peer.gossip.own.state} stage {m.peer.gossip.own.stage} round "

@@ -1,0 +1,351 @@
+"""Attacks by one machine that can be made on any swarm: one in virtual time, and real processes.
+
+Each is made of an `Attacker`, which has the names, and of what anybody can see of the swarm
+(`Seen`). It runs until it is cancelled, or ends by itself: what it has left behind stays."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from swarmnet.errors import Redirect
+from swarmnet.methods.contact import PING
+from swarmnet.methods.microbatch import (
+    ADMIT,
+    COMMIT,
+    INFER,
+    STEP,
+    AdmitReply,
+    Commit,
+    StepProgress,
+    StepRequest,
+)
+from swarmnet.methods.records import GOSSIP, GossipRequest
+from swarmnet.methods.update import (
+    BALLOT,
+    MIRROR,
+    REDUCE,
+    BallotReply,
+    BallotRequest,
+    MirrorRequest,
+    ReduceRequest,
+)
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    DIGEST_BYTES,
+    JOINING,
+    OBSERVING,
+    Restorable,
+    RoundCount,
+)
+from swarmnet.protocol.slots import SlotSet, all_slots, flight_id, slot_of
+from swarmnet.swarm.calls import call
+from swarmnet.transport.base import Request
+from swarmnet.wire import Array, Message
+from tests.hostile.attacker import Attacker, Name
+
+OFTEN_S, EVERY_S, SELDOM_S = 0.05, 0.2, 1.0
+"""Between two records of a liar: of one that keeps up with each round, of a few names, of many."""
+SPARE = 5
+"""Rounds by which one is ahead."""
+MANY = 200
+"""Names."""
+NUM_SLOTS = 8
+"""Of a round of the swarms that are attacked."""
+MICROBATCH = 4
+"""Samples."""
+CALLS_EVERY_S, ANSWER_S = 0.1, 1.0
+
+
+class Seen(Protocol):
+    """What anybody can see of a swarm."""
+
+    def rounds(self) -> list[int]:
+        """Of its peers."""
+
+    def stages(self) -> dict[str, int]:
+        """Of its peers that serve one, by peer id."""
+
+
+Attack = Callable[[Attacker, Any], Awaitable[None]]
+"""The second is a `Seen`; attacks of tests may look at more."""
+Says = Callable[[int, int], dict[str, Any]]
+"""What the liar of a number says while the honest ones are in this round."""
+
+
+# ---- what records say ------------------------------------------------------------------------
+
+
+def lies(
+    num_names: int, says: Says, *, know: Callable[[Name, Any], None] = lambda name, swarm: None
+) -> Attack:
+    """Names that say this of themselves, and answer nothing but whether they live. `know(name,
+    swarm)`: what happened before."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        names = [attacker.name() for _ in range(num_names)]
+        for name in names:
+            name.answer(PING, lambda body: None)
+            know(name, swarm)
+        while True:
+            for number, name in enumerate(names):
+                told = {"state": ACTIVE, "stage": 0, "addresses": name.where}
+                told |= says(number, max(swarm.rounds()))
+                name.tell(attacker.victims, name.record(**told))
+            await asyncio.sleep(EVERY_S)
+
+    return attack
+
+
+def ahead(number: int, newest: int) -> dict[str, Any]:
+    """It is in a round to come."""
+    return {"round": newest + SPARE, "stage": number % 2}
+
+
+def follows(number: int, newest: int) -> dict[str, Any]:
+    """It takes part in all exchanges."""
+    return {"round": newest, "declared": (newest, 0)}
+
+
+def claims(num_shards: int, **of_itself: object) -> Attack:
+    """A replica of stage 0 that follows the run's rounds, and says this besides. Its shards are
+    nobody's."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        name = attacker.name("a-liar")
+        while True:
+            heard = await name.hear(attacker.victims[0])
+            newest = max((r.round for r in heard.values()), default=0)
+            history = max((r.history for r in heard.values()), default=0)
+            told = {
+                "state": ACTIVE,
+                "stage": 0,
+                "round": newest,
+                "history": history,
+                "addresses": name.where,
+                "digests": random.Random(newest).randbytes(DIGEST_BYTES * num_shards),
+            }
+            name.tell(attacker.victims, name.record(**(told | of_itself)))
+            await asyncio.sleep(OFTEN_S)
+
+    return attack
+
+
+def offers_a_checkpoint(num_shards: int) -> Attack:
+    """In each round anew, by its record."""
+    offer = Restorable(1, 0, num_shards, b"\xff")
+    return claims(num_shards, state=JOINING, restorable=(offer,))
+
+
+async def observe(attacker: Attacker, swarm: Seen) -> None:
+    """Names that only exist."""
+    for _ in range(MANY):
+        name = attacker.name()
+        name.tell(attacker.victims, name.record(state=OBSERVING, addresses=name.where))
+
+
+async def feed(attacker: Attacker, swarm: Seen) -> None:
+    """Names that launch everything and commit nothing."""
+    names = [attacker.name() for _ in range(MANY)]
+    for name in names:
+        name.answer(PING, lambda body: None)
+    while True:
+        r = max(swarm.rounds())
+        launched = RoundCount(r, SlotSet.of(all_slots(NUM_SLOTS)))
+        for name in names:
+            says = {"state": ACTIVE, "stage": 0, "round": r, "has_data": True}
+            said = name.record(**says, addresses=name.where, counts=(launched,))
+            name.tell(attacker.victims, said)
+        await asyncio.sleep(SELDOM_S)
+
+
+# ---- microbatches ----------------------------------------------------------------------------
+
+
+def takes_slots(arrays: Callable[[int, int, int], tuple[Array, ...]]) -> Attack:
+    """It sends data of its own into all slots of each round, at both stages, and commits them.
+    `arrays(stage, round, id)`: what it sends."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        name = attacker.name()
+
+        async def take(target: str, stage: int, r: int, the_id: int) -> None:
+            body = StepRequest(r, the_id, stage, name.peer_id, MICROBATCH)
+            await name.call(target, STEP, body, arrays(stage, r, the_id), timeout_s=ANSWER_S)
+            await name.call(target, COMMIT, Commit(r, (the_id,)), timeout_s=ANSWER_S)
+
+        async with asyncio.TaskGroup() as calls:
+            while True:
+                r = max(swarm.rounds())
+                for slot in range(NUM_SLOTS):
+                    the_id = flight_id(name.run_id, name.peer_id, 1, r, slot, slot)
+                    assert slot_of(the_id) == slot
+                    for target, stage in swarm.stages().items():
+                        calls.create_task(take(target, stage, r, the_id))
+                await asyncio.sleep(CALLS_EVERY_S)
+
+    return attack
+
+
+def swallows(num_names: int, *, has: bool | None, tells: int) -> Attack:
+    """Names that are the fastest by their own word take microbatches, and give nothing back. `has`:
+    what they answer who asks whether they have it; None: nothing. `tells`: so often they say that
+    it has come further."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        async def never(request: Request[StepRequest]) -> Message[None]:
+            for n in range(tells):
+                request.progress(Message(StepProgress(("beyond",) * min(n, 1))))
+                await asyncio.sleep(0.5)
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+        for _ in range(num_names):
+            name = attacker.name()
+            name.answer(PING, lambda body: None)
+            if has is None:
+                name.is_silent_to(ADMIT, INFER)
+            else:
+                name.answer(ADMIT, lambda body: AdmitReply(0.0, known=has))
+            name.transport.handle(STEP.name, never)
+        says: dict[str, Any] = {"state": ACTIVE, "samples_per_s": 1e6}
+        while True:
+            says["round"] = max(swarm.rounds())
+            for number, name in enumerate(attacker.names):
+                told = name.record(stage=number % 2, addresses=name.where, **says)
+                name.tell(attacker.victims, told)
+            await asyncio.sleep(EVERY_S)
+
+    return attack
+
+
+# ---- takeovers -------------------------------------------------------------------------------
+
+TERMS = (1, 3, 40, 63)
+"""The first one of a ballot with which an exchange begins."""
+FAR = 61
+"""The term of what it answers."""
+
+Calls = Iterator[tuple[Any, Message[Any]]]
+
+
+def takeovers(r: int, stage: int, own: str, shards: Sequence[int], step: Array) -> Calls:
+    """All that may say that `own` takes over these shards in this exchange, or that the victim
+    does. `step`: what is to be made."""
+    for j in shards:
+        for term in TERMS:
+            yield BALLOT, Message(BallotRequest(r, stage, (j,), (term,), is_final=True))
+            for primary in (own, ""):
+                yield REDUCE, Message(ReduceRequest(r, stage, (j,), (0,), (term,), primary))
+        yield MIRROR, Message(MirrorRequest(r, stage, j, 1.0, r, 64, 1.0, term=TERMS[-1]), (step,))
+
+
+def answers_of(own: str) -> dict[str, Callable[[Any], Any]]:
+    """What it tells who asks it: that it has taken over."""
+
+    def redirect(body: Any) -> Any:
+        raise Redirect("another ballot holds here", peer_id=own, term=FAR, shard=body.shards[0])
+
+    def goes_by_its_own(body: BallotRequest) -> BallotReply:
+        num = len(body.shards)
+        return BallotReply((FAR,) * num, (own,) * num, (), ())
+
+    return {REDUCE.name: redirect, BALLOT.name: goes_by_its_own}
+
+
+async def take_over(
+    transport: Any, swarm: Seen, stage: int, shards: Callable[[], Sequence[int]], step: Array
+) -> None:
+    """Tells all the time all that serve this stage."""
+    own, tasks = transport.peer_id, set[asyncio.Task[Any]]()
+    try:
+        while True:
+            r = max(0, *swarm.rounds())
+            for victim, its_stage in swarm.stages().items():
+                if victim == own or its_stage != stage:
+                    continue
+                for method, message in takeovers(r, stage, own, shards(), step):
+                    said = call(transport, victim, method, message, timeout_s=ANSWER_S)
+                    tasks.add(asyncio.get_running_loop().create_task(said))
+            done = {task for task in tasks if task.done()}
+            await asyncio.gather(*done, return_exceptions=True)
+            tasks -= done
+            await asyncio.sleep(CALLS_EVERY_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def usurpers(num_names: int, num_shards: int, step: Array) -> Attack:
+    """Records without any work, half of them in each stage, that take over all shards."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        names = [attacker.name(f"zz-{i}") for i in range(num_names)]
+        for name in names:
+            name.answer(PING, lambda body: None)
+            for method in (REDUCE, BALLOT):
+                name.answer(method, answers_of(name.peer_id)[method.name])
+
+        async def announce(name: Name, stage: int) -> None:
+            while True:
+                says = {"state": ACTIVE, "stage": stage, "round": max(swarm.rounds())}
+                name.tell(attacker.victims, name.record(addresses=name.where, **says))
+                await asyncio.sleep(CALLS_EVERY_S)
+
+        async with asyncio.TaskGroup() as tasks:
+            for i, name in enumerate(names):
+                tasks.create_task(announce(name, i % 2))
+                work = take_over(name.transport, swarm, i % 2, lambda: range(num_shards), step)
+                tasks.create_task(work)
+
+    return attack
+
+
+# ---- much of something -----------------------------------------------------------------------
+
+LARGE_BYTES, NUM_LARGE = 48_896, 90
+"""Of digests in a record, and how many such records make more than one message."""
+AT_A_TIME = 100
+"""Records of one message."""
+AT_ONCE = 8
+"""Calls."""
+
+
+async def tell_much(attacker: Attacker, swarm: Seen) -> None:
+    """Names that only exist, with records of 49 kB."""
+    for n in range(NUM_LARGE):
+        name = attacker.name()
+        digests = random.Random(n).randbytes(LARGE_BYTES)
+        said = name.record(state=OBSERVING, addresses=name.where, digests=digests)
+        name.tell(attacker.victims, said)
+        await asyncio.sleep(OFTEN_S)
+
+
+async def sign_falsely(attacker: Attacker, swarm: Seen) -> None:
+    """Records of all peers, under signatures that are none; a name that is banned rests while
+    others speak."""
+    names = [attacker.name() for _ in range(4)]
+    while True:
+        for name in names:
+            records = [name.record(state=OBSERVING, version=n) for n in range(AT_A_TIME)]
+            false = [replace(signed, signature=bytes(64)) for signed in records]
+            name.tell(attacker.victims, *false)
+            await asyncio.sleep(OFTEN_S)
+
+
+async def ask_much(attacker: Attacker, swarm: Seen) -> None:
+    """Asks all peers for all records, all the time, without a record of its own."""
+    name = attacker.name()
+
+    async def ask(target: str) -> None:
+        while True:
+            await name.call(target, GOSSIP, GossipRequest({}))
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        for target in attacker.victims * AT_ONCE:
+            tasks.create_task(ask(target))
