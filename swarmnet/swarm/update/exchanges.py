@@ -40,6 +40,7 @@ from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.service import ExchangeService
 from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
+from swarmnet.swarm.update.exchange.speakers import Speakers
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.ownership import ExchangeMembers, Ownership
@@ -92,11 +93,14 @@ class Exchanges:
         )
         self.pace = ExchangePace(transport.traffic, gossip, settings, limits, replica)
         self.calls = LongCalls(gossip, replica, self.pace)
+        speakers = Speakers(self.ownership, lambda r, j: self._exchange.followed(r, j))
         self.norms = Norms(
-            transport, gossip, replica, settings.num_stages, self.ownership, self.pace
+            transport, gossip, replica, settings.num_stages, self.ownership, speakers, self.pace
         )
         self.books = Books(gossip, settings, replica, self.norms)
-        self._contribution_norms = ContributionNorms(transport, gossip, replica, self.ownership)
+        self._contribution_norms = ContributionNorms(
+            transport, gossip, replica, self.ownership, speakers
+        )
         self.proofs = Proofs(gossip, replica)
         self.audits = UpdateAudits(
             gossip, settings, replica, self.ownership, self.proofs, conclusions, rng
@@ -111,7 +115,9 @@ class Exchanges:
             self.books,
             self.proofs,
         )
-        self.tied = TiedShards(gossip, replica, settings.num_stages, self.ownership, self.pace)
+        self.tied = TiedShards(
+            gossip, replica, settings.num_stages, self.ownership, speakers, self.pace
+        )
         self._exchange = PresentExchange(
             gossip,
             replica,

@@ -90,7 +90,7 @@ class ExchangeMembers:
         return taking_part.candidates(members, self.replica.plan, round_index)
 
     def num_shards(self, stage_index: int) -> int:
-        """Shards of a stage, as the most of its replicas say; 0 where none is known."""
+        """Shards of a stage, as the most of its known replicas say; 0 where there is none."""
         if stage_index == self.replica.index:
             return self.replica.num_shards
         now, view = asyncio.get_running_loop().time(), self.gossip.view
@@ -98,7 +98,7 @@ class ExchangeMembers:
             stage_index,
             "number of shards",
             now,
-            lambda: taking_part.num_shards(view.members(stage_index, now)),
+            lambda: taking_part.num_shards(view.known(stage_index, now)),
         )
 
     def contributors(self, round_index: int) -> list[Record]:
@@ -246,8 +246,8 @@ class Ownership:
 
     def _leaving(self) -> list[str]:
         now = asyncio.get_running_loop().time()
-        members = self.gossip.view.members(self.replica.index, now)
-        return sorted(m.peer_id for m in members if m.state == LEAVING)
+        known = self.gossip.view.known(self.replica.index, now)
+        return sorted(m.peer_id for m in known if m.state == LEAVING)
 
     def roots(self, stage_index: int) -> list[str]:
         """Peers of a stage in the order in which they stand in for its root. Roots are called by
@@ -256,6 +256,37 @@ class Ownership:
         cuts = view.remembered(ALL, "cuts", now, lambda: num_cuts(view.replicas(ALL, now)))
         weights = rules.fit(self.members.candidates(stage_index, self.current), cuts)
         return list(placed(stage_index, 1, tuple(weights.items()), 1).order(0))
+
+    def leaders(self, stage_index: int, round_index: int, shard_index: int) -> tuple[str, ...]:
+        """Known peers that may be the primary of a shard of any stage, as the records of this
+        moment say, the first choice first. Who cannot be called comes last."""
+        now, view, plan = asyncio.get_running_loop().time(), self.gossip.view, self.replica.plan
+        own, is_lost = self.gossip.own.peer_id, view.detector.is_lost
+
+        def ranked() -> tuple[str, ...]:
+            if stage_index == self.replica.index:
+                return self.roster(round_index, shard_index).order
+            if shard_index >= self.members.num_shards(stage_index):
+                return ()
+            name = ("placement", round_index, plan)
+            owners = view.remembered(stage_index, name, now, placement).order(shard_index)
+            holders = rules.holders(
+                owners, view.get, plan, round_index, shard_index, own=own, has_state=False
+            )
+            return (*holders, *owners)
+
+        def placement() -> Placement:
+            there = self.members.candidates(stage_index, round_index)
+            weights = tuple(rules.fit(there, num_cuts(there)).items())
+            num_shards = self.members.num_shards(stage_index)
+            return placed(stage_index, num_shards, weights, self.settings.replication)
+
+        def found() -> tuple[str, ...]:
+            known = [r.peer_id for r in view.known(stage_index, now)]
+            order = [p for p in dict.fromkeys((*ranked(), *known)) if p in known]
+            return tuple(sorted(order, key=is_lost))
+
+        return view.remembered(stage_index, ("leaders", round_index, shard_index, plan), now, found)
 
     def _record(self, peer_id: str) -> Record | None:
         """The newest one of a peer; of this one, what it has not published yet too."""

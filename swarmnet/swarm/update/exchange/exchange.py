@@ -108,6 +108,11 @@ class PresentExchange:
         )
         return self._known
 
+    def followed(self, number: int, shard: int) -> str:
+        """The primary that this replica goes by; empty where that exchange is not under way."""
+        known = self._known
+        return known.ballot(shard).primary if known is not None and known.number == number else ""
+
     def end(self) -> None:
         """It is over here, or does not hold."""
         exchange, self._known = self._known, None

@@ -1,6 +1,8 @@
 """Sums of squares that primaries tell each other: of the gradient over all stages, and of each
 contribution over all shards of a stage.
 
+Of a shard's sum, the word of its primary counts, as the collector sees who that is (`speakers`).
+
 The gradient is clipped by its norm over all stages, as one machine would (`Norms`). Each primary
 sends the sums of squares of its shards to two *collectors*, whatever their stage: the roots of the
 first stages (the first owners of their shards 0). A collector that has heard of all shards of all
@@ -27,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
@@ -39,15 +41,16 @@ from swarmnet.methods.update import (
     NormReply,
     NormRequest,
 )
-from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S, TOGETHER_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S, RETRY_S, TOGETHER_S
 from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.speakers import Speakers, first_heard
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message
@@ -72,28 +75,55 @@ judged by."""
 
 
 @dataclass
+class StageSums:
+    """What a collector has heard of one stage in one round."""
+
+    words: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By shard, then by who said it."""
+    total: float | None = None
+    """None before it is known."""
+    passed_over: tuple[str, ...] = ()
+    """Who would have spoken before those that did, and had said nothing when it was known."""
+    _whole: Since | None = None
+    """Since when there is a word for every shard."""
+    _most: Since | None = None
+    """Since when there is one of most primaries."""
+
+    def settle(
+        self, orders: Sequence[Sequence[str]], now: float, usual_s: float, longest_s: float
+    ) -> None:
+        """Sums up, by ascending shard, where all is there. `orders`: by shard, who may speak for
+        it; the first one's word holds at once. Another's holds where that says nothing for
+        `usual_s` after most of those that are taken for primaries have spoken, or for `longest_s`
+        where they have not: it may be too early for all of them."""
+        said = [first_heard(order, self.words.get(j, ())) for j, order in enumerate(orders)]
+        if self.total is not None or not all(said):
+            return
+        primaries = {order[0] for order in orders}
+        late = primaries - {p for p, order in zip(said, orders, strict=True) if p == order[0]}
+        self._whole = self._whole or Since(now)
+        if 2 * len(late) < len(primaries):
+            self._most = self._most or Since(now)
+        is_due = self._most is not None and self._most.is_older(now, usual_s)
+        if late and not (is_due or self._whole.is_older(now, longest_s)):
+            return
+        self.total = sum(self.words[j][p] for j, p in enumerate(said))
+        spoken = {peer_id for by_peer in self.words.values() for peer_id in by_peer}
+        before = {q for p, order in zip(said, orders, strict=True) for q in order[: order.index(p)]}
+        self.passed_over = tuple(sorted(before - spoken))
+
+
+@dataclass
 class RoundSums:
     """What a collector has heard of one round."""
 
-    shards: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By stage, until all of its shards are known."""
-    stages: dict[int, float] = field(default_factory=dict)
-    total: float | None = None
-    """None before all stages are known."""
+    stages: dict[int, StageSums] = field(default_factory=dict)
 
-    def hear(self, norm: NormRequest, num_shards: int, num_stages: int) -> None:
-        """The first word for a shard holds. Sums are taken by ascending shard, then stage."""
-        if norm.stage in self.stages:
-            return
-        sums = self.shards.setdefault(norm.stage, {})
-        for j, squares in zip(norm.shards, norm.sums, strict=True):
-            if j < num_shards:
-                sums.setdefault(j, squares)
-        if len(sums) == num_shards:
-            self.stages[norm.stage] = sum(sums[j] for j in range(num_shards))
-            del self.shards[norm.stage]
-        if len(self.stages) == num_stages:
-            self.total = sum(self.stages[s] for s in range(num_stages))
+    def total(self, num_stages: int) -> float | None:
+        """The sum over all stages, in their order; None before all are known."""
+        totals = [self.stages[s].total if s in self.stages else None for s in range(num_stages)]
+        found = [total for total in totals if total is not None]
+        return sum(found) if len(found) == num_stages else None
 
 
 @dataclass
@@ -114,6 +144,7 @@ class Norms:
     replica: Replica
     num_stages: int
     ownership: Ownership
+    speakers: Speakers
     pace: ExchangePace
 
     def __post_init__(self) -> None:
@@ -185,7 +216,7 @@ class Norms:
 
         async def ask(peer_id: str) -> float:
             if peer_id == self.gossip.own.peer_id:  # others may see other roots
-                return await self._collect(request, timeout_s)
+                return await self._collect(request, peer_id, timeout_s)
             return await self._ask(peer_id, request, timeout_s)
 
         async def ask_later(peer_id: str) -> float:
@@ -250,6 +281,7 @@ class Norms:
 
     async def _on_norm(self, request: Request[NormRequest]) -> Message[NormReply]:
         norm = request.message.body
+        self.speakers.spoke(request.remote)
         known = self._totals.get(norm.round) if norm.shards else self.known(norm.round)
         if known is not None:
             return Message(NormReply(known))
@@ -257,7 +289,7 @@ class Norms:
             raise NotReady("the total is not known here")
         if norm.stage >= self.num_stages:
             raise ProtocolViolation("no such stage")
-        return Message(NormReply(await self._collect(norm, ATTEMPT_S)))
+        return Message(NormReply(await self._collect(norm, request.remote, ATTEMPT_S)))
 
     def _of(self, round_index: int) -> RoundSums:
         if round_index < self._oldest:
@@ -267,21 +299,39 @@ class Norms:
             raise NotReady("a round too far ahead")
         return self._rounds.setdefault(round_index, RoundSums())
 
-    async def _collect(self, norm: NormRequest, wait_s: float) -> float:
+    async def _collect(self, norm: NormRequest, sender: str, wait_s: float) -> float:
         """Takes sums of shards; returns the total when every stage's are known."""
         sums, num_shards = self._of(norm.round), self.ownership.members.num_shards(norm.stage)
         if not num_shards:
             raise NotReady("no replica of that stage is known here")
-        sums.hear(norm, num_shards, self.num_stages)
-        if sums.total is not None:
-            self._changed.notify_all()
-        await self._changed.until(
-            lambda: sums.total is not None or norm.round in self._totals, wait_s
-        )
-        total = self._totals.get(norm.round, sums.total)
-        if total is None:
-            raise NotReady("not every stage's norm is known yet")
-        return total
+        heard = sums.stages.setdefault(norm.stage, StageSums())
+        for j, squares in zip(norm.shards, norm.sums, strict=True):
+            if j < num_shards and sender in self.speakers.order(norm.stage, norm.round, j):
+                heard.words.setdefault(j, {}).setdefault(sender, squares)
+        self._changed.notify_all()
+        awake_s = self.gossip.liveness.awake_s
+        end = Deadline.after(awake_s(), wait_s)
+        while True:
+            self._settle(norm.round, sums)
+            total = self._totals.get(norm.round, sums.total(self.num_stages))
+            if total is not None:
+                return total
+            if end.is_over(awake_s()):
+                raise NotReady("not every stage's norm is known yet")
+            await self._changed.wait(min(end.left_s(awake_s()), LOOK_AGAIN_S))
+
+    def _settle(self, round_index: int, sums: RoundSums) -> None:
+        waits, now = self.pace.waits(), self.gossip.liveness.awake_s()
+        usual_s, longest_s = max(LOOK_LESS_S, waits.usual_s), waits.contributions_s
+        for stage, heard in sums.stages.items():
+            if heard.total is not None:
+                continue
+            shards = range(self.ownership.members.num_shards(stage))
+            orders = [self.speakers.order(stage, round_index, j) for j in shards]
+            heard.settle(orders, now, usual_s, longest_s)
+            if heard.total is not None:
+                self.speakers.passed_over(heard.passed_over)
+                self._changed.notify_all()
 
     def forget(self) -> None:
         """What was taken here is of an update that does not hold."""
@@ -332,6 +382,7 @@ class ContributionNorms:
     gossip: Gossip
     replica: Replica
     ownership: Ownership
+    speakers: Speakers
 
     def __post_init__(self) -> None:
         self._rounds: dict[int, RoundContributions] = {}
@@ -390,7 +441,7 @@ class ContributionNorms:
             for peer_id in self.ownership.roots(self.replica.index)[:2]:
                 try:
                     if peer_id == self.transport.peer_id:
-                        return await self._collect(request, min(left_s, ATTEMPT_S))
+                        return await self._collect(request, peer_id, min(left_s, ATTEMPT_S))
                     reply = await call(
                         self.transport,
                         peer_id,
@@ -412,12 +463,15 @@ class ContributionNorms:
         body = request.message.body
         if len(body.peers) > len(self.gossip.view):
             raise ProtocolViolation("more contributors than there are peers")
-        whole = await self._collect(body, ATTEMPT_S)
+        whole = await self._collect(body, request.remote, ATTEMPT_S)
         peers = tuple(sorted(whole))
         return Message(ContributionsReply(peers, tuple(whole[p] for p in peers)))
 
-    async def _collect(self, body: ContributionsRequest, wait_s: float) -> dict[str, float]:
-        """As root: takes the sums of shards; returns those over all shards when all are known."""
+    async def _collect(
+        self, body: ContributionsRequest, sender: str, wait_s: float
+    ) -> dict[str, float]:
+        """As root: takes the sums of shards of which the sender is the primary; returns those over
+        all shards when all are known."""
         if body.round < self._oldest:
             raise Stale("the norms of that round are gone")
         if body.round > self.gossip.own.round + KEPT_ROUNDS:  # none of them is kept
@@ -425,6 +479,8 @@ class ContributionNorms:
         heard = self._rounds.setdefault(body.round, RoundContributions())
         width = len(body.peers)
         for i, j in enumerate(body.shards):
+            if self.speakers.order(body.stage, body.round, j)[:1] != [sender]:
+                continue  # where it takes over, it says so again
             row = body.sums[i * width : (i + 1) * width]
             heard.shards.setdefault(j, dict(zip(body.peers, row, strict=True)))
         heard.complete(self.replica.num_shards)

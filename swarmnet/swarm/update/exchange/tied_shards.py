@@ -30,7 +30,6 @@ from swarmnet.errors import (
 from swarmnet.methods.update import REDUCE_TIED, ShardReply, TiedSum
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.update.exchange_turn import has_moved_on
-from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, decides_tied
@@ -38,6 +37,7 @@ from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
 from swarmnet.swarm.update.exchange.coded import check_coded, check_result
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import Total
+from swarmnet.swarm.update.exchange.speakers import Speakers, first_heard
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.wire import Array, Message
 
@@ -50,8 +50,8 @@ DECIDING_STAGE = 0
 class OtherSum:
     """The sum of the other stage's gradients of a shard, and the tokens behind it."""
 
-    ballot: Ballot
-    """Of its primary: the highest one counts."""
+    term: int
+    """Of the ballot by which its sender is the primary: of one sender's, the highest one counts."""
     num_tokens: int
     gradient: Array | None
 
@@ -65,15 +65,17 @@ class TiedShards:
         replica: Replica,
         num_stages: int,
         ownership: Ownership,
+        speakers: Speakers,
         pace: ExchangePace,
     ) -> None:
         self._gossip = gossip
         self._replica = replica
         self._last_stage = num_stages - 1
         self._ownership = ownership
+        self._speakers = speakers
         self._pace = pace
-        self._sums: dict[tuple[int, int], OtherSum] = {}
-        """By exchange and shard."""
+        self._sums: dict[tuple[int, int], dict[str, OtherSum]] = {}
+        """By exchange and shard, then by who has sent it."""
         self._heard = Condition()
 
     # ---- the first stage --------------------------------------------------------------------
@@ -90,12 +92,15 @@ class TiedShards:
             check_coded(replica, "sum", replica.optimizer.codec.names.sums, j, array)
 
     def heard(self, push: TiedSum, sender: str, arrays: tuple[Array, ...]) -> None:
-        """The other stage's sum, of the exchange that is under way here."""
-        key, ballot = (push.round, push.shard), Ballot(push.term, sender)
-        known = self._sums.get(key)
-        if known is None or ballot >= known.ballot:
-            gradient = arrays[0] if arrays else None
-            self._sums[key] = OtherSum(ballot, push.num_tokens, gradient)
+        """The other stage's sum, of the exchange that is under way here. Raises `NotReady` where
+        the sender cannot be its primary, as this peer sees that stage."""
+        r, j = push.round, push.shard
+        if sender not in self._speakers.order(self._last_stage, r, j):
+            raise NotReady("you are not known here as one that may lead that shard")
+        self._speakers.spoke(sender)
+        said = self._sums.setdefault((r, j), {})
+        if sender not in said or push.term >= said[sender].term:
+            said[sender] = OtherSum(push.term, push.num_tokens, arrays[0] if arrays else None)
             self._heard.notify_all()
 
     async def add(self, exchange: int, shard: int, total: Total | None) -> Total | None:
@@ -135,9 +140,18 @@ class TiedShards:
         return await self._replica.worker.run(lambda: self._replica.stage.digest(shard))
 
     async def _other(self, exchange: int, shard: int) -> OtherSum | None:
-        awake_s = self._gossip.liveness.awake_s
-        end = Deadline.after(awake_s(), self._pace.waits().norm_s)
-        while (found := self._sums.get((exchange, shard))) is None:
+        """Of whom this peer takes for the primary; where that says nothing for as long as it may
+        wait for contributions, of the next in order that has spoken."""
+        awake_s, waits = self._gossip.liveness.awake_s, self._pace.waits()
+        others = Deadline.after(awake_s(), waits.contributions_s)
+        end = Deadline.after(awake_s(), waits.norm_s)
+        while True:
+            order = self._speakers.order(self._last_stage, exchange, shard)
+            said = self._sums.get((exchange, shard), {})
+            found = first_heard(order, said)
+            if found and (found == order[0] or others.is_over(awake_s())):
+                self._speakers.passed_over(order[: order.index(found)])
+                return said[found]
             if end.is_over(awake_s()):
                 self._gossip.add_total("tied_missed")
                 log.warning(
@@ -145,7 +159,6 @@ class TiedShards:
                 )
                 return None
             await self._heard.wait(LOOK_AGAIN_S)
-        return found
 
     # ---- the last stage ---------------------------------------------------------------------
 

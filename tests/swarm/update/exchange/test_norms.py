@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +15,19 @@ from swarmnet.methods.update import NormRequest
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.exchange.norms import ATTEMPT_S, KEPT_ROUNDS, Norms
+from swarmnet.swarm.update.exchange.speakers import Speakers
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
-WAIT_S = 60.0
+WAIT_S, LONG_S, USUAL_S = 60.0, 30.0, 2.0
 ROUND = 3
 SUMS = {0: 1.0, 1: 2.0, 2: 4.0}
+LATER = (("b", 1), ("c", 2))
+"""Who leads shards that are not the first."""
 
 
 class Net:
@@ -38,6 +42,8 @@ class Net:
         """Who takes calls, and never answers."""
         self.shards = {0: len(SUMS), 1: len(SUMS)}
         """How many each stage is known to have."""
+        self.first: dict[tuple[int, int], str] = {(0, j): "abc"[j] for j in SUMS}
+        """By stage and shard, who is taken for its primary while it lives."""
         self.handlers: dict[tuple[str, str], Any] = {}
         self.missed: list[str] = []
         self.records: dict[str, Any] = {"other": SimpleNamespace(stage=1)}
@@ -80,10 +86,18 @@ class Net:
         def roots(of: int) -> list[str]:
             return self.live if of == 0 else self.live_of_others
 
-        ownership: Any = SimpleNamespace(roots=roots, members=members)
+        def leaders(of: int, round_index: int, j: int) -> tuple[str, ...]:
+            first = self.first.get((of, j), "other")
+            return tuple(sorted(roots(of) or [first], key=lambda p: (p != first, p)))
+
         replica: Any = SimpleNamespace(index=stage, current_exchange=ROUND)
-        pace: Any = SimpleNamespace(waits=lambda: SimpleNamespace(norm_s=WAIT_S))
-        return Norms(transport, gossip, replica, num_stages, ownership, pace)
+        ownership: Any = SimpleNamespace(
+            roots=roots, members=members, leaders=leaders, replica=replica
+        )
+        waits = SimpleNamespace(norm_s=WAIT_S, contributions_s=LONG_S, usual_s=USUAL_S)
+        pace: Any = SimpleNamespace(waits=lambda: waits)
+        speakers = Speakers(ownership, lambda r, j: "")
+        return Norms(transport, gossip, replica, num_stages, ownership, speakers, pace)
 
     async def close(self) -> None:
         for norms in self.norms.values():
@@ -219,6 +233,7 @@ def test_it_goes_with_results_and_to_backups(tmp_path: Path) -> None:
 def test_where_nobody_has_it_yet_the_new_root_sums_up() -> None:
     async def scenario() -> None:
         net = Net("abcd")
+        net.first[0, 0] = "d"
         first = [
             asyncio.create_task(net.norms[n].add(3, j, SUMS[j])) for n, j in (("b", 1), ("c", 2))
         ]
@@ -264,6 +279,7 @@ def test_who_does_not_know_says_so_at_once() -> None:
 def test_what_does_not_hold_is_not_told() -> None:
     async def scenario() -> None:
         net = Net("ab")
+        net.first = {(0, j): "a" for j in SUMS}
         adding = [net.norms["a"].add(3, j, SUMS[j]) for j in SUMS]
         assert await asyncio.gather(*adding) == [7.0] * 3
         net.norms["a"].forget()
@@ -290,6 +306,8 @@ def test_who_cannot_be_called_by_some_is_not_needed(cuts: set[str], most_s: floa
         net = Net("ab", num_stages=2)
         net.live_of_others += "op"
         net.norms |= {name: net.make(name, 2, stage=1) for name in "op"}
+        net.first = {(0, j): name for j, name in enumerate("aba")}
+        net.first |= {(1, j): name for j, name in enumerate("pop")}
         net.cuts = {(caller, callee) for caller, callee in cuts}
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -311,6 +329,7 @@ def test_the_collectors_are_listened_to_while_others_are_asked_too() -> None:
 
     async def scenario() -> None:
         net = Net("abcde", num_stages=1)
+        net.first = {(0, j): name for j, name in enumerate("cce")}
         loop = asyncio.get_running_loop()
         began = loop.time()
         early = [asyncio.create_task(net.norms["c"].add(ROUND, j, SUMS[j])) for j in (0, 1)]
@@ -365,6 +384,82 @@ def test_a_stage_of_which_nobody_is_known_is_waited_for() -> None:
         del net.shards[1]
         with pytest.raises(NotReady, match="no replica of that stage"):
             await _say(net, ROUND, {0: 10.0})
+        await net.close()
+
+    run(scenario())
+
+
+def _ended(net: Net, names: str) -> list[asyncio.Task[float]]:
+    """Primaries of the three shards of stage 0 that tell their sums at once."""
+    norms = [(j, net.norms[name]) for j, name in enumerate(names)]
+    return [asyncio.create_task(of.add(ROUND, j, SUMS[j])) for j, of in norms]
+
+
+def _claim(net: Net, peer_id: str, *shards: int) -> list[asyncio.Task[None]]:
+    """It says at both collectors of stage 0 that these shards are huge."""
+
+    async def claim(collector: str) -> None:
+        body = NormRequest(ROUND, 0, shards, (1e30,) * len(shards))
+        request: Any = SimpleNamespace(remote=peer_id, message=Message(body))
+        with contextlib.suppress(NotReady):
+            await net.handlers[collector, "norm"](request)
+
+    return [asyncio.create_task(claim(collector)) for collector in "ab"]
+
+
+@pytest.mark.parametrize(("liar", "shards"), [("c", (0, 1)), ("d", (0, 1, 2)), ("x", (0, 1, 2))])
+def test_who_does_not_lead_a_shard_says_nothing_of_it(liar: str, shards: tuple[int, ...]) -> None:
+    """`c` leads another one, `d` none, and `x` is a stranger. All speak before the primaries do."""
+
+    async def scenario() -> None:
+        net = Net("abcd")
+        early = _claim(net, liar, *shards)
+        await asyncio.sleep(LONG_S - ATTEMPT_S)
+        late = _claim(net, liar, *shards)
+        assert await asyncio.gather(*_ended(net, "abc")) == [7.0] * 3
+        await asyncio.gather(*early, *late)
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_a_primary_that_is_later_than_others_speaks_for_its_shard() -> None:
+    async def scenario() -> None:
+        net = Net("abcd")
+        claims = _claim(net, "d", 0)
+        early = [asyncio.create_task(net.norms[n].add(ROUND, j, SUMS[j])) for n, j in LATER]
+        await asyncio.sleep(USUAL_S - 2 * LOOK_AGAIN_S)
+        assert await asyncio.gather(net.norms["a"].add(ROUND, 0, SUMS[0]), *early) == [7.0] * 3
+        await asyncio.gather(*claims)
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_another_speaks_for_a_primary_that_lives_and_says_nothing() -> None:
+    """At first after a wait; from then on at once, until the primary speaks again."""
+
+    async def scenario() -> None:
+        net, loop = Net("abcd"), asyncio.get_running_loop()
+        net.first[0, 0] = "x"
+        net.live.append("x")
+        net.silent.add("x")
+        took = list[float]()
+        for r in range(ROUND, ROUND + 3):
+            began = loop.time()
+            sums = [net.norms[name].add(r, j, SUMS[j]) for j, name in enumerate("abc")]
+            assert await asyncio.gather(*sums) == [7.0] * 3
+            took.append(loop.time() - began)
+            if r > ROUND:
+                for collector in "ab":
+                    net.norms[collector].speakers.spoke("x")
+        assert took[0] >= USUAL_S
+        assert took[1] < USUAL_S / 2
+        assert took[2] >= USUAL_S
+        assert max(took) < WAIT_S / 4
+        assert not net.missed
         await net.close()
 
     run(scenario())

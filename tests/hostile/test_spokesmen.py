@@ -1,0 +1,140 @@
+"""One that speaks for shards that others lead: of their sums of squares, by which the gradient is
+clipped, and of the last stage's sum of a matrix that the first one holds too."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.methods.contact import PING
+from swarmnet.methods.update import NORM, REDUCE_TIED, NormRequest, TiedSum
+from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES
+from swarmnet.protocol.update.roster import MAX_TERM
+from swarmnet.swarm.calls import call
+from swarmnet.wire import Array, Message
+from tests.hostile.attacker import Attacker, NamedSigner
+from tests.hostile.attacks import Attack
+from tests.hostile.trial import trial
+from tests.swarm.harness import SIZES, Swarm, in_virtual_time
+from tests.swarm.update.exchange.test_tied_shards import check, tied_spec
+
+LIAR = "peer-7"
+EVERY_S, TIED_EVERY_S, ANSWER_S = 0.02, 0.1, 1.0
+HUGE = 1e60
+
+
+@asynccontextmanager
+async def calling() -> AsyncIterator[Any]:
+    """Starts calls that nobody waits for: `start(transport, target, method, message)`."""
+    tasks = set[asyncio.Task[Any]]()
+
+    def start(transport: Any, target: str, method: Any, message: Message[Any]) -> None:
+        said = call(transport, target, method, message, timeout_s=ANSWER_S)
+        tasks.add(asyncio.get_running_loop().create_task(said))
+
+    try:
+        yield start
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def says_huge_norms(num_names: int) -> Attack:
+    """Of all shards of its stage, at all peers, before anybody else knows. Without names it is a
+    member, which does all its work besides."""
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        names = [attacker.name() for _ in range(num_names)]
+        for name in names:
+            name.answer(PING, lambda body: None)
+        stages = {name.transport: n % 2 for n, name in enumerate(names)}
+        if not names:
+            stages[swarm.members[LIAR].peer.transport] = swarm.stages()[LIAR]
+        shards, last = tuple(range(SIZES.num_shards)), -1
+        async with calling() as start:
+            while True:
+                r = max(swarm.rounds())
+                for name in names if r > last else ():
+                    says = {"state": ACTIVE, "round": r, "stage": stages[name.transport]}
+                    name.tell(attacker.victims, name.record(addresses=name.where, **says))
+                for transport, stage in stages.items() if r > last else ():
+                    body = NormRequest(r, stage, shards, (HUGE,) * len(shards))
+                    for victim in attacker.victims:
+                        if victim != transport.peer_id:
+                            start(transport, victim, NORM, Message(body))
+                last = r
+                await asyncio.sleep(EVERY_S)
+
+    return attack
+
+
+@pytest.mark.parametrize("num_names", [0, 4])
+def test_no_norm_is_what_one_says_that_does_not_lead(num_names: int) -> None:
+    """A member says it truly of what it leads: others of that round have the sums of all."""
+
+    def untouched(swarm: Swarm, attacker: Attacker) -> None:
+        assert not swarm.total("norm_missed")
+        taken = [m.peer.exchanges.norms.last_total for m in swarm.members.values()]
+        assert 0 < max(taken) < HUGE, taken
+
+    pace = trial(says_huge_norms(num_names), during_s=8.0, look=untouched)
+    print(pace)
+    assert pace.held(), pace
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_no_sum_of_a_tied_matrix_is_of_one_that_does_not_lead(
+    tmp_path: Path, is_member: bool
+) -> None:
+    """It pushes nonsense with the highest ballot, before and after the primary's own."""
+    spec, rounds = tied_spec(tmp_path, 2), 6
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(8):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(1)
+        attacker = Attacker(swarm.hub, spec.run_id, sorted(swarm.members), random.Random(0))
+        peer = swarm.members[LIAR].peer
+        transport: Any = peer.transport
+        if not is_member:
+            name = attacker.name("zz")
+            name.answer(PING, lambda body: None)
+            transport = name.transport
+        assert peer.replica is not None
+        sizes = [len(peer.replica.stage.parameter_shard(j).data) for j in range(TIED)]
+        async with calling() as start:
+            while min(swarm.rounds()) < rounds:
+                r = max(swarm.rounds())
+                if not is_member:
+                    says = {"state": ACTIVE, "round": r, "stage": 1, "addresses": name.where}
+                    name.tell(attacker.victims, name.record(**says))
+                for j in set(range(TIED)) - (led_by(swarm) if is_member else set()):
+                    push = TiedSum(r, 1, j, 64, MAX_TERM, bytes(DIGEST_BYTES))
+                    nonsense = Array("float32", (sizes[j] // 4,), b"\0\0\x80\x3f" * (sizes[j] // 4))
+                    for victim, stage in swarm.stages().items():
+                        if stage == 0:
+                            start(transport, victim, REDUCE_TIED, Message(push, (nonsense,)))
+                await asyncio.sleep(TIED_EVERY_S)
+        assert swarm.total("tied_missed") == 0
+        check(swarm, rounds)
+
+    in_virtual_time(scenario, spec, signer=NamedSigner)
+
+
+TIED = 2
+"""Shards of the matrix."""
+
+
+def led_by(swarm: Swarm) -> set[int]:
+    """Of which the liar is the primary by the records: there it may say what it likes."""
+    exchanges = swarm.members[LIAR].peer.exchanges
+    assert exchanges is not None
+    rosters = [(j, exchanges.ownership.roster(exchanges.current, j)) for j in range(TIED)]
+    return {j for j, roster in rosters if roster.ballot.primary == LIAR}
