@@ -3,6 +3,7 @@ or the answer to a question."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.methods.update import BALLOT
+from swarmnet.methods.update import BALLOT, BallotReply
 from swarmnet.protocol.update import shard_rules
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.protocol.update.shard_state import ShardState
@@ -19,7 +20,7 @@ from swarmnet.wire import Array, Message
 from tests.hostile.attacker import Attacker
 from tests.hostile.attacks import answers_of, take_over, usurpers
 from tests.hostile.drawing import false_gradient
-from tests.hostile.trial import trial
+from tests.hostile.trial import OPEN_PART, trial
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import SIZES, Swarm
 
@@ -112,3 +113,37 @@ def test_a_member_takes_over_from_no_primary_that_lives(monkeypatch: pytest.Monk
     print(pace, len(taken))
     assert not taken
     assert pace.held(), pace
+
+
+def denies(swarm: Swarm, dead: str) -> None:
+    """The liar says whenever it is asked that this one leads, as if it lived."""
+    peer = swarm.members[LIAR].peer
+
+    async def vote(request: Request) -> Message[Any]:
+        num = len(request.message.body.shards)
+        return Message(BallotReply((1,) * num, (dead,) * num))
+
+    transport: Any = peer.transport
+    transport.handle(BALLOT.name, vote)
+
+
+def test_whoever_says_that_a_dead_primary_lives_holds_up_one_round() -> None:
+    """It dies in an exchange; the liar is one of the three others of its stage. All wait for as
+    long as a primary that lives may take, once."""
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        stages = swarm.stages()
+        mates = [name for name in stages if stages[name] == stages[LIAR] and name != LIAR]
+        victim = max(mates, key=lambda name: len(led_by(swarm, name)))
+        assert led_by(swarm, victim)
+        denies(swarm, victim)
+        own = swarm.members[victim].peer.gossip.own
+        while own.declared[0] < own.round:  # it has not closed the round
+            await asyncio.sleep(0.001)
+            own = swarm.members[victim].peer.gossip.own
+        attacker.victims.remove(victim)
+        swarm.kill(victim)
+
+    pace = trial(attack, during_s=70.0)
+    print(pace)
+    assert pace.after >= OPEN_PART * pace.before, pace

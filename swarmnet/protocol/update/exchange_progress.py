@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update.shard_state import CLIPPING, COPYING, FOLLOWING, STEPPING, ShardState
+from swarmnet.protocol.update.roster import Ballot
+from swarmnet.protocol.update.shard_state import (
+    CANVASSING,
+    CLIPPING,
+    COPYING,
+    FOLLOWING,
+    STEPPING,
+    ShardState,
+)
 
 
 class ExchangeProgress:
@@ -28,6 +36,7 @@ class ExchangeProgress:
         self._has_state: dict[tuple[str, int], bool] = {}
         """By peer and shard, whether it has the optimizer state, by its own word."""
         self._waits = SumWaits()
+        self._held_up = HeldUp()
         self._behind_at: dict[str, float] = {}
         """When a primary was last seen in the exchange before this one."""
 
@@ -95,6 +104,12 @@ class ExchangeProgress:
 
         return sorted(self._waits.hung(shards, since, now, limit_s))
 
+    def holding_up(
+        self, shards: Mapping[int, ShardState], now: float, longest_s: float
+    ) -> list[str]:
+        """As `HeldUp.found`, ascending."""
+        return sorted(self._held_up.found(shards, now, longest_s))
+
     def hangs(self, peer_id: str) -> bool:
         """Notes that nobody waits for the work of a peer here any more. False where that was
         so."""
@@ -144,3 +159,26 @@ class SumWaits:
             if wait not in self._summed and now >= since + limit_s(primary):
                 found.add(primary)
         return found
+
+
+class HeldUp:
+    """Shards whose primary is dead to this replica, and lives by the word of another member: that
+    one is to have its result then. Times are seconds awake."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, Ballot, str], float] = {}
+        """By shard, ballot and member, since when it has said so."""
+
+    def found(self, shards: Mapping[int, ShardState], now: float, longest_s: float) -> set[str]:
+        """Members of whose word nothing has come in `longest_s`, in which a primary that lives and
+        has none would be found to hang: there is none there, whatever they say."""
+        open_now = {
+            (j, shard.ballot)
+            for j, shard in shards.items()
+            if shard.state in (FOLLOWING, CANVASSING) and shard.is_leaderless()
+        }
+        for j, ballot in open_now:
+            if (host := shards[j].host) is not None:
+                self._since.setdefault((j, ballot, host), now)
+        self._since = {key: at for key, at in self._since.items() if key[:2] in open_now}
+        return {host for (_, _, host), at in self._since.items() if now >= at + longest_s}

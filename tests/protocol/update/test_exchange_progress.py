@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update.exchange_progress import ExchangeProgress, SumWaits
-from swarmnet.protocol.update.roster import ALIVE, Ballot, MemberStatus, Roster
+from swarmnet.protocol.update.exchange_progress import ExchangeProgress, HeldUp, SumWaits
+from swarmnet.protocol.update.roster import ALIVE, DEAD, Ballot, MemberStatus, Roster
 from swarmnet.protocol.update.shard_state import ShardState, State
 
 LIMIT_S = 10.0
@@ -142,3 +142,28 @@ def test_nobody_hangs_who_is_not_waited_for() -> None:
     assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
     shard.begun = None
     assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
+
+
+def test_a_member_whose_word_keeps_a_dead_primary_alive_has_its_result_in_time() -> None:
+    """What it says between two questions counts, and a new ballot begins anew."""
+    held, shard = HeldUp(), waiting(Ballot(1, PRIMARY))
+    shard.members[PRIMARY] = MemberStatus(DEAD)
+    shard.host = NEXT
+    assert held.found({0: shard}, 10.0, 5.0) == set()
+    shard.host, shard.state = None, State.CANVASSING
+    assert held.found({0: shard}, 14.9, 5.0) == set()
+    assert held.found({0: shard}, 15.0, 5.0) == {NEXT}
+    shard.ballot = Ballot(3, PRIMARY)
+    assert held.found({0: shard}, 30.0, 5.0) == set()
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_nobody_is_blamed_for_a_primary_that_lives_or_a_result_that_is_there(
+    is_over: bool,
+) -> None:
+    held, shard = HeldUp(), waiting(Ballot(1, PRIMARY))
+    shard.members[PRIMARY] = MemberStatus(DEAD if is_over else ALIVE)
+    shard.host = NEXT
+    for now in (10.0, 20.0):
+        shard.state = State.ADOPTED if is_over else State.FOLLOWING
+        assert held.found({0: shard}, now, 5.0) == set()

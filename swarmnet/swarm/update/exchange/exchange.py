@@ -369,6 +369,9 @@ class Exchange:
         )
         for peer_id in found:
             self._hangs(peer_id)
+        awake_s = self._gossip.liveness.awake_s()
+        for peer_id in self.progress.holding_up(shards, awake_s, waits.sum_s + waits.lease_s):
+            self._mute(peer_id)
 
     def _hangs(self, peer_id: str) -> None:
         """Nobody waits for the work of a peer here any more."""
