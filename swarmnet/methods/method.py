@@ -11,9 +11,6 @@ What is checked of a call, in this order, and nothing is kept of it before its e
 
 `swarm.membership.callers.CallerChecks` enforces that for every call, whatever carries it. What
 arrays a call must have exactly, and whether its round is open, is seen by the handler.
-
-What members, and the free identities of an open run, may do within these rules is not bounded yet:
-a `Quota` with `of_members` set is the place for it.
 """
 
 from __future__ import annotations
@@ -71,14 +68,19 @@ TINY_BYTES, SMALL_BYTES, LIST_BYTES = 1 << 10, 128 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How often one peer may call. Methods with the same quota share it."""
+    """How often one peer may call. Methods with the same quota share it.
+
+    Names cost nothing, so all peers that do not take part in the run, as the callee sees it, have
+    no more together than `STRANGERS_AT_A_TIME` of them."""
 
     calls_per_s: float
     burst: float
     of_members: bool = False
-    """Of peers whose record is known here too."""
+    """Of peers that take part in the run too."""
 
 
+STRANGERS_AT_A_TIME = 16
+"""Quotas: a few dozen newcomers in a minute need less."""
 STRANGERS = Quota(20.0, 200.0)
 """For questions that anyone may ask."""
 PROBES = Quota(0.1, 6.0, of_members=True)

@@ -12,6 +12,7 @@ from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, WrongRun
 from swarmnet.methods.method import (
     MAX_PROBE_BYTES,
     SHARED_CALL_BYTES,
+    STRANGERS_AT_A_TIME,
     Arrays,
     Callee,
     Caller,
@@ -23,7 +24,8 @@ from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.view import View
-from swarmnet.protocol.rate import RateLimiter
+from swarmnet.protocol.moments import LONG_AGO
+from swarmnet.protocol.rate import RateLimiter, TokenBucket
 from swarmnet.transport.base import Envelope
 
 STATES_OF: Mapping[Caller, tuple[str, ...]] = {
@@ -81,6 +83,8 @@ class CallerChecks:
         self._admission = admission
         quotas = {row.quota for row in METHODS.values() if row.quota is not None}
         self._limiters = {q: RateLimiter(q.calls_per_s, q.burst) for q in quotas}
+        self._of_strangers = {q: _bucket_of_strangers(q) for q in quotas}
+        """Of all of them together."""
         self._on_call: list[Callable[[str], None]] = []
 
     def on_call(self, callback: Callable[[str], None]) -> None:
@@ -149,10 +153,23 @@ class CallerChecks:
             raise NotReady(f"{remote[-8:]} is not known here as a {caller.value} ({stage})")
 
     def _count(self, remote: str, quota: Quota) -> None:
-        if not quota.of_members and self._view.get(remote) is not None:
+        now = asyncio.get_running_loop().time()
+        known = self._takes_part(remote, now)
+        if known and not quota.of_members:
             return
-        if not self._limiters[quota].allows(remote, asyncio.get_running_loop().time()):
+        is_within = self._limiters[quota].allows(remote, now)
+        if not is_within or not (known or self._of_strangers[quota].take(now)):
             raise Busy("you ask too often", backlog_s=FIRST_PAUSE_S)
+
+    def _takes_part(self, remote: str, now: float) -> bool:
+        """In the run, as this peer sees it; of names that have told of themselves and fallen silent
+        there may be many, and they are no flood any more."""
+        view = self._view
+        if view.get(remote) is None:
+            return False
+        if view.reputation.counts(remote):
+            return True
+        return view.is_live(remote, now) and view.takes_part(remote, now)
 
     # ---- what it says -----------------------------------------------------------------------
 
@@ -193,6 +210,11 @@ class CallerChecks:
             raise NotReady(f"stage {body.stage} is not served here")
         if row.callee is Callee.SYNCED and not served.synced:
             raise NotReady("still joining")
+
+
+def _bucket_of_strangers(quota: Quota) -> TokenBucket:
+    calls_per_s, burst = (STRANGERS_AT_A_TIME * x for x in (quota.calls_per_s, quota.burst))
+    return TokenBucket(calls_per_s, burst, burst, LONG_AGO)
 
 
 def _last_shard(body: Any) -> int:

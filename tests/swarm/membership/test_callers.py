@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, WrongRun
-from swarmnet.methods.method import LIST_BYTES, SHARED_CALL_BYTES, STRANGERS, Arrays, Callee, Caller
+from swarmnet.methods.method import (
+    LIST_BYTES,
+    SHARED_CALL_BYTES,
+    STRANGERS,
+    STRANGERS_AT_A_TIME,
+    Arrays,
+    Callee,
+    Caller,
+    Quota,
+)
 from swarmnet.methods.state import FetchRequest
 from swarmnet.methods.table import METHODS
 from swarmnet.methods.update import NormRequest, ReduceRequest
@@ -17,6 +29,7 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.transport.base import Envelope
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.swarm.membership.parts import RUN, now, record
 
 CALLER = "caller"
@@ -225,6 +238,70 @@ def test_a_stranger_may_not_ask_often() -> None:
         gate.enter(envelope("ping"), None)
 
     run(scenario())
+
+
+def asks(gate: CallerChecks, caller: str, method: str) -> bool:
+    """Whether a call counts as one of those that a caller may make."""
+    try:
+        gate.enter(replace(envelope(method), remote=caller), None)
+    except Busy:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("method", "shows_records"), [("ping", False), ("data_sizes", True)])
+def test_many_names_have_no_more_than_a_few_quotas(method: str, shows_records: bool) -> None:
+    """Names without a record, and those in a flood of records: who takes part has its own."""
+
+    async def scenario() -> None:
+        view, quota = View("a"), METHODS[method].quota
+        assert quota is not None
+        gate = gate_of(view)
+        view.merge(record("member", state=ACTIVE, stage=0), now())
+        view.delivered("member")
+        names = [f"liar-{n}" for n in range(3 * STRANGERS_AT_A_TIME)]
+        for name in names if shows_records else ():
+            view.merge(record(name, state=ACTIVE, stage=0), now())
+        tries = int(quota.burst) + 1
+        taken = [sum(asks(gate, name, method) for _ in range(tries)) for name in names]
+        assert max(taken) <= quota.burst
+        assert sum(taken) == STRANGERS_AT_A_TIME * quota.burst
+        assert sum(asks(gate, "member", method) for _ in range(int(quota.burst))) == quota.burst
+        await asyncio.sleep(10.0)
+        taken = [sum(asks(gate, name, method) for _ in range(tries)) for name in names]
+        most = STRANGERS_AT_A_TIME * min(quota.burst, 10.0 * quota.calls_per_s)
+        assert sum(taken) == pytest.approx(most, abs=1)
+
+    run(scenario())
+
+
+def test_forty_newcomers_at_once_ask_for_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one asks of one peer, while it joins and after it, forty times."""
+    asked = Counter[tuple[int, Quota]]()
+    count = CallerChecks._count  # noqa: SLF001  what it is called for is seen nowhere else
+    after_s, num_newcomers = 10.0, 40
+
+    def noted(gate: CallerChecks, remote: str, quota: Quota) -> None:
+        if remote == "newcomer":
+            asked[id(gate), quota] += 1
+        count(gate, remote, quota)
+
+    monkeypatch.setattr(CallerChecks, "_count", noted)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(3)
+        newcomer = swarm.start("newcomer")
+        await asyncio.sleep(after_s)
+        assert newcomer.gossip.own.state == ACTIVE
+
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2, rounds=1000), is_synthetic=True)
+    assert asked
+    for (_, quota), num in asked.items():
+        most = STRANGERS_AT_A_TIME * (quota.burst + after_s * quota.calls_per_s)
+        assert num_newcomers * num <= most, (quota, num)
 
 
 def test_what_costs_a_connection_is_rare_for_members_too() -> None:
