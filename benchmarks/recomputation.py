@@ -6,6 +6,10 @@ GPU where there is one, and with every codec at the boundaries.
 
     python -m benchmarks.recomputation --minutes 5
     python -m benchmarks.recomputation --recomputations 100000 --layers 1  # hours on one core
+    python -m benchmarks.recomputation --recomputations 100000 --layers 1 --record found.json
+
+With `--record` the same command goes on where it was ended, on that machine or another one, until
+so many are made.
 
 A recomputation is one microbatch through one stage, as `swarmnet.protocol.audit` has it judged. The
 largest difference of any array, or loss, is printed beside the tolerance, for each codec, and of
@@ -16,19 +20,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import json
 import math
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from swarmnet.files import write_whole
 from swarmnet.ports import StageResult
 from swarmnet.protocol.audit import TOLERANCES
 from swarmnet.protocol.codecs import BOUNDARY_CODECS
@@ -184,6 +189,15 @@ def ways(devices: list[str]) -> list[Way]:
     return found + [Way(p, device=d) for p in PRECISIONS for d in devices]
 
 
+def read(record: Path | None) -> dict[str, Worst]:
+    """By codec; what was found before, where there is such a file."""
+    found = {codec: Worst() for codec in BOUNDARY_CODECS}
+    if record is not None and record.exists():
+        told = json.loads(record.read_text())
+        found |= {codec: Worst(**values) for codec, values in told.items()}
+    return found
+
+
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -191,19 +205,23 @@ def main() -> int:
     parser.add_argument("--recomputations", type=int, help="ends when so many are made")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=2, help="a stage")
+    parser.add_argument("--record", type=Path, help="keeps what was found, and goes on from it")
     options = parser.parse_args()
     devices = ["cuda"] if torch.cuda.is_available() else []
     minutes = options.minutes or (math.inf if options.recomputations else 5.0)
     most, until_s = options.recomputations or math.inf, time.monotonic() + 60 * minutes
-    worst = {codec: Worst() for codec in BOUNDARY_CODECS}
-    rng = random.Random(options.seed)
+    worst = read(options.record)
+    made = sum(w.num for w in worst.values())
+    rng = random.Random(f"{options.seed}|{made}" if made else options.seed)
     with tempfile.TemporaryDirectory() as folder:
         specs = {c: spec_of(Path(folder), c, options.layers) for c in BOUNDARY_CODECS}
         replicas = {c: [Replica(s, way) for way in ways(devices)] for c, s in specs.items()}
-    for codec in itertools.cycle(BOUNDARY_CODECS):
-        if time.monotonic() > until_s or sum(w.num for w in worst.values()) >= most:
-            break
+    while time.monotonic() <= until_s and sum(w.num for w in worst.values()) < most:
+        codec = min(BOUNDARY_CODECS, key=lambda c: worst[c].num)
         measure(replicas[codec], rng, worst[codec])
+        if options.record is not None:
+            told = {c: asdict(found) for c, found in worst.items()}
+            write_whole(options.record, json.dumps(told))
         largest = max(w.difference / TOLERANCES[c] for c, w in worst.items())
         num = sum(w.num for w in worst.values())
         print(f"\r{num:,} recomputations, {largest:.3f} of the tolerance", end="", file=sys.stderr)
