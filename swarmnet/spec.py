@@ -19,6 +19,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,7 +48,7 @@ from swarmnet.protocol.codecs import (
     TOPK,
 )
 from swarmnet.protocol.pipeline.mixing import check_weights
-from swarmnet.protocol.slots import MAX_SLOTS
+from swarmnet.protocol.slots import MAX_SLOTS, SlotPlan, slot_plan
 from swarmnet.protocol.sync_modes import NO_END
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
 from swarmnet.version import __version__
@@ -59,6 +60,7 @@ MAX_TEXT = 1024
 MAX_LIST = 1024
 """Entries of one list in a spec."""
 MAX_STAGES = 4096
+MAX_RAMP_ROUND = 1 << 40
 BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY = "[pipeline] codec", "[sync] codec"
 CODEC_TABLES = ("pipeline", "sync")
 CODEC_KEYS = {BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY}
@@ -141,6 +143,18 @@ def _length(value: Any) -> int | str:
     return AUTO if value == AUTO else int(value)
 
 
+def _ramp(value: Any) -> Any:
+    is_list = isinstance(value, list | tuple) and len(value) <= MAX_LIST
+    if not is_list or any(
+        not isinstance(pair, list | tuple)
+        or [type(n) for n in pair] != [int, int]
+        or not 0 <= pair[0] <= MAX_RAMP_ROUND
+        for pair in value
+    ):
+        raise ValueError("must be pairs of a round and samples, as [[0, 64], [2000, 256]]")
+    return tuple(map(tuple, value))
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """What the number of a key counts, for readers of the reference."""
@@ -175,6 +189,7 @@ LayerCounts = Annotated[
     Field(strict=False, max_length=4096),
     Unit("layers"),
 ]
+BatchRamp = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_ramp), Unit("[round, samples]")]
 Texts = Annotated[tuple[NonEmptyText, ...], Field(strict=False, max_length=MAX_LIST)]
 Names = Annotated[
     Texts, BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
@@ -830,7 +845,11 @@ class PipelineSpec(_Table):
     estimated cost."""
 
     global_batch: Samples = Field(ge=1, le=1 << 32)
-    """Samples behind one update, over the whole swarm."""
+    """Samples behind one update, over the whole swarm. With `batch_ramp`, of the last rounds."""
+
+    batch_ramp: BatchRamp = ()
+    """A batch that grows: rounds, and the samples behind one update from there on, as `[[0, 64],
+    [2000, 256]]`. The first round is 0, and the last number of samples is `global_batch`."""
 
     microbatch: Samples = Field(ge=1, le=1 << 20)
     """Samples that travel together. The number must divide `global_batch`."""
@@ -875,7 +894,49 @@ class PipelineSpec(_Table):
                 f"global_batch ({self.global_batch}) is more than {MAX_SLOTS} microbatches of "
                 f"{self.microbatch}; make microbatch larger"
             )
+        if self.batch_ramp:
+            self._check_ramp()
         return self
+
+    def _check_ramp(self) -> None:
+        firsts, samples = zip(*self.batch_ramp, strict=True)
+        if firsts[0] != 0:
+            raise ValueError(
+                f"batch_ramp begins with round {firsts[0]}; begin it with [0, SAMPLES]"
+            )
+        for (first, n), (later, more) in pairwise(self.batch_ramp):
+            if later <= first or more <= n:
+                raise ValueError(
+                    f"batch_ramp has [{later}, {more}] after [{first}, {n}]; rounds and samples "
+                    "must both grow"
+                )
+        if samples[-1] != self.global_batch:
+            raise ValueError(
+                f"batch_ramp ends with {samples[-1]} samples, and global_batch is "
+                f"{self.global_batch}; make them the same"
+            )
+        if uneven := [n for n in samples if n < 1 or n % self.microbatch]:
+            raise ValueError(
+                f"batch_ramp has {uneven[0]} samples; it must be a multiple of microbatch "
+                f"({self.microbatch})"
+            )
+
+    @property
+    def slots(self) -> SlotPlan:
+        """Microbatches of each round."""
+        return slot_plan(self.global_batch, self.microbatch, self.batch_ramp)
+
+    def batch_of(self, round_index: int) -> int:
+        """Samples behind the update of a round."""
+        return self.microbatch * self.slots.of(round_index)
+
+    def samples_before(self, round_index: int) -> int:
+        """Samples behind the updates of all rounds before this one."""
+        return self.microbatch * self.slots.before(round_index)
+
+    def rounds_of(self, num_samples: int) -> int:
+        """The fewest rounds that have together so many samples."""
+        return self.slots.rounds_of(-(-num_samples // self.microbatch))
 
 
 class SyncSpec(_Table):
@@ -1126,6 +1187,12 @@ class RunSpec(_Table):
             raise ValueError(
                 "[optimizer] rounds and [data] epochs both say how long the run is; remove one"
             )
+        ramp = pipeline.batch_ramp
+        if self.optimizer.rounds and ramp and ramp[-1][0] >= self.optimizer.rounds:
+            raise ValueError(
+                f"[pipeline] batch_ramp grows in round {ramp[-1][0]}, and the last round is "
+                f"{self.optimizer.rounds - 1}; leave that out, and lower global_batch"
+            )
         if self.lora is not None and model.num_experts:
             raise ValueError(
                 "[lora] does not go with [model] num_experts; write [model] continues without it, "
@@ -1224,7 +1291,7 @@ class RunSpec(_Table):
 
     def with_rounds(self, rounds: int) -> RunSpec:
         """This run with another length; a warm-up and a decay that no longer fit shrink in
-        proportion. Raises `SpecError`."""
+        proportion, and a batch does not grow beyond its end. Raises `SpecError`."""
         old = self.optimizer
         warmup, decay = old.warmup_rounds, old.decay_rounds
         if warmup >= rounds or warmup + decay > rounds:
@@ -1232,7 +1299,11 @@ class RunSpec(_Table):
             warmup = warmup * max(rounds, 0) // whole
             decay = min(decay, max(decay * max(rounds, 0) // whole, 1))
         optimizer = {"rounds": rounds, "warmup_rounds": warmup, "decay_rounds": decay}
-        return self._changed("--rounds", optimizer=optimizer, data={"epochs": 0.0})
+        ramp = tuple(step for step in self.pipeline.batch_ramp if step[0] < max(rounds, 1))
+        pipeline = {"batch_ramp": ramp, "global_batch": ramp[-1][1]} if ramp else {}
+        return self._changed(
+            "--rounds", optimizer=optimizer, data={"epochs": 0.0}, pipeline=pipeline
+        )
 
     def with_sequence_length(self, sequence_length: int) -> RunSpec:
         """This run with samples of so many tokens. Raises `SpecError`."""
@@ -1378,9 +1449,15 @@ def describe(spec: RunSpec) -> str:
         length = "without an end"
     stages = f"{pipeline.num_stages} stage" + "s" * (pipeline.num_stages != 1)
     return (
-        f"{spec.name}: {what}, {stages}, global batch {pipeline.global_batch} "
+        f"{spec.name}: {what}, {stages}, global batch {batches_of(pipeline)} "
         f"in microbatches of {pipeline.microbatch}, {length}"
     )
+
+
+def batches_of(pipeline: PipelineSpec) -> str:
+    """The samples behind one update, for people."""
+    first, *later = pipeline.batch_ramp or ((0, pipeline.global_batch),)
+    return ", ".join([str(first[1]), *(f"{n} from round {r} on" for r, n in later)])
 
 
 def _about_experts(model: ModelSpec) -> str:

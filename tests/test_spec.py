@@ -134,6 +134,52 @@ def failure(text: str) -> str:
             "[pipeline] global_batch (32) must be a multiple of microbatch (5)",
         ),
         (
+            "microbatch = 4",
+            "microbatch = 4\nbatch_ramp = [[1, 16], [9, 32]]",
+            "[pipeline] batch_ramp begins with round 1; begin it with [0, SAMPLES]",
+        ),
+        *(
+            (
+                "microbatch = 4",
+                f"microbatch = 4\nbatch_ramp = {wrong}",
+                "[pipeline] batch_ramp must be pairs of a round and samples, as [[0, 64], "
+                "[2000, 256]]",
+            )
+            for wrong in ("[0, 32]", "[[0, 8, 32]]", "[[0, 8.0], [9, 32]]", "[[0, 8], [-9, 32]]")
+        ),
+        (
+            "microbatch = 4",
+            "microbatch = 4\nbatch_ramp = [[0, 16], [9, 16], [10, 32]]",
+            "[pipeline] batch_ramp has [9, 16] after [0, 16]; rounds and samples must both grow",
+        ),
+        (
+            "microbatch = 4",
+            "microbatch = 4\nbatch_ramp = [[0, 16], [9, 32], [9, 64]]",
+            "[pipeline] batch_ramp has [9, 64] after [9, 32]; rounds and samples must both grow",
+        ),
+        (
+            "microbatch = 4",
+            "microbatch = 4\nbatch_ramp = [[0, 8], [9, 16]]",
+            "[pipeline] batch_ramp ends with 16 samples, and global_batch is 32; make them the "
+            "same",
+        ),
+        (
+            "microbatch = 4",
+            "microbatch = 4\nbatch_ramp = [[0, 6], [9, 32]]",
+            "[pipeline] batch_ramp has 6 samples; it must be a multiple of microbatch (4)",
+        ),
+        (
+            "microbatch = 4",
+            "microbatch = 4\nbatch_ramp = [[0, -4], [9, 32]]",
+            "[pipeline] batch_ramp has -4 samples; it must be a multiple of microbatch (4)",
+        ),
+        (
+            "microbatch = 4",
+            "microbatch = 4\nbatch_ramp = [[0, 16], [50, 32]]",
+            "[pipeline] batch_ramp grows in round 50, and the last round is 49; leave that out, "
+            "and lower global_batch",
+        ),
+        (
             "num_stages = 2",
             "num_stages = 5",
             "[pipeline] num_stages (5) must not be more than [model] num_hidden_layers (4)",
@@ -304,6 +350,22 @@ def test_other_rounds_fit_the_decay(rounds: int) -> None:
     else:
         assert optimizer.decay_rounds == max(15 * rounds // 50, 1)
         assert optimizer.warmup_rounds == 5 * rounds // 50
+
+
+def test_a_batch_may_grow() -> None:
+    grown = change("microbatch = 4", "microbatch = 4\nbatch_ramp = [[0, 8], [10, 16], [30, 32]]")
+    spec = parse_spec(grown)
+    assert "global batch 8, 16 from round 10 on, 32 from round 30 on in micro" in describe(spec)
+    pipeline = spec.pipeline
+    assert [pipeline.batch_of(r) for r in (0, 9, 10, 29, 30, 49)] == [8, 8, 16, 16, 32, 32]
+    assert pipeline.samples_before(31) == 10 * 8 + 20 * 16 + 32
+    assert pipeline.rounds_of(10 * 8 + 1) == 11
+    resolved = spec.resolved(layers=[3, 3], shard_parameters=4096)
+    assert RunSpec.from_canonical(resolved.canonical()) == resolved
+    assert spec.run_id != parse_spec(LLAMA).run_id
+    short = spec.with_rounds(30).pipeline
+    assert (short.batch_ramp, short.global_batch) == (((0, 8), (10, 16)), 16)
+    assert spec.with_rounds(60).pipeline == pipeline
 
 
 def test_a_run_may_have_no_end() -> None:

@@ -14,7 +14,7 @@ from peer.console import without_controls
 from peer.options import DataOptions
 from swarmnet.batch import IGNORED
 from swarmnet.errors import DataError
-from swarmnet.spec import RunSpec
+from swarmnet.spec import RunSpec, batches_of
 from swarmnet.training.data import Place, TextData
 from swarmnet.training.data.encoding import Encoder
 from swarmnet.training.data.packing import Sample
@@ -127,14 +127,15 @@ def _values(data: TextData, rounds: int, num_samples: int) -> dict[str, Any]:
 
 
 def _length(spec: RunSpec, data: TextData, rounds: int) -> str:
-    samples = rounds * spec.pipeline.global_batch
+    pipeline = spec.pipeline
+    samples = pipeline.samples_before(rounds)
     epoch = data.samples_of(1.0, spec.data.epoch_source)
     if spec.is_endless:
-        batch = spec.pipeline.global_batch
-        return f"no end: an epoch is {epoch / batch:.3g} rounds of {batch} samples"
-    return (
-        f"{rounds:,} rounds of {spec.pipeline.global_batch} samples: {samples / epoch:.3g} epochs"
-    )
+        in_epoch = (
+            pipeline.rounds_of(epoch) if pipeline.batch_ramp else epoch / pipeline.global_batch
+        )
+        return f"no end: an epoch is {in_epoch:.3g} rounds of {batches_of(pipeline)} samples"
+    return f"{rounds:,} rounds of {batches_of(pipeline)} samples: {samples / epoch:.3g} epochs"
 
 
 def _counted(left_out: dict[str, int]) -> str:

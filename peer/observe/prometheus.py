@@ -212,12 +212,11 @@ class PeerCollector(Collector):
         newest = progress.newest_round(view, now)
         yield _one("swarmnet_round", newest)
         pipeline = self._spec.pipeline
-        num_slots = pipeline.global_batch // pipeline.microbatch
-        made = progress.round_progress(view, newest, now, num_slots)
+        made = progress.round_progress(view, newest, now, pipeline.slots.of(newest))
         samples = _family("swarmnet_round_samples")
         samples.add_metric(["launched"], made.launched * pipeline.microbatch)
         samples.add_metric(["committed"], made.committed * pipeline.microbatch)
-        samples.add_metric(["due"], pipeline.global_batch)
+        samples.add_metric(["due"], pipeline.batch_of(newest))
         yield samples
         yield _one(
             "swarmnet_spread_ratio", max((r.spread for r in live if r.is_replica), default=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from peer.planning.question import Choice, Found
@@ -12,7 +14,7 @@ from swarmnet.runtime.text import size
 from swarmnet.training.memory.plan import BF16, FP32, FP32_BYTES, LOW_BYTES, layers_base_bytes
 from swarmnet.training.memory.stage_table import memory_of
 
-DAY_S = 86400.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 MOMENTS_BYTES = 8
 FEW_MACHINES = 32
 """With no more, the loss of one is planned anew; of more, the others stay where they are."""
@@ -146,7 +148,9 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
     """`more`: the plan with one more machine of that `kind`."""
     costs, plan = found.costs, found.plan
     job, now = costs.job, plan.round
-    per_day = now.tokens_per_s * DAY_S * _presence(found)
+    presence = _presence(found)
+    per_day = now.tokens_per_s * DAY_S * presence
+    seconds = _work_s(found, wanted_tokens) / presence
     joiner_bytes, joiner_s = _joining(found)
     return Answer(
         rows=_rows(found),
@@ -164,7 +168,7 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
         samples=job.global_batch,
         tokens=now.tokens,
         wanted_tokens=wanted_tokens,
-        hours=24 * wanted_tokens / per_day,
+        hours=seconds / HOUR_S,
         joiner_bytes=joiner_bytes,
         joiner_s=joiner_s,
         one_more=0.0 if more is None else more.plan.round.tokens_per_s,
@@ -172,6 +176,38 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
         losses=_losses(found),
         choices=found.choices,
     )
+
+
+def _work_s(found: Found, num_tokens: float) -> float:
+    """Until so many tokens are done, from the first round of the run on."""
+    return sum(
+        min(tokens, max(0.0, num_tokens - before)) / rate for before, tokens, rate in _phases(found)
+    )
+
+
+def _phases(found: Found) -> Iterator[tuple[float, float, float]]:
+    """Of a batch that grows: the tokens before each size, those with it, and tokens/s."""
+    costs, plan, before = found.costs, found.plan, 0.0
+    steps = found.spec.pipeline.batch_ramp or ((0, costs.job.global_batch),)
+    ends = (*(first for first, _ in steps[1:]), math.inf)
+    for (first, samples), end in zip(steps, ends, strict=True):
+        of_size = Costs(replace(costs.job, global_batch=samples))
+        made = of_size.of(plan.cut, found.machines, plan.serves)
+        assert made is not None  # memory does not depend on it
+        tokens = (end - first) * made.tokens
+        yield before, tokens, made.tokens_per_s
+        before += tokens
+
+
+def smaller_batches(found: Found) -> list[str]:
+    """What rounds come to before the batch has grown."""
+    steps = found.spec.pipeline.batch_ramp
+    return [
+        f"before round {end:,}: rounds of {samples:,} samples, about {_number(rate)} tokens/s"
+        for (_, samples), (end, _), (_, _, rate) in zip(
+            steps[:-1], steps[1:], _phases(found), strict=False
+        )
+    ]
 
 
 def _presence(found: Found) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median_high
 
 from rich.console import Console
 
@@ -230,7 +231,10 @@ def found_live(spec: RunSpec, records: Sequence[Record], links: Links) -> tuple[
         if r.is_replica
     ]
     usual = Usual(links.up, links.down, links.latency_s)
-    live = live_swarm(table.job(), cut, said, usual)
+    rounds = [r.round for r in records if r.is_replica]
+    batch = spec.pipeline.batch_of(median_high(rounds) if rounds else 0)
+    job = replace(table.job(), global_batch=batch)
+    live = live_swarm(job, cut, said, usual)
     if live is None:
         served = {r.stage for r in said}
         missing = [k for k in range(len(cut)) if k not in served]

@@ -117,6 +117,11 @@ def asked(path: Path, *, lora: bool, choose: bool) -> Asked:
     else:
         spec, mode_open = parse_spec(folder_text(str(path), lora=lora), source=str(path)), True
     source = "" if is_file else str(path)
+    if choose and spec.pipeline.batch_ramp:
+        raise SpecError(
+            f"{path}: [pipeline] batch_ramp says how large batches are, and --choose would choose "
+            "one; leave one of them out"
+        )
     if choose:
         spec = _with_pipeline(spec, layers=())
     return Asked(described(spec), source, choose or not is_file, mode_open or choose)

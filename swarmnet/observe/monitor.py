@@ -52,6 +52,7 @@ from swarmnet.protocol.membership.records import (
 from swarmnet.protocol.membership.records import HeldOut as Measured
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.held_out import told
+from swarmnet.protocol.slots import slot_plan
 from swarmnet.protocol.sync_modes import NO_END
 from swarmnet.protocol.update.auto_mode import merge
 
@@ -110,7 +111,7 @@ class RunMonitor:
 
     Args:
         num_stages, global_batch (samples), samples_per_slot, rounds (length of the run; 0
-            where it has no end): of the run's spec.
+            where it has no end), batch_ramp: of the run's spec.
         replication: owners that each optimizer shard should have.
         measures: feeders are known to measure held-out data, so that `all_told` waits for the
             first measurement. For the last it waits wherever there was one.
@@ -123,11 +124,12 @@ class RunMonitor:
         global_batch: int,
         samples_per_slot: int,
         rounds: int,
+        batch_ramp: tuple[tuple[int, int], ...] = (),
         replication: int = 2,
         measures: bool = False,
     ) -> None:
         self.num_stages = num_stages
-        self.global_batch = global_batch
+        self._slots = slot_plan(global_batch, samples_per_slot, batch_ramp)
         self.samples_per_slot = samples_per_slot
         self.rounds = rounds
         self._end = rounds or NO_END
@@ -301,7 +303,11 @@ class RunMonitor:
         )
 
     def _is_whole(self, round_index: int) -> bool:
-        return self._sum(round_index).committed >= self.global_batch
+        return self._sum(round_index).committed >= self._batch_of(round_index)
+
+    def _batch_of(self, round_index: int) -> int:
+        """Samples of a round."""
+        return self.samples_per_slot * self._slots.of(round_index)
 
     def _finish_rounds(self, now: float, unix_s: float, first_look: bool) -> list[Event]:
         """Tells the rounds that are over, in order. Rounds that are told at one look share the
@@ -404,7 +410,7 @@ class RunMonitor:
             rounds=self.rounds,
             launched=total.launched,
             committed=total.committed,
-            global_batch=self.global_batch,
+            global_batch=self._batch_of(self._newest),
             done=self.done,
             loss=self._last.loss if self._last else None,
             tokens_per_s=sum(e.tokens for e in self._recent) / seconds if seconds > 0 else None,

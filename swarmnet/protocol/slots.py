@@ -1,9 +1,10 @@
 """A round's batch as a list of slots, one microbatch each, and the samples that a slot holds.
 
-Round r has slots 0 to M - 1. Slot s of round r holds the samples at the positions (r M + s) B to (r
-M + s) B + B - 1 of one endless row, B samples a slot. The row is epoch after epoch: each a
-permutation of all N samples, keyed by the seed and the epoch. So a slot's samples follow from
-(seed, round, slot), whoever feeds it, and each sample comes once an epoch.
+Round r has slots 0 to M - 1, where M may grow in the course of a run (`SlotPlan`). With F slots in
+the rounds before it, slot s of round r holds the samples at the positions (F + s) B to (F + s) B +
+B - 1 of one endless row, B samples a slot. The row is epoch after epoch: each a permutation of all
+N samples, keyed by the seed and the epoch. So a slot's samples follow from (seed, round, slot),
+whoever feeds it, and each sample comes once an epoch.
 
 The permutation is a Feistel network of four rounds over the smallest power of four that holds N,
 walked until it falls below N (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite
@@ -21,12 +22,61 @@ MAX_SLOTS = 65_536
 NUM_FEISTEL_ROUNDS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """How many slots each round of a run has; without arguments as many as there can be."""
+
+    steps: tuple[tuple[int, int], ...] = ((0, MAX_SLOTS),)
+    """Rounds, ascending from 0, and the slots that each round has from there on, ascending too."""
+
+    @property
+    def most(self) -> int:
+        """Slots of the largest round."""
+        return self.steps[-1][1]
+
+    def of(self, round_index: int) -> int:
+        """Slots of a round."""
+        return max(slots for first, slots in self.steps if first <= max(round_index, 0))
+
+    def before(self, round_index: int) -> int:
+        """Slots of all rounds before this one."""
+        ends = (*(first for first, _ in self.steps[1:]), round_index)
+        return sum(
+            slots * max(0, min(end, round_index) - first)
+            for (first, slots), end in zip(self.steps, ends, strict=True)
+        )
+
+    def rounds_of(self, num_slots: int) -> int:
+        """The fewest rounds that have together so many slots."""
+        last, slots = next(
+            ((first, n) for first, n in reversed(self.steps) if self.before(first) < num_slots),
+            self.steps[0],
+        )
+        return last + max(0, -(-(num_slots - self.before(last)) // slots))
+
+
+ANY_SLOTS = SlotPlan()
+"""Where the run is not known."""
+
+
+@lru_cache(maxsize=16)
+def slot_plan(
+    global_batch: int, samples_per_slot: int, ramp: tuple[tuple[int, int], ...] = ()
+) -> SlotPlan:
+    """Of rounds of `global_batch` samples. `ramp`: rounds, and the samples of each round from there
+    on, if these are not the same in all."""
+    return SlotPlan(
+        tuple((first, -(-samples // samples_per_slot)) for first, samples in ramp)
+        or ((0, -(-global_batch // samples_per_slot)),)
+    )
+
+
 def sample_indices(
     *,
     seed: int,
     round_index: int,
     slot: int,
-    num_slots: int,
+    slots: SlotPlan,
     samples_per_slot: int,
     num_samples: int | None,
 ) -> list[int]:
@@ -34,7 +84,7 @@ def sample_indices(
     there is no end of them, and indices only grow. Raises `ValueError` where there is no sample."""
     if num_samples is not None and num_samples < 1:
         raise ValueError("data without a sample")
-    first = (round_index * num_slots + slot) * samples_per_slot
+    first = (slots.before(round_index) + slot) * samples_per_slot
     positions = range(first, first + samples_per_slot)
     if num_samples is None:
         return list(positions)
@@ -71,11 +121,6 @@ def _mixed(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return x ^ (x >> 31)
-
-
-def num_slots_of(global_batch: int, samples_per_slot: int) -> int:
-    """Slots of a round."""
-    return -(-global_batch // samples_per_slot)
 
 
 # ---- flights of slots -------------------------------------------------------------------------

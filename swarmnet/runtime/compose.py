@@ -33,6 +33,7 @@ def run_settings(spec: RunSpec) -> RunSettings:
         global_batch=spec.pipeline.global_batch,
         samples_per_microbatch=spec.pipeline.microbatch,
         rounds=spec.optimizer.end,
+        batch_ramp=spec.pipeline.batch_ramp,
         seed=spec.seed,
         grad_clip_norm=spec.optimizer.grad_clip_norm,
         replication=spec.sync.replication,

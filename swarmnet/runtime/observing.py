@@ -93,6 +93,7 @@ def monitor_of(spec: RunSpec) -> RunMonitor:
         global_batch=spec.pipeline.global_batch,
         samples_per_slot=spec.pipeline.microbatch,
         rounds=spec.optimizer.rounds,
+        batch_ramp=spec.pipeline.batch_ramp,
         replication=spec.sync.replication,
         measures=spec.data.measures,
     )

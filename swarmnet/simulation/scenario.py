@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from swarmnet.protocol.codecs import INT8
 from swarmnet.protocol.membership.assignment import Adaptive, Assigner
 from swarmnet.protocol.membership.pace import GossipSettings
-from swarmnet.protocol.slots import num_slots_of
+from swarmnet.protocol.slots import slot_plan
 from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.churn import ChurnEvent, ChurnRates
 from swarmnet.simulation.coding import Coding, PassCoding
@@ -101,7 +101,7 @@ class Scenario:
     @property
     def num_slots(self) -> int:
         """Microbatches of a round."""
-        return num_slots_of(self.global_batch, self.samples_per_microbatch)
+        return slot_plan(self.global_batch, self.samples_per_microbatch).most
 
     def pass_coding(self, stage_index: int) -> tuple[PassCoding, PassCoding]:
         """Of a microbatch's forward and backward pass in a stage."""

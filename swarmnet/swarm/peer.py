@@ -199,7 +199,7 @@ class Peer:
             self.limits,
             self._here,
             self.resource_limits,
-            self.settings.num_slots,
+            self.settings.slots,
             codec=self.settings.boundary_codec,
             is_audited=not self.settings.plan.is_local,
         )

@@ -8,7 +8,7 @@ from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_SHARDS, record_bytes
 from swarmnet.protocol.membership.run_bounds import RunBounds
-from swarmnet.protocol.slots import num_slots_of, sample_indices
+from swarmnet.protocol.slots import SlotPlan, sample_indices, slot_plan
 from swarmnet.protocol.sync_modes import NO_END, ZERO, SyncPlan
 from swarmnet.protocol.timing import BULK_S, CONNECT_S, PATIENCE_S, UPKEEP_S
 
@@ -31,7 +31,7 @@ class RunSettings:
     run_id: str
     num_stages: int
     global_batch: int
-    """Samples behind one update."""
+    """Samples behind one update; with `batch_ramp` at most."""
     samples_per_microbatch: int
     rounds: int
     """Length of the run; `NO_END` where it has none."""
@@ -60,6 +60,9 @@ class RunSettings:
     """Groups of shards that are exchanged in different rounds, likewise."""
     sync_warmup_rounds: int = 0
     """First rounds in which exchanges come as soon as they can, whatever the mode."""
+    batch_ramp: tuple[tuple[int, int], ...] = ()
+    """Rounds, and the samples behind each update from there on; empty where these are the same in
+    all."""
     begins_with_moments: bool = False
     """The optimizer's state is not empty at the beginning of the run: another one's goes on."""
     stop: RunEnd = field(default_factory=RunEnd, compare=False)
@@ -73,7 +76,7 @@ class RunSettings:
     @property
     def max_record_bytes(self) -> int:
         """Of what a peer says of itself."""
-        return record_bytes(max(self.num_shards, default=MAX_SHARDS), self.num_slots)
+        return record_bytes(max(self.num_shards, default=MAX_SHARDS), self.slots.most)
 
     @property
     def bounds(self) -> RunBounds:
@@ -81,16 +84,16 @@ class RunSettings:
         return RunBounds(
             self.num_stages,
             self.rounds,
-            self.num_slots,
+            self.slots,
             self.samples_per_microbatch,
             self.num_values,
             self.num_shards,
         )
 
     @property
-    def num_slots(self) -> int:
-        """Microbatches of a round."""
-        return num_slots_of(self.global_batch, self.samples_per_microbatch)
+    def slots(self) -> SlotPlan:
+        """Microbatches of each round."""
+        return slot_plan(self.global_batch, self.samples_per_microbatch, self.batch_ramp)
 
     def samples_of(self, round_index: int, slot: int, num_samples: int | None) -> list[int]:
         """The samples of a slot, of data that has `num_samples` (None: no end)."""
@@ -98,7 +101,7 @@ class RunSettings:
             seed=self.seed,
             round_index=round_index,
             slot=slot,
-            num_slots=self.num_slots,
+            slots=self.slots,
             samples_per_slot=self.samples_per_microbatch,
             num_samples=num_samples,
         )

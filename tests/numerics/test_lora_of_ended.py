@@ -92,7 +92,7 @@ def folded_in(out: Path, spec: RunSpec, named: dict[str, torch.Tensor], **merged
 
 
 def slots_of(spec: RunSpec) -> range:
-    return range(run_settings(spec).num_slots)
+    return range(run_settings(spec).slots.of(0))
 
 
 @pytest.mark.parametrize("subspace", [0, K])

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from swarmnet.protocol.pipeline import progress
+from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
 from tests.oracles.reference import ReferenceTrainer
-from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
 
 ROUNDS = 20
 NUM_SLOTS = 4
@@ -35,11 +36,12 @@ def trained(
             swarm.start(f"feeder-{i}", stage=0)
         for i in range(2):
             swarm.start(f"last-{i}", stage=1, feeds=False)
-        for r in range(ROUNDS):
+        for r in range(spec.optimizer.rounds):
             await swarm.until_round(r + 1)
             counts = [m.peer.gossip.own.count(r) for m in swarm.members.values()]
             slots = Counter(slot for c in counts for slot in c.committed)
-            assert slots == Counter(range(NUM_SLOTS)), f"round {r} of {num_feeders} feeders"
+            num_slots = spec.pipeline.batch_of(r) // spec.pipeline.microbatch
+            assert slots == Counter(range(num_slots)), f"round {r} of {num_feeders} feeders"
             losses.append(sum(c.loss_sum for c in counts) / sum(c.tokens for c in counts))
         parameters.update(swarm.parameters())
 
@@ -54,6 +56,34 @@ def test_a_seed_gives_one_loss_curve_whoever_feeds(tmp_path: Path) -> None:
     for num_feeders, seed in ((1, 1), (2, 2), (5, 5), (5, 13)):
         losses, _ = trained(spec, num_feeders, seed=seed)
         assert losses == pytest.approx(expected, rel=TOLERANCE), f"{num_feeders} feeders"
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_a_batch_that_grows_is_the_same_whoever_feeds(tmp_path: Path, mode: str) -> None:
+    """Delayed, a larger round is open while the last one of the smaller ones ends."""
+    spec = tiny_spec(
+        tmp_path,
+        num_stages=2,
+        rounds=9,
+        global_batch=40,
+        batch_ramp=[[0, 16], [3, 24], [6, 40]],
+        sync={"mode": mode},
+    )
+    samples = iter(range(3 * 16 + 3 * 24 + 3 * 40))
+    settings = run_settings(spec)
+    for r, num_slots in enumerate((4, 4, 4, 6, 6, 6, 10, 10, 10)):
+        for slot in range(num_slots):
+            assert settings.samples_of(r, slot, None) == [next(samples) for _ in range(4)]
+    assert not list(samples), "each sample once"
+    found = [trained(spec, num_feeders, seed=num_feeders) for num_feeders in (1, 2, 5)]
+    if mode == "zero":
+        trainer = ReferenceTrainer(spec)
+        expected = [trainer.step(r, range(settings.slots.of(r))) for r in range(9)]
+        found.append((expected, trainer.state_dict()))
+    (losses, parameters), *others = found
+    for other_losses, other_parameters in others:
+        assert other_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert relative_difference(other_parameters, parameters) < TOLERANCE
 
 
 def test_twice_the_same_is_the_same_bit_for_bit(tmp_path: Path) -> None:

@@ -65,9 +65,15 @@ def count(
 class Onlooker:
     """A monitor and a clock that advances a second a look."""
 
-    def __init__(self, *, num_stages: int = 2, rounds: int = 100) -> None:
+    def __init__(
+        self, *, num_stages: int = 2, rounds: int = 100, ramp: tuple[tuple[int, int], ...] = ()
+    ) -> None:
         self.monitor = RunMonitor(
-            num_stages=num_stages, global_batch=GLOBAL_BATCH, samples_per_slot=1, rounds=rounds
+            num_stages=num_stages,
+            global_batch=GLOBAL_BATCH,
+            samples_per_slot=1,
+            rounds=rounds,
+            batch_ramp=ramp,
         )
         self.now = 0.0
 
@@ -92,6 +98,20 @@ def test_a_round_is_told_once_when_committed_and_left_behind() -> None:
     assert onlooker.rounds(a, b) == [0]
     a = replace(a, round=1)
     assert onlooker.rounds(a, b) == []
+
+
+def test_a_round_is_as_large_as_the_batch_has_grown() -> None:
+    onlooker = Onlooker(num_stages=1, ramp=((0, 4), (1, GLOBAL_BATCH)))
+    a = record("a", counts=(count(0, 4),))
+    onlooker.look(a)
+    assert onlooker.monitor.view_model().global_batch == 4
+    a = replace(a, round=1, counts=(count(0, 4), count(1, 4)))
+    assert onlooker.rounds(a) == [0]
+    assert onlooker.monitor.view_model().global_batch == GLOBAL_BATCH
+    a = replace(a, round=2)
+    assert onlooker.rounds(a) == [], "half of it is committed"
+    a = replace(a, counts=(count(0, 4), count(1, 8)))
+    assert onlooker.rounds(a) == [1]
 
 
 def test_the_last_round_is_told_where_all_leave_at_once_after_it() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from swarmnet.protocol.slots import (
     EMPTY,
     MAX_SLOTS,
+    SlotPlan,
     SlotSet,
     all_slots,
     mask_of,
@@ -40,16 +41,18 @@ def test_each_sample_comes_once_an_epoch(seed: int, epoch: int, num_samples: int
 def test_the_slots_of_some_rounds_are_one_row(
     seed: int, num_samples: int, num_slots: int, samples_per_slot: int, first: int
 ) -> None:
-    """Whatever the round begins with, samples go on where the last slot ended."""
+    """Whatever the round begins with, samples go on where the last slot ended, also where rounds
+    have grown."""
+    plan = SlotPlan(((0, num_slots), (first + 1, num_slots + 3)))
     row = [
         i
         for r in range(first + 3)
-        for slot in range(num_slots)
+        for slot in range(plan.of(r))
         for i in sample_indices(
             seed=seed,
             round_index=r,
             slot=slot,
-            num_slots=num_slots,
+            slots=plan,
             samples_per_slot=samples_per_slot,
             num_samples=num_samples,
         )
@@ -57,6 +60,20 @@ def test_the_slots_of_some_rounds_are_one_row(
     whole = len(row) - len(row) % num_samples
     for start in range(0, whole, num_samples):
         assert sorted(row[start : start + num_samples]) == list(range(num_samples))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), max_size=4), st.integers(0, 60))
+def test_a_plan_counts_the_slots_of_all_rounds(grows: list[tuple[int, int]], rounds: int) -> None:
+    steps = [(0, 2)]
+    for later, more in grows:
+        steps.append((steps[-1][0] + later, steps[-1][1] + more))
+    plan = SlotPlan(tuple(steps))
+    each = [plan.of(r) for r in range(rounds)]
+    assert all(n == max(n for first, n in steps if first <= r) for r, n in enumerate(each))
+    assert plan.before(rounds) == sum(each)
+    assert plan.rounds_of(sum(each)) == rounds
+    assert plan.rounds_of(sum(each) + 1) == rounds + 1
+    assert plan.most == steps[-1][1]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
@@ -73,7 +90,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_data_without_an_end_only_grows() -> None:
-    slot = {"seed": 3, "num_slots": 4, "samples_per_slot": 2, "num_samples": None}
+    slot = {"seed": 3, "slots": SlotPlan(((0, 4),)), "samples_per_slot": 2, "num_samples": None}
     assert sample_indices(round_index=2, slot=1, **slot) == [18, 19]
     with pytest.raises(ValueError, match="without a sample"):
         sample_indices(round_index=0, slot=0, **{**slot, "num_samples": 0})

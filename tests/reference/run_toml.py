@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -25,7 +25,7 @@ from tests.reference.tables import amount, code, either, page, table
 
 HEADS = ("key", "type", "default", "meaning")
 KINDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-PLURALS = {str: "texts", int: "whole numbers"}
+PLURALS = {str: "texts", int: "whole numbers", tuple[int, int]: "pairs"}
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 TITLES = {"data.source": "[[data.source]]", "files": "[files]"}
 Row = tuple[str, str, str, str]
@@ -105,7 +105,7 @@ def _kind(annotation: Any) -> str:
             f"{kinds[0]} or {code(AUTO)}" if int in inner and str in inner else " or ".join(kinds)
         )
     if origin is tuple:
-        element = get_args(inner[0])[0] if get_args(inner[0]) else inner[0]
+        element = get_args(inner[0])[0] if get_origin(inner[0]) is Annotated else inner[0]
         return f"list of {PLURALS.get(element, 'tables')}"
     return "table" if origin is dict else KINDS[annotation]
 

@@ -92,7 +92,12 @@ def test_the_other_examples() -> None:
     order = [slots.permuted(1, 2, p, 10) for p in range(10)]
     assert f"epoch 2 has the order {', '.join(map(str, order))}." in examples
     found = slots.sample_indices(
-        seed=1, round_index=3, slot=2, num_slots=4, samples_per_slot=2, num_samples=10
+        seed=1,
+        round_index=3,
+        slot=2,
+        slots=slots.SlotPlan(((0, 4),)),
+        samples_per_slot=2,
+        num_samples=10,
     )
     assert f"with 4 slots of 2 samples: {', '.join(map(str, found))}." in examples
 

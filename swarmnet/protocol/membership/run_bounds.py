@@ -19,7 +19,7 @@ from swarmnet.protocol.membership.records import (
     HeldOut,
     Record,
 )
-from swarmnet.protocol.slots import MAX_SLOTS
+from swarmnet.protocol.slots import ANY_SLOTS, SlotPlan
 from swarmnet.protocol.sync_modes import MAX_ROUND
 
 MAX_CLOCK_ERROR_MS = 100 * 365 * 86_400_000
@@ -37,7 +37,7 @@ class RunBounds:
     num_stages: int = MAX_SHARDS
     rounds: int = MAX_ROUND
     """Length of the run: no peer is in a later round."""
-    num_slots: int = MAX_SLOTS
+    slots: SlotPlan = ANY_SLOTS
     samples_per_slot: int = MAX_COUNT
     num_values: int = 0
     """Of a token, at most; 0 where the loss is not over tokens, or that is not known."""
@@ -52,7 +52,7 @@ class RunBounds:
     @property
     def max_samples(self) -> int:
         """Of one round."""
-        return self.num_slots * self.samples_per_slot
+        return self.slots.most * self.samples_per_slot
 
     def allows_loss(self, held_out: HeldOut) -> bool:
         """Whether held-out data can have that loss, at the beginning of that round."""
@@ -87,8 +87,10 @@ class RunBounds:
         )
         if max(later) > rounds:
             yield f"knows of round {max(later)} of {rounds}"
-        if any(c.launched.mask >> self.num_slots for c in record.counts):
-            yield f"has launched a slot beyond the {self.num_slots} of a round"
+        for count in record.counts:
+            most = self.slots.of(count.round)
+            if count.launched.mask >> most:
+                yield f"has launched a slot beyond the {most} of round {count.round}"
         if record.held_out is not None and not self.allows_loss(record.held_out):
             yield f"has measured a loss of {record.held_out.loss:.3g} in {record.held_out.round}"
         for history in (record.history, *(o.history for o in record.restorable)):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.slots import SlotPlan
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 
 SETTLED_ROUNDS = 2
@@ -43,7 +44,7 @@ class LostSamples:
 
     view: View
     stage: int
-    num_slots: int
+    slots: SlotPlan
     samples_per_microbatch: int
     _next: int | None = None
     _counted: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class LostSamples:
     def _close(self, r: int, plan: SyncPlan, now: float) -> Loss | None:
         """The books of an exchange; None where there is none of that number, or not all of it is
         known here."""
-        state = progress.round_progress(self.view, r, now, self.num_slots)
+        state = progress.round_progress(self.view, r, now, self.slots.of(r))
         samples = state.num_flights * self.samples_per_microbatch
         self._counted[r] = (samples, state.tokens)
         if not plan.is_due(0, r):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swarmnet.errors import UserError
 from swarmnet.files import is_full
-from swarmnet.spec import ModelSpec, RunSpec
+from swarmnet.spec import ModelSpec, RunSpec, batches_of
 from swarmnet.training.byte_tokenizer import byte_tokenizer_files
 from swarmnet.training.end_tokens import added_texts, end_tokens
 from swarmnet.training.tokenizer_files import (
@@ -389,7 +389,7 @@ def _about(trained: Trained) -> list[str]:
     optimizer = "Muon and AdamW" if spec.optimizer.kind == "muon" else "AdamW"
     of_all = "" if spec.is_endless else f" of {spec.optimizer.rounds}"
     lines.append(
-        f"Run: {trained.round}{of_all} rounds of {spec.pipeline.global_batch} "
+        f"Run: {trained.round}{of_all} rounds of {batches_of(spec.pipeline)} "
         f"samples, {optimizer} with a learning rate of {spec.optimizer.learning_rate:g}"
     )
     if held_out:

@@ -232,7 +232,7 @@ class Mover:
         loop, replica = asyncio.get_running_loop(), departure.replica
         patience = MovePatience(replica.phase.newest_open)
         last = patience.newest_open
-        view, num_slots = self.gossip.view, self.settings.num_slots
+        view, num_slots = self.gossip.view, self.settings.slots.of(last)
         while replica.round <= last + 1:  # an exchange may take as long as a round
             if self.gossip.own.state != ACTIVE:
                 return False

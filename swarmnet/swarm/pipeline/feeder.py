@@ -124,7 +124,9 @@ class Feeder:
         """Whether this peer, one of many feeders, has launched its part of a round, and what is
         missing is on its way: said of rounds that it has begun to feed."""
         mine = self.rounds.get_open(round_index)
-        return mine is not None and self._now_known().leaves_to_others(mine.launches)
+        if mine is None:
+            return False
+        return self._now_known(round_index).leaves_to_others(mine.launches)
 
     def committed(self, question: CommittedRequest, asker: str) -> CommittedReply:
         """As `FedRounds.committed`."""
@@ -160,7 +162,7 @@ class Feeder:
     # ---- launching --------------------------------------------------------------------------
 
     def _feed(self, replica: Replica, mine: FedRound) -> None:
-        feeds = self._now_known().is_feeder()
+        feeds = self._now_known(mine.round).is_feeder()
         if feeds:
             self._held_out.measure_if_due(mine, is_ahead=mine.round > replica.round)
             self._launch(replica, mine)
@@ -175,8 +177,8 @@ class Feeder:
         if any(self._next_slot(m) is not None for m in before):
             return
         older = sum(len(m.in_flight) for m in before)
-        window = self._window()
-        window = min(window, older + len(mine.in_flight) + self._room(replica))
+        window = self._window(mine.round)
+        window = min(window, older + len(mine.in_flight) + self._room(replica, mine.round))
         own = self.gossip.own
         while older + len(mine.in_flight) < window:
             slot = self._next_slot(mine)
@@ -191,8 +193,8 @@ class Feeder:
             self.gossip.update_count(replace(count, launched=launched, sealed=False))
             mine.flights.start(self._fly(replica, mine, the_id))
 
-    def _now_known(self) -> FeederView:
-        """What this peer may decide by now."""
+    def _now_known(self, round_index: int) -> FeederView:
+        """What this peer may decide of a round by now."""
         gossip = self.gossip
         return FeederView(
             gossip.view,
@@ -200,25 +202,25 @@ class Feeder:
             asyncio.get_running_loop().time(),
             gossip.spread_s,
             gossip.is_small,
-            self.settings.num_slots,
+            self.settings.slots.of(round_index),
         )
 
     def _next_slot(self, mine: FedRound) -> int | None:
-        return self._now_known().next_slot(mine.launches, self.limits.patience_s)
+        return self._now_known(mine.round).next_slot(mine.launches, self.limits.patience_s)
 
-    def _window(self) -> int:
+    def _window(self, round_index: int) -> int:
         """Microbatches that it keeps in flight."""
         if self.settings.max_in_flight:
             return self.settings.max_in_flight
         shares = self.dispatcher.shares(0)
         num_stages = self.settings.num_stages
-        return self._now_known().window(num_stages, self.num_completed, shares=shares)
+        return self._now_known(round_index).window(num_stages, self.num_completed, shares=shares)
 
-    def _room(self, replica: Replica) -> int:
+    def _room(self, replica: Replica, round_index: int) -> int:
         """Microbatches to launch now. Among many feeders, one whose own device or uplink has enough
         to do leaves the rest to others."""
-        if replica.index != 0 or not self._serves_itself():
-            return self._window()
+        if replica.index != 0 or not self._serves_itself(round_index):
+            return self._window(round_index)
         return feeding.send_window_room(
             self.limits.max_waiting_forwards * (2 if replica.service_s else 1),
             replica.device.num_waiting,
@@ -226,8 +228,8 @@ class Feeder:
             sent_bytes=replica.measured.sent_bytes,
         )
 
-    def _serves_itself(self) -> bool:
-        return self._now_known().serves_itself(shares=self.dispatcher.shares(0))
+    def _serves_itself(self, round_index: int) -> bool:
+        return self._now_known(round_index).serves_itself(shares=self.dispatcher.shares(0))
 
     def _maybe_seal(self, mine: FedRound, feeds: bool) -> None:
         """Says that this feeder is done with the round, or that it is not after all."""
@@ -235,7 +237,7 @@ class Feeder:
             return
         now = asyncio.get_running_loop().time()
         count = self.gossip.own.count(mine.round)
-        view, num_slots = self.gossip.view, self.settings.num_slots
+        view, num_slots = self.gossip.view, self.settings.slots.of(mine.round)
         idle = not mine.in_flight and self._held_out.measuring is not mine
         sealed = idle and (not feeds or progress.is_launched(view, mine.round, now, num_slots))
         if sealed != count.sealed:
@@ -287,7 +289,7 @@ class Feeder:
                     accept=accept,
                     track=track,
                     prefer_self=own.stage == 0,
-                    waits_here=own.stage == 0 and self._serves_itself(),
+                    waits_here=own.stage == 0 and self._serves_itself(mine.round),
                 )
             except Stale as e:
                 theirs = e.details.get("round")

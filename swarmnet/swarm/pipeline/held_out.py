@@ -50,7 +50,7 @@ class HeldOutLoss:
             self._gossip.view,
             r,
             num_stages=settings.num_stages,
-            num_slots=settings.num_slots,
+            num_slots=settings.slots.of(r),
             now=asyncio.get_running_loop().time(),
         )
         if first == self._gossip.own.peer_id:
@@ -67,7 +67,7 @@ class HeldOutLoss:
             self._gossip.view,
             r,
             rounds=self._settings.rounds,
-            num_slots=self._settings.num_slots,
+            num_slots=self._settings.slots.of(r),
             now=asyncio.get_running_loop().time(),
         )
         try:

@@ -32,7 +32,7 @@ from swarmnet.protocol.pipeline.contests import Contests
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING, Entry
 from swarmnet.protocol.pipeline.origins import Origins
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
-from swarmnet.protocol.slots import MAX_SLOTS, slot_of
+from swarmnet.protocol.slots import ANY_SLOTS, SlotPlan, slot_of
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.admission import AdmissionControl
@@ -89,8 +89,8 @@ class StepService:
     limits: WaitLimits
     serving: Serving
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
-    num_slots: int = MAX_SLOTS
-    """Of a round."""
+    slots: SlotPlan = ANY_SLOTS
+    """Of each round."""
     codec: str = NONE
     """`[pipeline] codec`."""
     is_audited: bool = True
@@ -169,8 +169,9 @@ class StepService:
                 f"a microbatch of {step.num_samples} samples; in this run it has "
                 f"{self.dispatcher.samples_per_call}"
             )
-        if slot_of(step.microbatch_id) >= self.num_slots:
-            raise ProtocolViolation(f"a round of this run has {self.num_slots} slots")
+        num_slots = self.slots.of(step.round)
+        if slot_of(step.microbatch_id) >= num_slots:
+            raise ProtocolViolation(f"round {step.round} of this run has {num_slots} slots")
 
     async def _check_origin(self, replica: Replica, step: StepRequest, caller: str) -> None:
         """Waits until the view has the titles of a microbatch, but no longer than news take. Raises

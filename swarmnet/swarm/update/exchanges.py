@@ -78,7 +78,7 @@ class Exchanges:
         self._tasks = Tasks("averaging")
         self._has_exchanged = False
         self.lost = LostSamples(
-            gossip.view, replica.index, settings.num_slots, settings.samples_per_microbatch
+            gossip.view, replica.index, settings.slots, settings.samples_per_microbatch
         )
         self.states = OptimizerStates(transport, settings, limits, replica)
         self.members = ExchangeMembers(gossip, replica)

@@ -495,7 +495,7 @@ class Ownership:
         if r or self.replica.round or self.settings.begins_with_moments:
             return False
         now = asyncio.get_running_loop().time()
-        return not progress.is_launched(self.gossip.view, 0, now, self.settings.num_slots)
+        return not progress.is_launched(self.gossip.view, 0, now, self.settings.slots.of(0))
 
     def _tell_whether_all_are_here(self, r: int, mine: Sequence[int]) -> None:
         had_all = self._has_all

@@ -171,11 +171,11 @@ class Rounds:
         if self.feeder is not None and self.feeder.leaves_to_others(r):
             return True
         now = asyncio.get_running_loop().time()
-        return round_end.is_fed(view, replica.phase, r, now, settings.num_slots)
+        return round_end.is_fed(view, replica.phase, r, now, settings.slots.of(r))
 
     def is_drained(self, r: int) -> bool:
         """True where the round is to be ended here (`round_end.is_over`)."""
-        now, num_slots = asyncio.get_running_loop().time(), self.settings.num_slots
+        now, num_slots = asyncio.get_running_loop().time(), self.settings.slots.of(r)
         return round_end.is_over(self.gossip.view, self.replica.phase, r, now, num_slots)
 
     def _check_parameters(self, r: int) -> None:
@@ -211,7 +211,7 @@ class Rounds:
         synced = await self.updates.make(r, num_tokens)
         now = loop.time()
         replica.measured.averaged(now)
-        state = progress.round_progress(self.gossip.view, r, now, self.settings.num_slots)
+        state = progress.round_progress(self.gossip.view, r, now, self.settings.slots.of(r))
         replica.counted(state.committed * self.settings.samples_per_microbatch)
         await replica.transitions.open_round(r + 1, is_whole=synced)
         self.updates.finish_round(r)

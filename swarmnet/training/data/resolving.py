@@ -103,7 +103,7 @@ def num_rounds(spec: RunSpec, data: Data) -> int:
         raise DataError("[data] epochs: the model's data have no end; write [optimizer] rounds")
     else:
         num_samples = math.ceil(spec.data.epochs * data.num_samples)
-    return max(math.ceil(num_samples / spec.pipeline.global_batch), 1)
+    return max(spec.pipeline.rounds_of(num_samples), 1)
 
 
 def is_same(spec: RunSpec, data: Data) -> bool:

@@ -105,6 +105,22 @@ def test_of_a_run_without_an_end(tmp_path: Path) -> None:
     assert re.search(r"no end: an epoch is [0-9.]+ rounds of \d+ samples\n", result.stdout)
 
 
+def test_epochs_are_counted_with_a_batch_that_grows(tmp_path: Path) -> None:
+    path, rounds = run_in(tmp_path), []
+    text = path.read_text()
+    for line in ("", "batch_ramp = [[0, 2], [3, 4]]\n"):
+        path.write_text(text + line)
+        result = CliRunner().invoke(app, ["data", str(path), "--json"])
+        assert result.exit_code == 0, result.output
+        rounds.append(json.loads(result.stdout)["rounds"])
+    samples = 2 * 3 + 4 * (rounds[1] - 3)
+    assert 4 * (rounds[0] - 1) < samples < 4 * (rounds[0] + 1)
+    result = CliRunner().invoke(app, ["data", str(path)])
+    assert f"{rounds[1]} rounds of 2, 4 from round 3 on samples: " in " ".join(
+        result.stdout.split()
+    )
+
+
 def test_no_space_is_lost_where_learning_begins() -> None:
     """By a decoder that drops the one at the beginning of a text."""
     tokenizer = Tokenizer(models.BPE({"▁a": 0, "▁cat": 1, "▁sat": 2}, []))

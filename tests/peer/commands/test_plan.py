@@ -324,6 +324,26 @@ def test_the_verdict_comes_first_and_machines_follow() -> None:
     assert half["hours"] == pytest.approx(found["hours"] / 2)
 
 
+def test_a_batch_that_grows_is_slower_before(tmp_path: Path) -> None:
+    path, machines = tmp_path / "run.toml", ("--machines", "24GB-gpu*2", "--tokens", "100M")
+    text = SPEC.read_text()
+    batch = re.search(r"global_batch = (\d+)", text)
+    assert batch is not None
+    path.write_text(text)
+    whole = answered(path, *machines)
+    first = int(batch[1]) // 4
+    path.write_text(
+        text.replace(batch[0], f"{batch[0]}\nbatch_ramp = [[0, {first}], [9, {batch[1]}]]")
+    )
+    grown = answered(path, *machines)
+    assert grown["tokens_per_s"] == whole["tokens_per_s"]
+    assert grown["helps"][0].startswith(f"before round 9: rounds of {first} samples, about ")
+    assert grown["hours"] > whole["hours"]
+    result = CliRunner().invoke(app, ["plan", "--spec", str(path), *machines, "--choose"])
+    assert result.exit_code == 2
+    assert "--choose would choose one" in " ".join(result.output.split())
+
+
 def test_peers_here_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four on two cores are half as fast each as two, and have half of the memory."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)

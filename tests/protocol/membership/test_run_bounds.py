@@ -17,10 +17,10 @@ from swarmnet.protocol.membership.records import (
     RoundCount,
 )
 from swarmnet.protocol.membership.run_bounds import ANY_RUN, MAX_CLOCK_ERROR_MS, RunBounds
-from swarmnet.protocol.slots import SlotSet
+from swarmnet.protocol.slots import SlotPlan, SlotSet
 from swarmnet.protocol.sync_modes import ZERO, Switch
 
-BOUNDS = RunBounds(2, 100, 8, 4, 256, (3, 9))
+BOUNDS = RunBounds(2, 100, SlotPlan(((0, 8),)), 4, 256, (3, 9))
 TOLD_AT = 1_700_000_000_000
 SAVED = Restorable(100, 1, 9, bytes(2), TOLD_AT)
 HONEST = Record(
@@ -82,6 +82,14 @@ def test_what_an_honest_peer_says_at_the_end_of_a_run_can_be() -> None:
 )
 def test_what_cannot_be_is_named(said: dict[str, object], reason: str) -> None:
     assert re.search(reason, found(**said))
+
+
+def test_the_slots_of_a_round_are_its_own() -> None:
+    grown = replace(BOUNDS, slots=SlotPlan(((0, 4), (50, 8))))
+    assert found(grown) == ""
+    said = (RoundCount(49, SlotSet.of(0xF)), RoundCount(50, SlotSet.of(0xFF)))
+    assert found(grown, counts=said) == ""
+    assert "beyond the 4 of round 49" in found(grown, counts=(RoundCount(49, SlotSet.of(0x1F)),))
 
 
 def test_a_clock_may_be_wrong_by_years() -> None:

@@ -8,12 +8,13 @@ from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.progress import RoundProgress
+from swarmnet.protocol.slots import SlotPlan
 from swarmnet.protocol.sync_modes import GOSSIP, ZERO, SyncPlan
 from swarmnet.protocol.update.lost_samples import Loss, LostSamples
 
 NOW = 100.0
 PLAN = SyncPlan(ZERO, 100)
-NUM_SLOTS, PER_MICROBATCH = 4, 2
+SLOTS, PER_MICROBATCH = SlotPlan(((0, 4),)), 2
 
 
 def replica(name: str, state: str = ACTIVE, **said: int) -> Record:
@@ -24,7 +25,7 @@ def books_of(own: Record, *others: Record) -> LostSamples:
     view = View(own.peer_id)
     for record in (own, *others):
         view.merge(record, NOW)
-    return LostSamples(view, 0, NUM_SLOTS, PER_MICROBATCH)
+    return LostSamples(view, 0, SLOTS, PER_MICROBATCH)
 
 
 def closed(books: LostSamples, own: Record, *, has_just_left: bool = False) -> list[Loss]:

@@ -42,7 +42,7 @@ from swarmnet.protocol.membership.records import ACTIVE, MAX_RATE, OBSERVING, Re
 from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.origins import Origins
-from swarmnet.protocol.slots import MAX_SLOTS
+from swarmnet.protocol.slots import ANY_SLOTS
 from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
@@ -175,7 +175,7 @@ def test_a_bad_step_is_refused_and_costs_nothing(
         await swarm.until_round(1)
         serving = {m.peer.gossip.own.stage: name for name, m in swarm.members.items()}
         for member in swarm.members.values():
-            member.peer.steps.num_slots = MAX_SLOTS
+            member.peer.steps.slots = ANY_SLOTS
         for what, stage, arrays, changes, text in BAD_STEPS:
             with pytest.raises(Refused, match=text):
                 await patient_step(swarm, stranger, serving[stage], stage, arrays, changes)

@@ -82,7 +82,7 @@ def test_a_first_feeder_without_a_slot_of_its_own_leaves_it_to_one_that_holds_th
         swarm.start("peer-9", stage=0)
         await asyncio.sleep(1.0)
         early_peer = swarm.members["peer-9"].peer
-        assert len(early_peer.gossip.own.count(0).launched) == early_peer.settings.num_slots
+        assert len(early_peer.gossip.own.count(0).launched) == early_peer.settings.slots.of(0)
         swarm.start("peer-0", stage=0)
         await asyncio.sleep(2.0)
         swarm.start("peer-5", stage=1)

@@ -8,6 +8,7 @@ import pytest
 
 from swarmnet.errors import Refused, Taken
 from swarmnet.methods.microbatch import Commit
+from swarmnet.protocol.slots import SlotPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.pipeline.step import Contested
 from tests.swarm.one_replica import WORK_S, OneReplica
@@ -64,7 +65,7 @@ def test_a_flight_that_never_comes_back_keeps_a_slot_for_no_longer_than_others_t
 def test_a_slot_that_no_round_has_is_refused() -> None:
     async def scenario() -> None:
         pair = OneReplica()
-        pair.steps.num_slots = SLOT + 1
+        pair.steps.slots = SlotPlan(((0, SLOT + 1), (1, SLOT + 2)))
         a = pair.caller("a", 1e9)
         await a.step(FIRST)
         with pytest.raises(Refused, match="has 6 slots"):

@@ -58,7 +58,7 @@ class Later:
     def __init__(self, data: Data, spec: RunSpec, by: int) -> None:
         settings, self._data = run_settings(spec), data
         self.num_samples = data.num_samples
-        slots = [(r, s) for r in range(ROUNDS) for s in range(settings.num_slots)]
+        slots = [(r, s) for r in range(ROUNDS) for s in range(settings.slots.of(r))]
         self._theirs = {
             tuple(settings.samples_of(r, s, data.num_samples)): settings.samples_of(
                 r + by, s, data.num_samples

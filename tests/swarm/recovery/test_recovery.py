@@ -729,7 +729,16 @@ def test_a_run_that_was_killed_is_the_run_to_the_bit(
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync, global_batch=4)
     values = spec.model_dump()
     values["optimizer"]["kind"] = kind
-    spec = RunSpec.model_validate(values)
+    compare_with_a_killed_run(tmp_path, RunSpec.model_validate(values))
+
+
+def test_a_run_whose_batch_grows_goes_on_with_its_samples(tmp_path: Path) -> None:
+    ramp = [[0, 4], [EVERY, 8]]  # a sum of two has one order only
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, global_batch=8, batch_ramp=ramp)
+    compare_with_a_killed_run(tmp_path, spec)
+
+
+def compare_with_a_killed_run(tmp_path: Path, spec: RunSpec) -> None:
     models = []
 
     async def scenario(swarm: Swarm, folder: Path, *, is_killed: bool) -> None:

@@ -132,11 +132,13 @@ class Books:
 
     def _whole_count(self, round_index: int) -> int:
         known = self._progress(round_index)
-        return robust.whole_count(known.tokens, known.num_flights, self.settings.num_slots)
+        num_slots = self.settings.slots.of(round_index)
+        return robust.whole_count(known.tokens, known.num_flights, num_slots)
 
     def _progress(self, round_index: int) -> progress.RoundProgress:
         now = asyncio.get_running_loop().time()
-        return progress.round_progress(self.gossip.view, round_index, now, self.settings.num_slots)
+        num_slots = self.settings.slots.of(round_index)
+        return progress.round_progress(self.gossip.view, round_index, now, num_slots)
 
     def finish_round(self, exchange: int) -> None:
         """Forgets exchanges that no replica asks about any more."""
