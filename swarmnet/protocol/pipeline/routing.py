@@ -294,12 +294,13 @@ class Router:
             wait_s *= self._rng.uniform(1 - BUSY_JITTER, 1 + BUSY_JITTER)
             replica.busy_until = max(replica.busy_until, now + wait_s)
 
-    def ready_at(self, now: float) -> float | None:
-        """The earliest time (>= now) at which some replica may be picked; None without replicas."""
+    def ready_at(self, now: float, exclude: Collection[str] = ()) -> float | None:
+        """The earliest time (>= now) at which some replica may be picked; None where there is none
+        but those that are excluded, which no passing of time makes fit."""
         times = [
             max(r.ready_at(), self._rests_until) if self.is_on_its_word(p) else r.ready_at()
             for p, r in self._replicas.items()
-            if r.present
+            if r.present and p not in exclude
         ]
         return max(now, min(times)) if times else None
 

@@ -354,7 +354,7 @@ class Dispatcher:
             end = search.longest if self._full.is_full(stage, now) else give_up
             if end.is_over(now):
                 return None
-            wait_s = dispatching.look_again_s(now, router.ready_at(now), LOOK_AGAIN_S)
+            wait_s = dispatching.look_again_s(now, router.ready_at(now, others), LOOK_AGAIN_S)
             await self.gossip.changed.wait(wait_s)
 
     def _begin(
@@ -468,6 +468,8 @@ class Dispatcher:
         its own word; None where none has room. Raises `Stale` where the round is over for all that
         have an answer."""
         drawn = router.sample(_now(), ASKED, exclude=exclude)
+        if not drawn:
+            return None
         asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
         asks = {p: self._ways.start(self._ask(router, p, asked)) for p in drawn}
         await _until_most_answer(list(asks.values()))

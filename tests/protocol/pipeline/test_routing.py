@@ -208,6 +208,19 @@ def test_no_replica() -> None:
     assert router.ready_at(3.0) == 3.0
     router.update({}, 4.0)
     assert router.ready_at(4.0) is None
+
+
+def test_who_may_not_have_a_call_does_not_make_its_caller_look_again() -> None:
+    """Else the caller looks a thousand times a second while one that may have it is busy."""
+    router = Router(random.Random(0))
+    router.update({"a": 0.0, "behind": 0.0}, 0.0)
+    router.put_off("a", 0.0, 0.4)
+    ready_at = router.ready_at(0.0, ["behind"])
+    assert ready_at is not None
+    assert router.pick(ready_at - 1e-6, exclude=["behind"]) is None
+    assert router.pick(ready_at, exclude=["behind"]) == "a"
+    assert router.ready_at(0.0) == 0.0
+    assert router.ready_at(0.0, ["a", "behind"]) is None
     router.succeeded("a", 5.0, 4.0)
     router.failed("a", 5.0, 4.0)
 
