@@ -8,6 +8,7 @@ leads to the other side, though there may be news of it through an onlooker."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from swarmnet.protocol.membership.failure_detector import (
     DEAD,
@@ -58,27 +59,17 @@ def num_cuts(records: Iterable[Record]) -> dict[str, int]:
     return counts
 
 
-def connected(own_peer_id: str, lost: Iterable[str], serving: Mapping[str, Record]) -> set[str]:
-    """The peers among `serving` to which a path of serving peers leads from the own one, which
-    cannot reach `lost` itself."""
-    missing = set(lost)
-    rest = {p: r for p, r in serving.items() if p != own_peer_id}
-    found: set[str] = set()
-    frontier = [p for p in rest if p not in missing]
-    while frontier:
-        found.update(frontier)
-        for p in frontier:
-            del rest[p]
-        new: dict[str, None] = {}
-        for p in frontier:
-            if not rest:
-                break
-            record = serving[p]
-            new.update(dict.fromkeys(q for q, r in rest.items() if not are_cut(record, r)))
-            if len(new) == len(rest):
-                break
-        frontier = list(new)
-    return found
+def connected(lost: Mapping[str, Record], others: Iterable[Record]) -> set[str]:
+    """Those of `lost`, serving peers that this one cannot call, to which a path of serving peers
+    leads through `others`, which it can call. Of these no more are read than it takes: most often
+    the first one reaches them all, and a swarm may be large."""
+    rest, found = dict(lost), list[Record]()
+    for record in chain(others, found):  # `found` grows meanwhile
+        if not rest:
+            break
+        reached = [p for p, r in rest.items() if not are_cut(record, r)]
+        found += [rest.pop(p) for p in reached]
+    return {r.peer_id for r in found}
 
 
 class Reach:
@@ -233,16 +224,8 @@ class Reach:
         if len(missing) > MAX_UNREACHED:  # more than records can name
             apart = frozenset(missing)
         elif missing:
-            gone = set(missing)
-            serving = {
-                p: r
-                for p in self._index.ids(ALL)
-                if (r := self._records[p]).stage >= 0
-                and r.state in (JOINING, ACTIVE, LEAVING)
-                and not detector.is_suspected(p)
-                and (p in gone or detector.silent_s(p, now) <= detector.silence_s)
-            }
-            apart = frozenset(gone - connected(self._own_peer_id, gone, serving))
+            gone = {r.peer_id: r for p in missing if _serves(r := self._records[p])}
+            apart = frozenset(missing) - connected(gone, self._near(missing, now))
         if apart == detector.apart:
             return
         for peer_id in sorted(apart - detector.apart):
@@ -254,3 +237,17 @@ class Reach:
                 self._counters.add(self._records[peer_id])
         detector.apart = apart
         self._answers.clear()
+
+    def _near(self, missing: Sequence[str], now: float) -> Iterator[Record]:
+        """The other peers that serve and can be called: all but those that are `missing`."""
+        detector, gone = self._detector, {*missing, self._own_peer_id}
+        for peer_id in self._index.ids(ALL):
+            record = self._records[peer_id]
+            if peer_id in gone or not _serves(record) or detector.is_suspected(peer_id):
+                continue
+            if detector.silent_s(peer_id, now) <= detector.silence_s:
+                yield record
+
+
+def _serves(record: Record) -> bool:
+    return record.stage >= 0 and record.state in (JOINING, ACTIVE, LEAVING)

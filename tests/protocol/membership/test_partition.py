@@ -56,7 +56,8 @@ def test_a_path_of_peers_connects(cuts: set[tuple[str, str]], is_told: bool) -> 
             if q not in found and (p, q) not in cuts and (q, p) not in cuts:
                 found.add(q)
                 frontier.append(q)
-    assert connected(own, lost, serving) == found - {own}
+    others = (serving[n] for n in NAMES if n not in {own, *lost})
+    assert connected({n: serving[n] for n in NAMES if n in lost}, others) == found & lost
 
 
 def halves(view: View, now: float) -> None:
