@@ -1,6 +1,9 @@
 # Shorthands. What they run works alone too.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# Images forbid to keep compiled code: then each peer that a test starts, and each worker, compiles
+# the project again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all explore lint reference install browser screenshot clean
 
