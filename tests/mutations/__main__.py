@@ -9,6 +9,9 @@ processor at most.
     python -m tests.mutations run --results before.json
     python -m tests.mutations run --results after.json --before before.json
 
+A run takes hours, at the lowest priority, and may be ended at any time: the same command goes on
+with those that its results lack. They are of one tree, which has to be as it was.
+
 A mutation is found by its function and its text, not by its line, so that it is found again where
 code has moved. What has no counterpart any more is listed; `redraw` puts others in their place,
 which must be in the tree of before too:
@@ -25,6 +28,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import hashlib
 import json
 import os
 import random
@@ -42,6 +46,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 DRAWN = Path(__file__).with_name("drawn.json")
 PACKAGE = "swarmnet"
@@ -51,7 +57,10 @@ LIMIT_S = 60
 """Of a processor, for the tests of one area: a busy machine changes nothing. What they have not
 caught by then they have not caught."""
 PATIENCE_S = 900.0
-"""For a mutant that waits for ever."""
+"""For a mutant that waits for ever: one that has not had `AT_WORK_S` of a processor in that time.
+Others only have to share it."""
+AT_WORK_S = 1.0
+LOWEST_PRIORITY = 19
 COPIED = (
     "swarmnet",
     "peer",
@@ -349,10 +358,16 @@ def redraw(drawn: Sequence[Mutation], tree: Path, old: Path) -> list[Mutation]:
 # ---- running ------------------------------------------------------------------------------------
 
 
+class OtherTree(Exception):
+    """Results are of other code, or of other tests; one line."""
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """`caught_by`: the first test that failed; empty where none did."""
+    """`caught_by`: the first test that failed; empty where none did. `tree`: digest of the code
+    and the tests."""
 
+    tree: str
     mutation: str
     caught: bool
     caught_by: str
@@ -388,11 +403,7 @@ def run_one(mutation: Mutation, tree: Path, python: str) -> Outcome:
             start_new_session=True,
         )
         resource.prlimit(process.pid, resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
-        try:
-            output, _ = process.communicate(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+        output = output_of(process)
         took_too_long = process.returncode < 0
         if process.returncode == USAGE_ERROR:
             raise RuntimeError(output.strip())
@@ -401,21 +412,68 @@ def run_one(mutation: Mutation, tree: Path, python: str) -> Outcome:
         if process.returncode and not lines and not took_too_long:
             caught_by = output.strip().splitlines()[-1]
         took = round(time.monotonic() - began, 1)
-        return Outcome(str(mutation), bool(caught_by), caught_by, took)
+        return Outcome(digest_of(tree), str(mutation), bool(caught_by), caught_by, took)
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    """All that it prints until it ends; one that waits for ever is killed."""
+    had_s = 0.0
+    while True:
+        try:
+            return process.communicate(timeout=PATIENCE_S)[0]
+        except subprocess.TimeoutExpired:
+            before_s, had_s = had_s, at_work_s(process.pid)
+            if had_s - before_s < AT_WORK_S:
+                os.killpg(process.pid, signal.SIGKILL)
+                return process.communicate()[0]
+
+
+def at_work_s(pid: int) -> float:
+    """Seconds of a processor that a process and its ended children have had."""
+    try:
+        return sum(psutil.Process(pid).cpu_times()[:4])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+@cache
+def digest_of(tree: Path) -> str:
+    """Of the Python files that a run reads."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(p for name in COPIED for p in (tree / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(tree)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def done_before(results: Path, tree: Path) -> list[Outcome]:
+    """What an earlier run of this tree has left. Raises `OtherTree`."""
+    if not results.exists():
+        return []
+    found = json.loads(results.read_text())
+    if any(fields.get("tree") != digest_of(tree) for fields in found):
+        raise OtherTree(f"{results} is of another tree: give --results another name")
+    return [Outcome(**fields) for fields in found]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a list; with `--before`, of what was caught then. 1 where something is missed."""
-    tree, outcomes = options.tree.resolve(), []
+    """Runs what is left of a list; with `--before`, of what was caught then. 1 where something is
+    missed."""
+    tree = options.tree.resolve()
+    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
     mutations = _read(options.list)
     if options.before is not None:
         caught = {o["mutation"] for o in json.loads(options.before.read_text()) if o["caught"]}
         mutations = [m for m in mutations if str(m) in caught]
+    outcomes = done_before(options.results, tree)
+    done = {o.mutation for o in outcomes}
+    left = [m for m in mutations if str(m) not in done]
     with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(lambda m: run_one(m, tree, options.python), mutations):
+        for outcome in pool.map(lambda m: run_one(m, tree, options.python), left):
             outcomes.append(outcome)
             print("caught" if outcome.caught else "MISSED", outcome.mutation, outcome.caught_by)
-            options.results.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+            whole = options.results.with_name(f"{options.results.name}.new")
+            whole.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+            whole.replace(options.results)  # a run may be ended at any time
     num_caught = sum(o.caught for o in outcomes)
     print(f"{num_caught} of {len(outcomes)} caught")
     return int(options.before is not None and num_caught < len(outcomes))
@@ -444,7 +502,10 @@ def main() -> int:
         command.add_argument("--list", type=Path, default=DRAWN)
     options = parser.parse_args()
     if options.command == "run":
-        return run(options)
+        try:
+            return run(options)
+        except OtherTree as e:
+            parser.error(str(e))
     if options.command == "draw":
         drawn = draw(options.tree.resolve(), options.seed, options.count)
     else:
