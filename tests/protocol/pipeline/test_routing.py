@@ -208,6 +208,8 @@ def test_no_replica() -> None:
     assert router.ready_at(3.0) == 3.0
     router.update({}, 4.0)
     assert router.ready_at(4.0) is None
+    router.succeeded("a", 5.0, 4.0)
+    router.failed("a", 5.0, 4.0)
 
 
 def test_who_may_not_have_a_call_does_not_make_its_caller_look_again() -> None:
@@ -221,8 +223,6 @@ def test_who_may_not_have_a_call_does_not_make_its_caller_look_again() -> None:
     assert router.pick(ready_at, exclude=["behind"]) == "a"
     assert router.ready_at(0.0) == 0.0
     assert router.ready_at(0.0, ["a", "behind"]) is None
-    router.succeeded("a", 5.0, 4.0)
-    router.failed("a", 5.0, 4.0)
 
 
 def test_a_silent_peer_is_noticed_within_two_seconds() -> None:
