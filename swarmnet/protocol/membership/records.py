@@ -122,7 +122,7 @@ class Restorable:
 NOTHING_DECLARED = (-1, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Record:
     """What a peer publishes about itself."""
 

@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from swarmnet.admission import Admission
 from swarmnet.errors import Busy, Forged, ProtocolViolation
@@ -41,9 +42,9 @@ from swarmnet.wire import pack, unpack
 
 log = logging.getLogger("swarmnet.gossip")
 
-DECODED_RECORDS, DECODED_BYTES = 8192, 4096
-"""Kept in their decoded form, and how long the longest of them is: for many peers in one process,
-which all decode the same records."""
+_decoded: WeakValueDictionary[bytes, Record] = WeakValueDictionary()
+"""By their bytes, the records that some peer of this process holds: many peers in one process
+decode the same ones."""
 FORGET_AFTER_S = 600.0
 """It protects from records without end, and leaves those beyond a cut to be looked for
 (tests/swarm/membership/test_known_records.py)."""
@@ -241,15 +242,12 @@ class RecordClaim:
         return (self.incarnation, self.version)
 
 
-@lru_cache(maxsize=DECODED_RECORDS)
-def _decode_once(payload: bytes) -> Record:
-    return unpack(payload, Record)
-
-
 def _decode(payload: bytes) -> Record:
     """Of a record whose signature is right."""
-    is_short = len(payload) <= DECODED_BYTES
-    return _decode_once(payload) if is_short else unpack(payload, Record)
+    record = _decoded.get(payload)
+    if record is None:
+        record = _decoded[payload] = unpack(payload, Record)
+    return record
 
 
 @dataclass(frozen=True, slots=True)

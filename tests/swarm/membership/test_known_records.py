@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -271,5 +272,22 @@ def test_a_signature_is_looked_at_only_where_the_peer_may_be_in_the_run() -> Non
         elsewhere = SignedRecord(pack(replace(large(2), run_id="f" * 32)), b"right")
         assert not await site.records.take_all("", [stranger, elsewhere], is_asked=True)
         assert signer.verified == 0
+
+    run(scenario())
+
+
+def test_a_record_that_nobody_has_any_more_takes_no_memory() -> None:
+    async def scenario() -> None:
+        sites = [Site(hub, name) for hub in (MemoryHub(),) for name in "ab"]
+        for site in sites:
+            site.records.take(signed(record("c", 2, totals={"made": 1})))
+        one, other = (site.view.get("c") for site in sites)
+        assert one is other, "of one process, it is decoded once"
+        decoded = weakref.ref(one)
+        del one, other
+        for site in sites:
+            site.records.take(signed(record("c", 3)))
+        gc.collect()
+        assert decoded() is None
 
     run(scenario())
