@@ -70,6 +70,9 @@ SHOWN_TOTALS = (
     "samples_computed",
 )
 """Of a record's totals, those that `PeerRow` has."""
+MAX_TOTALS = 256
+"""Names of totals that are summed up: a record may have any names. Of more, the first and those
+that are shown or told."""
 MAX_FORGOTTEN = 1024
 """Processes that the view has forgotten and that are known again when they come back: a machine may
 sleep for longer than records are kept."""
@@ -230,7 +233,7 @@ class RunMonitor:
         events: list[Event] = []
         for key in sorted(record.totals):
             grown = record.totals[key] - before.get(key, 0)
-            if grown <= 0:
+            if grown <= 0 or not self._has_room(key):
                 continue
             self._totals[key] = self._totals.get(key, 0) + grown
             if is_old and key == "sent_bytes":
@@ -238,6 +241,11 @@ class RunMonitor:
             if key in COUNTED and not is_old:
                 events.append(Counted(unix_s, COUNTED[key], record.peer_id, grown))
         return events
+
+    def _has_room(self, total: str) -> bool:
+        if total in self._totals or total in COUNTED or total in SHOWN_TOTALS:
+            return True
+        return len(self._totals) < MAX_TOTALS
 
     def _observe_gone(self, records: Sequence[Record], unix_s: float) -> list[Event]:
         """Peers that the view has forgotten."""

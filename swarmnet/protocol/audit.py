@@ -272,7 +272,7 @@ class Withheld:
     machine that fails. Always, it would never be audited."""
 
     _times: dict[tuple[str, int], int] = field(default_factory=dict)
-    """In a row, by primary and shard."""
+    """In a row, by primary and shard, those of late at the end."""
 
     def shown(self, peer_id: str, shard: int) -> None:
         """It has."""
@@ -281,5 +281,7 @@ class Withheld:
     def is_too_often(self, peer_id: str, shard: int) -> bool:
         """It has not, once more. Whether that is as good as a lie."""
         key = machine_of(peer_id), shard
-        self._times[key] = self._times.get(key, 0) + 1
+        self._times[key] = self._times.pop(key, 0) + 1
+        if len(self._times) > MAX_PEERS:
+            del self._times[next(iter(self._times))]
         return self._times[key] > MAX_WITHHELD

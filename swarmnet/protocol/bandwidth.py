@@ -68,7 +68,6 @@ class Rate:
 class Saturated:
     """A link that has more to send than it takes."""
 
-    peer_id: str
     since: float
     """When it told last what it has taken."""
     is_slow: bool = False
@@ -80,7 +79,6 @@ class UploadMeter:
 
     def __init__(self) -> None:
         self.total = Rate()
-        self._links: dict[str, Rate] = {}
         self._saturated: dict[object, Saturated] = {}
         self._counted_until = -math.inf
         """Saturated time before that is in the rate of all links."""
@@ -101,9 +99,9 @@ class UploadMeter:
         self._published = 0.0
         self._published_at_s = -math.inf
 
-    def began(self, link: object, peer_id: str, now: float) -> None:
+    def began(self, link: object, now: float) -> None:
         """A link is saturated now: it has more to send than it takes."""
-        self._saturated[link] = Saturated(peer_id, now)
+        self._saturated[link] = Saturated(now)
 
     def drained(self, link: object, num_bytes: int, now: float, *, ended: bool) -> None:
         """A saturated link has taken bytes; `ended`: it has nothing left to send."""
@@ -111,7 +109,6 @@ class UploadMeter:
         if told is None:
             return
         seconds = max(0.0, now - told.since)
-        self._links.setdefault(told.peer_id, Rate()).add(num_bytes, seconds)
         told.is_slow = self._takes_little(num_bytes, seconds)
         at_work = [x.since for x in self._saturated.values() if not self._is_slow(x, now)]
         if not told.is_slow:
@@ -140,15 +137,6 @@ class UploadMeter:
             return False
         num_shares = max(1, sum(not x.is_slow for x in self._saturated.values()))
         return num_bytes * SHARES_OF_SLOW * num_shares < self.known_bytes_per_s * seconds
-
-    def link_bytes_per_s(self, peer_id: str) -> float:
-        """The recent rate of a link to a peer; 0 where unknown."""
-        rate = self._links.get(peer_id)
-        return 0.0 if rate is None else rate.bytes_per_s
-
-    def forget(self, peer_id: str) -> None:
-        """A peer is gone."""
-        self._links.pop(peer_id, None)
 
     def published(self, now: float) -> float:
         """The rate for the record, bytes/s, rounded; 0 while too little was measured."""

@@ -43,18 +43,29 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class RateLimiter:
-    """One bucket a key, for the `max_keys` most recently used keys.
+    """One bucket a key. One that has not been used for so long that it is full is dropped, which
+    changes nothing; so is, beyond `max_keys`, the one used longest ago.
 
-    A key that is dropped begins again with a full bucket, so `max_keys` should exceed the number
-    of remotes that there can be at a time."""
+    Such a key begins again with a full bucket, so `max_keys` should exceed the number of remotes
+    that there can be at a time."""
 
     per_s: float
     burst: float
     max_keys: int = 16_384
     _buckets: OrderedDict[str, TokenBucket] = field(default_factory=OrderedDict)
 
+    def __len__(self) -> int:
+        """Keys of which anything is remembered."""
+        return len(self._buckets)
+
     def allows(self, key: str, now: float, amount: float = 1.0) -> bool:
         """Counts one request of `key`; False where it exceeds the rate."""
+        full_s = self.burst / self.per_s
+        while self._buckets:
+            oldest = next(iter(self._buckets.values()))
+            if now - oldest.filled_at < full_s:
+                break
+            self._buckets.popitem(last=False)
         bucket = self._buckets.get(key)
         if bucket is None:
             if len(self._buckets) >= self.max_keys:

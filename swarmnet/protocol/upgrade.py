@@ -81,6 +81,10 @@ class Attempts:
         else:
             self.failed(peer_id, now)
 
+    def forget(self, peer_id: str) -> None:
+        """A peer has been gone for long."""
+        self._failures.pop(peer_id, None)
+
 
 @dataclass(frozen=True, slots=True)
 class _Issued:

@@ -145,6 +145,10 @@ class Transport(Protocol):
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Remembers where a peer can be dialled."""
 
+    def forget(self, peer_id: str) -> None:
+        """A peer has been gone for long: what others have said of its machine is kept no more, as
+        soon as there is no channel to that. What people have named stays."""
+
     async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         """Opens a channel to an address (`.../p2p/<peer id>`); returns the peer id. Raises
         `AddressError`, `Unreachable`, `DeadlineExceeded` or `WrongVersion`."""
@@ -227,6 +231,9 @@ class Carrier(Protocol):
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Where a peer is dialled from now on; nowhere, where there are none. Without effect where
         none is well formed."""
+
+    def forget(self, peer_id: str) -> None:
+        """Nothing is known of a peer any more."""
 
     async def connect(self, address: str) -> str:
         """Connects to an address; returns the peer id. Raises `AddressError` or `Unreachable`."""

@@ -84,6 +84,7 @@ class ChannelTransport:
                 self.direct, self.channels, self.dialer, self._filter, self.addresses, self.relays
             )
         self._local = LocalCalls(self.peer_id, self.handlers)
+        self.channels.on_gone(self._forget_stranger)
         self._announced: list[str] = []
         self._forwarded: list[str] = []
         self._faster: asyncio.Task[None] | None = None
@@ -142,6 +143,21 @@ class ChannelTransport:
         self._filter.learn(machine, [a for a in addresses if CIRCUIT not in a])
         if self.relays is not None:
             self.relays.learn(machine, addresses)
+
+    def forget(self, peer_id: str) -> None:
+        machine = machine_of(peer_id)
+        if self.channels.has_any(machine):
+            return  # `_forget_stranger` does, at their end
+        self._filter.forget(machine)
+        if self.relays is not None:
+            self.relays.forget_peer(machine)
+        if self.links is not None:
+            self.links.forget_peer(machine)
+
+    def _forget_stranger(self, machine: str) -> None:
+        """The last channel to a machine is gone."""
+        if not self.handlers.has_standing(machine):
+            self.forget(machine)
 
     def connected(self) -> list[str]:
         return self.channels.connected()
@@ -350,6 +366,9 @@ class Seat:
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         self._machine.learn(peer_id, addresses)
+
+    def forget(self, peer_id: str) -> None:
+        self._machine.forget(peer_id)
 
     async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         return await self._machine.dial(address, timeout_s)

@@ -33,6 +33,11 @@ class DialFilter:
         """Where a person says that a peer is."""
         self._book.given(peer_id, address)
 
+    def forget(self, peer_id: str) -> None:
+        """A peer is gone for good, as far as is known."""
+        self._book.forget(peer_id)
+        self._carrier.forget(peer_id)
+
     def opened(self, stream: ByteStream) -> None:
         """A stream of the carrier, whichever side has opened it."""
         self._book.saw(stream.remote, stream.seen_at)

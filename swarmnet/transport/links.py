@@ -162,6 +162,10 @@ class DirectLinks:
         self._opening[peer_id] = asyncio.get_running_loop().create_task(work)
         self._opening[peer_id].add_done_callback(lambda _: self._opening.pop(peer_id, None))
 
+    def forget_peer(self, peer_id: str) -> None:
+        """A peer has been gone for long."""
+        self._attempts.forget(peer_id)
+
     # ---- faster ways ------------------------------------------------------------------------
 
     def close_left(self) -> None:

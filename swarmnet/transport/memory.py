@@ -326,6 +326,10 @@ class MemoryTransport:
         if self._hub.has_places and addresses:
             self._known[peer_id] = tuple(a.removesuffix(f"/p2p/{peer_id}") for a in addresses)
 
+    def forget(self, peer_id: str) -> None:
+        if peer_id not in self._links:
+            self._known.pop(peer_id, None)
+
     def connected(self) -> list[str]:
         return list(self._links)
 

@@ -77,6 +77,7 @@ class OpenChannels:
         """Lines about peers of other versions."""
         self._connected = Listeners()
         self._disconnected = Listeners()
+        self._gone = Listeners()
 
     def set_run(self, run_id: str) -> None:
         """Says to every present and future channel which run this peer belongs to."""
@@ -102,6 +103,10 @@ class OpenChannels:
             for channel in channels
             if channel.is_relayed
         ]
+
+    def has_any(self, peer_id: str) -> bool:
+        """Whether a machine has a channel of any kind, ready or not."""
+        return any(channel.remote == peer_id for channel in self._all)
 
     def features(self, peer_id: str) -> frozenset[str]:
         """Those of the protocol that this peer and another machine both have; none where no
@@ -134,6 +139,10 @@ class OpenChannels:
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
         """`callback(peer_id)` when the last channel to a machine is gone."""
         self._disconnected.add(callback)
+
+    def on_gone(self, callback: Callable[[str], None]) -> None:
+        """`callback(peer_id)` when a machine has no channel of any kind any more."""
+        self._gone.add(callback)
 
     def forget(self, callback: Callable[[str], None]) -> None:
         """`callback` hears of no channel any more."""
@@ -193,15 +202,16 @@ class OpenChannels:
     def channel_ended(self, channel: Channel) -> None:
         """`calls.channel.Owner`"""
         watcher = self._all.pop(channel, None)
+        channels = self._ready.get(channel.remote, {})
         if watcher is not None:
             watcher.ended(channel)
-            return
-        channels = self._ready.get(channel.remote, {})
-        if channel in channels:
+        elif channel in channels:
             del channels[channel]
             if not channels:
                 del self._ready[channel.remote]
                 self._disconnected.tell(channel.remote)
+        if not self.has_any(channel.remote):
+            self._gone.tell(channel.remote)
 
     def offended(self, peer_id: str, reason: str) -> None:
         """A peer broke the protocol: it loses the stream, and for a growing time any other."""

@@ -41,7 +41,7 @@ HEAD = struct.Struct(">H")
 MAX_HEAD_BYTES = 1024
 HEAD_TIMEOUT_S = 8.0
 """For what is said before the bytes flow, and for the handshake."""
-MAX_KNOWN = 65_536
+MAX_KNOWN = 16_384
 """Peers of which relays are remembered."""
 MAX_RELAYS_EACH = 4
 MAX_CIRCUITS, MAX_CIRCUITS_EACH = 128, 16
@@ -124,6 +124,11 @@ class Relays:
             if len(self._known) >= MAX_KNOWN:
                 del self._known[next(iter(self._known))]
             self._known[peer_id] = relays
+
+    def forget_peer(self, peer_id: str) -> None:
+        """A peer has been gone for long."""
+        for known in (self._known, self._needed, self._callers):
+            known.pop(peer_id, None)
 
     def knows(self, peer_id: str) -> bool:
         """Is a relay of a peer known?"""

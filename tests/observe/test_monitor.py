@@ -23,7 +23,7 @@ from swarmnet.observe.events import (
     RoundFinished,
     SyncMode,
 )
-from swarmnet.observe.monitor import MAX_FORGOTTEN, RunMonitor, newest_held_out
+from swarmnet.observe.monitor import MAX_FORGOTTEN, MAX_TOTALS, RunMonitor, newest_held_out
 from swarmnet.observe.text import sentence
 from swarmnet.protocol.membership.assignment import measurers, measurers_among
 from swarmnet.protocol.membership.records import (
@@ -526,3 +526,14 @@ def test_a_run_that_is_done_hangs_on_nobody() -> None:
     onlooker.look(record("a", 0, has_data=True, round=100), record("b", 1, round=100))
     assert onlooker.monitor.view_model().done
     assert onlooker.monitor.view_model().data_risk == ""
+
+
+def test_totals_with_names_without_end_are_not_kept_and_real_ones_are() -> None:
+    onlooker, totals = Onlooker(), {"sent_bytes": 5, "rerouted": 1}
+    for look in range(50):
+        made = {f"made-{look}-{n}": 1 for n in range(50)}
+        onlooker.look(record("a", version=look, totals=made))
+    onlooker.look(record("a", version=99, totals=totals))
+    found = onlooker.monitor.view_model().totals
+    assert len(found) <= MAX_TOTALS + len(totals)
+    assert {name: found[name] for name in totals} == totals

@@ -16,7 +16,7 @@ def send(
     meter: UploadMeter, link: str, num_bytes: int, rate: float, now: float, step: int = MB
 ) -> float:
     """A link that is saturated until it has sent so much; returns the time after it."""
-    meter.began(link, link, now)
+    meter.began(link, now)
     while num_bytes > 0:
         now += step / rate
         num_bytes -= step
@@ -29,20 +29,17 @@ def test_idle_time_is_not_slowness() -> None:
     for _ in range(8):
         now = 100 + send(meter, "p", 8 * MB, 5e6, now)
     assert meter.total.bytes_per_s == pytest.approx(5e6)
-    assert meter.link_bytes_per_s("p") == pytest.approx(5e6)
 
 
 def test_links_at_the_same_time_add_up() -> None:
     meter, now = UploadMeter(), 0.0
     for name in ("p", "q"):
-        meter.began(name, name, now)
+        meter.began(name, now)
     for _ in range(64):
         now += 0.1
         for name in ("p", "q"):
             meter.drained(name, MB, now, ended=False)
     assert meter.total.bytes_per_s == pytest.approx(20 * MB)
-    assert meter.link_bytes_per_s("p") == pytest.approx(10 * MB)
-    assert meter.link_bytes_per_s("r") == 0
 
 
 def test_little_is_not_published() -> None:
@@ -79,8 +76,8 @@ def test_it_changes_once_in_a_while_at_most() -> None:
 def test_one_that_reads_little_does_not_keep_the_uplink_busy() -> None:
     meter = UploadMeter()
     now = send(meter, "p", 64 * MB, 32e6, 0.0)
-    meter.began("slow", "slow", now)
-    meter.began("q", "q", now)
+    meter.began("slow", now)
+    meter.began("q", now)
     assert not meter.is_slow("slow", now), "nothing is known yet"
     for _ in range(4):
         now += 0.05
@@ -99,7 +96,7 @@ def test_one_that_reads_little_does_not_keep_the_uplink_busy() -> None:
 def test_one_that_reads_nothing_is_found_before_it_tells() -> None:
     meter = UploadMeter()
     now = send(meter, "p", 64 * MB, 32e6, 0.0)
-    meter.began("slow", "slow", now)
+    meter.began("slow", now)
     assert not meter.is_slow("slow", now + 0.1)
     assert meter.is_slow("slow", now + 1)
     now = send(meter, "p", 64 * MB, 32e6, now + 1000)
@@ -113,7 +110,7 @@ def test_links_that_share_a_slow_uplink_wait_for_it() -> None:
     now = send(meter, "p", 64 * MB, 0.5e6, 0.0)
     links = [str(k) for k in range(16)]
     for link in links:
-        meter.began(link, link, now)
+        meter.began(link, now)
     for _ in range(20):
         now += 8.0
         for k, link in enumerate(links):  # shares that differ by four
@@ -125,7 +122,7 @@ def test_links_that_share_a_slow_uplink_wait_for_it() -> None:
 def test_an_uplink_that_has_become_slow_is_believed_in_the_end() -> None:
     meter = UploadMeter()
     now = send(meter, "p", 64 * MB, 64e6, 0.0)
-    meter.began("p", "p", now)
+    meter.began("p", now)
     for _ in range(200):
         now += 1.0
         meter.drained("p", MB, now, ended=False)
@@ -133,12 +130,12 @@ def test_an_uplink_that_has_become_slow_is_believed_in_the_end() -> None:
     assert not meter.is_slow("p", now)
 
 
-def test_a_link_that_vanished_is_forgotten() -> None:
+def test_a_link_that_was_never_saturated_tells_nothing() -> None:
     meter = UploadMeter()
     send(meter, "p", 16 * MB, 1e6, 0.0)
-    meter.drained("another", MB, 99.0, ended=True)  # was never saturated: nothing happens
-    meter.forget("p")
-    assert meter.link_bytes_per_s("p") == 0
+    known = meter.total.bytes_per_s
+    meter.drained("another", MB, 99.0, ended=True)
+    assert meter.total.bytes_per_s == known
 
 
 def test_a_link_that_takes_nothing_for_long_is_slow_and_no_error() -> None:

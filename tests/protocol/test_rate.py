@@ -49,3 +49,12 @@ def test_memory_is_bounded() -> None:
     newest = [str(n) for n in range(92, 100)]
     assert not any(limiter.allows(key, 0.0) for key in newest), "these are kept"
     assert limiter.allows("91", 0.0), "the bucket of an older key is a new one, and full"
+
+
+def test_who_has_not_called_for_so_long_that_its_bucket_is_full_takes_no_memory() -> None:
+    limiter = RateLimiter(per_s=2, burst=4)
+    for n in range(100):
+        assert limiter.allows(str(n), 0.0, 4.0)
+    assert not limiter.allows("7", 1.9, 4.0), "it is not full yet"
+    limiter.allows("new", 2.0)
+    assert len(limiter) == 2, "those of whom something is known"

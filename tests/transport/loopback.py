@@ -49,6 +49,9 @@ class LoopbackCarrier:
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         pass
 
+    def forget(self, peer_id: str) -> None:
+        pass
+
     async def connect(self, address: str) -> str:
         peer_id = address.rpartition("/p2p/")[2]
         if "/p2p/" not in address or not peer_id:

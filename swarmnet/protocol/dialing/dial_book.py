@@ -23,7 +23,8 @@ from swarmnet.protocol.dialing.zones import (
 )
 from swarmnet.protocol.rate import RateLimiter
 
-MAX_PEERS = 65_536
+MAX_PEERS = 16_384
+"""Of those that are not forgotten, the newest."""
 MAX_ADDRESSES = 16
 """Of one peer."""
 MAX_TARGETS = 4
@@ -81,6 +82,11 @@ class DialBook:
         target = target_of(address)
         if target is not None:
             self._zones[zone_of(target[0])] = None
+
+    def forget(self, peer_id: str) -> None:
+        """A peer has been gone for long. What people have named stays."""
+        for table in (self._told, self._seen, self._found, self._spent):
+            table.pop(peer_id, None)
 
     def saw(self, peer_id: str, address: str) -> None:
         """A peer was found at the other end of a connection, which leads to this multiaddr."""

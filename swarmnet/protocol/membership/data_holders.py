@@ -53,11 +53,9 @@ class Givers:
         at once."""
         if not at_once and not are_few(view, now):
             return []
-        return [
-            p
-            for p in givers(view, now)
-            if p not in self._liars and self._aside_until.get(p, now) <= now
-        ]
+        self._liars = {p for p in self._liars if view.get(p) is not None}
+        self._aside_until = {p: at for p, at in self._aside_until.items() if at > now}
+        return [p for p in givers(view, now) if p not in self._liars and p not in self._aside_until]
 
 
 def in_order(claims: Mapping[ClaimT, int], said_by: Mapping[str, ClaimT]) -> list[ClaimT]:

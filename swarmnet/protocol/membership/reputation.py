@@ -27,6 +27,8 @@ from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import MAX_VOUCHES, VOUCH_BYTES
 
 MAX_INTRODUCERS = 3
+MAX_BARRED = 16_384
+"""Machines that have lied and are remembered; of more, those found out last."""
 GRACE_ROUNDS = 32
 """Who counted before anything was proved here goes on counting for so long: those that begin a run
 together have worked with all others by then."""
@@ -68,8 +70,8 @@ class Reputation:
         """The one that was proven last at the end."""
         self._supported: Counter[bytes] = Counter()
         """How many of the proven peers vouch for one."""
-        self._barred: set[str] = set()
-        """Machines."""
+        self._barred: dict[str, None] = {}
+        """Machines, those found out last at the end."""
         self._has_met = False
         self._introducers: dict[str, None] = {}
         self._introduced: frozenset[bytes] | None = None
@@ -146,7 +148,7 @@ class Reputation:
             return False
         if machine_of(peer_id) in self._barred:
             return False
-        if not self._proven and not self._founders:
+        if not self._proven and not self._founders and self._rounds_left:
             self._founders = frozenset(p for p in known if self.counts(p))
         self._proven[peer_id] = None
         self._support(self._vouches.get(peer_id, ()), 1)
@@ -157,7 +159,9 @@ class Reputation:
         machine = machine_of(peer_id)
         if machine in self._barred:
             return False
-        self._barred.add(machine)
+        self._barred[machine] = None
+        if len(self._barred) > MAX_BARRED:
+            del self._barred[next(iter(self._barred))]
         for seat in [p for p in self._proven if machine_of(p) == machine]:
             self._disprove(seat)
         return True
@@ -167,7 +171,10 @@ class Reputation:
         if not self._proven or not self._rounds_left:
             return False
         self._rounds_left -= 1
-        return not self._rounds_left
+        if self._rounds_left:
+            return False
+        self._founders = frozenset()
+        return True
 
     def forget(self, peer_id: str) -> None:
         """A peer has been gone for long. What a machine is barred for is not forgotten."""

@@ -5,7 +5,7 @@ becomes of a microbatch by its word."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from swarmnet.protocol.membership.failure_detector import ALIVE, SUSPECT, SUSPECT_S, State
 from swarmnet.protocol.timing import LEAST_WAIT_S
@@ -60,11 +60,13 @@ class GoneFeeders:
     def __init__(self) -> None:
         self._gone: set[str] = set()
 
-    def is_gone(self, feeder: str, *, is_live: bool) -> bool:
-        """Takes in a look."""
+    def is_gone(self, feeder: str, *, is_live: bool, is_known: Callable[[str], object]) -> bool:
+        """Takes in a look. `is_known(peer)`: false for those that may be forgotten."""
         if not is_live and feeder in self._gone:
             return True
-        (self._gone.discard if is_live else self._gone.add)(feeder)
+        self._gone = {p for p in self._gone if p != feeder and is_known(p)}
+        if not is_live:
+            self._gone.add(feeder)
         return False
 
 

@@ -140,7 +140,11 @@ class Hung:
         plan: SyncPlan,
         round_index: int,
     ) -> None:
-        """Says of these members of an exchange which hang."""
+        """Says of these members of an exchange which hang. Peers without a record are gone, and
+        forgotten."""
+        for gone in [p for p in self._times if record_of(p) is None]:
+            self.works(gone)
+            del self._times[gone]
         for peer_id in self._found.keys() & members.keys():
             record, found_at = record_of(peer_id), self._found[peer_id]
             version = -1 if record is None else plan.parameter_version(record.round)

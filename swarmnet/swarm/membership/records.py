@@ -31,6 +31,7 @@ from swarmnet.protocol.membership.records import (
     Stamp,
 )
 from swarmnet.protocol.membership.run_bounds import ANY_RUN, RunBounds
+from swarmnet.protocol.membership.seats import MAX_SEATS, seat_id
 from swarmnet.protocol.membership.stranger_room import StrangerRoom, kept_bytes
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.condition import Condition
@@ -396,6 +397,7 @@ class KnownRecords:
         for peer_id in self._strangers.make_room(machine, self._view):
             self._view.forget(peer_id, now)
             self._envelopes.pop(peer_id, None)
+            self._forget_machine(peer_id)
 
     # ---- those of a message -------------------------------------------------------------------
 
@@ -526,5 +528,12 @@ class KnownRecords:
             if record is None:  # a full view forgets others too
                 self._envelopes.pop(peer_id, None)
                 self._strangers.drop(peer_id)
+                self._forget_machine(peer_id)
             elif peer_id not in self._strangers:  # it may not matter any more
                 self._count(record, "")
+
+    def _forget_machine(self, peer_id: str) -> None:
+        """The record of a peer is gone: where its machine is found too, unless it has others."""
+        machine = machine_of(peer_id)
+        if not any(self._view.get(seat_id(machine, k)) for k in range(MAX_SEATS)):
+            self._transport.forget(machine)

@@ -35,6 +35,8 @@ LAST_MEASUREMENT_S = BULK_S
 """Longest wait for the held-out loss after the last round."""
 LAST_SAVE_S = BULK_S
 """Longest wait for the checkpoint of a peer that leaves."""
+MAX_NOTED = 1024
+"""Rounds whose held-out losses are remembered as written: records tell of none that is older."""
 
 
 @dataclass
@@ -78,6 +80,9 @@ class Checkpointing:
         self._unwritten: dict[int, float] = {}
         """Held-out losses that are not on the disk yet, by round."""
         self._noted: dict[int, float] = {}
+        """The newest that are there."""
+        self._first_noted = 0
+        """Before it, all that is known is on the disk."""
         self._trouble = Trouble()
         self._trouble_with_losses = Trouble()
         self._failure = ""
@@ -101,7 +106,8 @@ class Checkpointing:
         noted stays."""
         view, now = self.gossip.view, asyncio.get_running_loop().time()
         for r, told in held_out.told(view.records(), measurers(view, now)).items():
-            if r not in self._noted and r <= self.rounds and 0 <= told.loss <= MAX_LOSS:
+            is_new = r not in self._noted and r >= self._first_noted
+            if is_new and r <= self.rounds and 0 <= told.loss <= MAX_LOSS:
                 self._unwritten[r] = told.loss
 
     async def _write_losses(self) -> None:
@@ -118,6 +124,9 @@ class Checkpointing:
         if self._trouble_with_losses.is_over():
             log.warning("held-out losses are noted again")
         self._noted |= news
+        for old in sorted(self._noted)[:-MAX_NOTED]:
+            del self._noted[old]
+            self._first_noted = max(self._first_noted, old + 1)
         self._unwritten = {r: x for r, x in self._unwritten.items() if news.get(r) != x}
 
     async def _await_measurement(self, r: int) -> None:

@@ -376,6 +376,6 @@ class Rounds:
                 feeder[-8:],
                 len(question.microbatch_ids),
             )
-        if is_over or self._gone.is_gone(feeder, is_live=is_live):
+        if is_over or self._gone.is_gone(feeder, is_live=is_live, is_known=self.gossip.view.get):
             return CommittedReply(())
         return CommittedReply((), question.microbatch_ids)

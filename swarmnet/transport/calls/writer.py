@@ -217,7 +217,7 @@ class Writer:
         taken = self._written_bytes - self._transport.get_write_buffer_size()
         upload = self._traffic.upload
         if self._metered_bytes is None:
-            upload.began(self, self._remote, now)
+            upload.began(self, now)
         else:
             upload.drained(self, max(0, taken - self._metered_bytes), now, ended=ended)
         self._metered_bytes = None if ended else taken

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from swarmnet.errors import AddressError
 
-MAX_KNOWN_PEERS = 65_536
+MAX_KNOWN_PEERS = 16_384
 MAX_ADDRESSES = 16
 """Of one peer."""
 
 
 class KnownPeers:
-    """Addresses by peer, and the peers that are away; the oldest entries are forgotten."""
+    """Addresses by peer, and the peers that are away: of those that are not forgotten, the
+    newest."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, list[str]] = {}
@@ -35,6 +36,11 @@ class KnownPeers:
         if len(self._addresses) >= MAX_KNOWN_PEERS:
             del self._addresses[next(iter(self._addresses))]
         self._addresses[peer_id] = known
+
+    def forget(self, peer_id: str) -> None:
+        """A peer has been gone for long."""
+        self._addresses.pop(peer_id, None)
+        self._away.pop(peer_id, None)
 
     def is_away(self, peer_id: str) -> bool:
         """Did the daemon not reach the peer the last time? `knocking` says why that matters."""

@@ -115,6 +115,9 @@ class P2pdCarrier:
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         self._peers.learn(peer_id, addresses)
 
+    def forget(self, peer_id: str) -> None:
+        self._peers.forget(peer_id)
+
     @property
     def daemon_pid(self) -> int | None:
         """Process id of the daemon that runs now."""

@@ -128,6 +128,10 @@ class PyLibp2pCarrier:
         while len(self._known) > MAX_KNOWN_PEERS:
             del self._known[next(iter(self._known))]
 
+    def forget(self, peer_id: str) -> None:
+        """Nothing is known of a peer any more."""
+        self._known.pop(peer_id, None)
+
     async def connect(self, address: str) -> str:
         """Connects to an address (`.../p2p/<peer id>`); returns the peer id. Raises `AddressError`
         or `Unreachable`."""

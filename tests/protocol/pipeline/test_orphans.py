@@ -54,12 +54,20 @@ def test_one_that_may_be_back_is_waited_for_at_the_end_of_a_round(is_over: bool)
 
 
 def test_a_feeder_is_gone_when_it_does_not_live_at_two_looks_in_a_row() -> None:
-    feeders = GoneFeeders()
-    assert not feeders.is_gone("a", is_live=False)
-    assert not feeders.is_gone("b", is_live=False)
-    assert not feeders.is_gone("b", is_live=True)
-    assert feeders.is_gone("a", is_live=False)
-    assert not feeders.is_gone("b", is_live=False)
+    feeders, known = GoneFeeders(), {"a", "b"}
+
+    def is_gone(feeder: str, *, is_live: bool) -> bool:
+        return feeders.is_gone(feeder, is_live=is_live, is_known=known.__contains__)
+
+    assert not is_gone("a", is_live=False)
+    assert not is_gone("b", is_live=False)
+    assert not is_gone("b", is_live=True)
+    assert is_gone("a", is_live=False)
+    assert not is_gone("b", is_live=False)
+    known.clear()  # who is looked at is remembered all the same
+    assert not is_gone("c", is_live=False)
+    assert is_gone("c", is_live=False)
+    assert not is_gone("a", is_live=False)
 
 
 @pytest.mark.parametrize("is_over", [True, False])

@@ -115,3 +115,19 @@ def test_one_that_hangs_again_and_only_says_that_it_goes_on_rests_twice_as_long(
             waited_for.append(exchange)
             hung.found("a", exchange)
     assert waited_for == [0, 1, 1 + RESTS + 1, 10 + 2 * RESTS + 1, 27 + 4 * RESTS + 1]
+
+
+def test_that_one_hung_is_forgotten_with_its_record() -> None:
+    hung, records = Hung(), {"a": replica("a", 9)}
+    for exchange in (9, 20):
+        hung.mark({}, records.get, PLAN, exchange)
+        hung.found("a", exchange)
+        hung.found_mute("a")
+    hung.mark({}, {}.get, PLAN, 21)
+    found = {"a": MemberStatus(ALIVE)}
+    hung.mark(found, records.get, PLAN, 21)
+    assert found["a"].life == ALIVE
+    hung.found("a", 21)
+    found = {"a": MemberStatus(ALIVE, is_past=True)}
+    hung.mark(found, records.get, PLAN, 22)
+    assert found["a"].life == ALIVE, "it is the first time"

@@ -291,3 +291,20 @@ def test_a_record_that_nobody_has_any_more_takes_no_memory() -> None:
         assert decoded() is None
 
     run(scenario())
+
+
+def test_where_a_machine_was_is_forgotten_with_the_last_record_of_its_seats() -> None:
+    async def scenario() -> None:
+        site, forgotten = Site(MemoryHub(), "a"), list[str]()
+        site.transport.forget = forgotten.append  # type: ignore[method-assign]
+        site.records.take(signed(record("b")))
+        await asyncio.sleep(FORGET_AFTER_S / 2)
+        site.records.take(signed(record("b/1")))
+        await asyncio.sleep(FORGET_AFTER_S / 2)
+        site.records.forget_old()
+        assert (site.view.get("b"), forgotten) == (None, [])
+        await asyncio.sleep(FORGET_AFTER_S / 2)
+        site.records.forget_old()
+        assert forgotten == ["b"]
+
+    run(scenario())
