@@ -176,6 +176,14 @@ class LimitOptions:
             show_default=False,
         ),
     ] = None
+    pause_on_metered: Annotated[
+        bool | None,
+        typer.Option(
+            "--pause-on-metered/--no-pause-on-metered",
+            help="Pause while NetworkManager says that the network is metered. Default: it does.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from peer.machine.bill import used_line, why_used_up
 from peer.machine.bill_file import BILL_FILE, BillFile, date_now, read_bill
 from peer.machine.limits import read_limits
 from peer.machine.memory_cap import MemoryCap, tree_bytes
+from peer.machine.metered import is_metered
 from peer.machine.others_load import OthersLoad
 from swarmnet.errors import UserError
 from swarmnet.protocol.resource_limits import (
@@ -32,6 +33,8 @@ log = logging.getLogger("swarmnet.peer")
 LOOK_EVERY_S = 1.0
 MEASURE_EVERY_S = 2.0
 """Between looks at the machine's load; a look at all processes costs some milliseconds."""
+ASK_METERED_EVERY_S = 30.0
+"""Each time is a process."""
 
 
 class CapsUpload(Protocol):
@@ -74,6 +77,7 @@ class Keeper:
     measure_others: Callable[[], float] | None = None
     measure_memory: Callable[[], float] | None = None
     on_battery: Callable[[], bool] = is_on_battery
+    on_metered: Callable[[], bool] = is_metered
     limits: OwnerLimits = field(default_factory=OwnerLimits)
     traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Bytes that this process has sent and received since it began."""
@@ -83,6 +87,8 @@ class Keeper:
         self._stamp: tuple[int, int] | None = None
         self._watch = BusyWatch()
         self._battery = BusyWatch()  # a plug that is moved is no reason to leave
+        self._is_metered = False
+        self._asked_metered_at = float("-inf")
         self._measured_at = float("-inf")
         self._upload: float | None = None
         """What the transport was told."""
@@ -168,6 +174,9 @@ class Keeper:
         self._measured_at = now
         is_unplugged = await asyncio.to_thread(self.on_battery)
         self._battery.observe(1.0 if is_unplugged else 0.0, now)
+        if now - self._asked_metered_at >= ASK_METERED_EVERY_S and self.limits.pause_on_metered:
+            self._asked_metered_at = now
+            self._is_metered = await asyncio.to_thread(self.on_metered)
         self._bill.count(self.date(), *self.traffic())
         if text := self._bill.to_save(now):
             await asyncio.to_thread(self._bill.write, text, now)
@@ -186,7 +195,7 @@ class Keeper:
 
     def _decide(self) -> None:
         is_busy, is_unplugged = self._watch.is_busy, self._battery.is_busy
-        reason = why_paused(self.limits, self.minute(), is_busy, is_unplugged)
+        reason = why_paused(self.limits, self.minute(), is_busy, is_unplugged, self._is_metered)
         used_up = why_used_up(self.limits, self._bill.bill, self.date())
         self._limit_upload(bool(used_up))
         reason = reason or used_up or self._why_unfit()

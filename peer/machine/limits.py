@@ -63,6 +63,7 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "hours": ("hours", _hours),
     "pause_when_busy": ("pause_when_busy", _yes_or_no),
     "pause_on_battery": ("pause_on_battery", _yes_or_no),
+    "pause_on_metered": ("pause_on_metered", _yes_or_no),
     "paused": ("paused", _yes_or_no),
     **{name: (f"{name}_bytes", _text(parse_size)) for name in BILLED},
 }
@@ -142,7 +143,7 @@ def limits_text(limits: OwnerLimits) -> str:
     if limits.hours:
         spans = ", ".join(f'"{span_text(span)}"' for span in limits.hours)
         lines.append(f"hours = [{spans}]")
-    for key in ("pause_when_busy", "pause_on_battery", "paused"):
+    for key in ("pause_when_busy", "pause_on_battery", "pause_on_metered", "paused"):
         lines.append(f"{key} = {str(getattr(limits, key)).lower()}")
     return HEAD + "\n".join(lines) + "\n"
 

@@ -39,6 +39,7 @@ BILLED = {
 }
 """Amounts of `OwnerLimits`, in words."""
 
+
 Span = tuple[int, int]
 """Minutes of the day at which a span begins and ends; it wraps around midnight where the end is
 earlier."""
@@ -58,6 +59,7 @@ class OwnerLimits:
     paused: bool = False
     """The owner has paused the peer."""
     pause_on_battery: bool = True
+    pause_on_metered: bool = True
     max_upload_per_day_bytes: float | None = None
     max_upload_per_month_bytes: float | None = None
     """Of the calendar; likewise of what is received."""
@@ -105,6 +107,8 @@ class OwnerLimits:
             parts.append("pauses when the machine is in use")
         if not self.pause_on_battery:
             parts.append("works on battery too")
+        if not self.pause_on_metered:
+            parts.append("works on metered networks too")
         return "; ".join(parts)
 
 
@@ -192,7 +196,13 @@ def is_open(hours: tuple[Span, ...], minute: int) -> bool:
     )
 
 
-def why_paused(limits: OwnerLimits, minute: int, is_busy: bool, is_on_battery: bool = False) -> str:
+def why_paused(
+    limits: OwnerLimits,
+    minute: int,
+    is_busy: bool,
+    is_on_battery: bool = False,
+    is_metered: bool = False,
+) -> str:
     """Why the peer may not work at this minute of the day; empty where it may."""
     if limits.paused:
         return "its owner paused it"
@@ -202,6 +212,8 @@ def why_paused(limits: OwnerLimits, minute: int, is_busy: bool, is_on_battery: b
         return "the machine is in use"
     if limits.pause_on_battery and is_on_battery:
         return "the machine runs on battery"
+    if limits.pause_on_metered and is_metered:
+        return "its network is metered"
     return ""
 
 

@@ -160,7 +160,8 @@ def joiner_arguments(choices: LocalChoices, spec: RunSpec, *addresses: str) -> l
 
 def _shared_arguments(choices: LocalChoices) -> list[str]:
     # who starts a run at this machine wants it now
-    arguments = ["--host", LOOPBACK, "--plain", "--no-pause-on-battery"]
+    unasked = ["--no-pause-on-battery", "--no-pause-on-metered"]
+    arguments = ["--host", LOOPBACK, "--plain", *unasked]
     arguments += arguments_for(choices, LinkOptions) + arguments_for(choices, ComputeOptions)
     if choices.threads:
         arguments += ["--threads", str(choices.threads)]

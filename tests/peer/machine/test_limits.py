@@ -15,7 +15,12 @@ import pytest
 from peer.cli import run_command
 from peer.machine.bill import Bill, Used
 from peer.machine.bill_file import BILL_FILE, BillFile, date_now, read_bill
-from peer.machine.limit_keeper import MEASURE_EVERY_S, Keeper, is_on_battery
+from peer.machine.limit_keeper import (
+    ASK_METERED_EVERY_S,
+    MEASURE_EVERY_S,
+    Keeper,
+    is_on_battery,
+)
 from peer.machine.limits import (
     LIMITS_FILE,
     change_limits,
@@ -25,6 +30,7 @@ from peer.machine.limits import (
     the_state_dir,
 )
 from peer.machine.memory_cap import MemoryCap, StageNeed, stage_needs
+from peer.machine.metered import is_metered
 from peer.machine.others_load import OthersLoad, load_of_others
 from peer.options import LimitOptions
 from swarmnet.errors import UserError
@@ -161,6 +167,8 @@ class Bench:
             lambda: self.minute,
             lambda: self.others,
             lambda: self.used,
+            on_battery=lambda: False,
+            on_metered=lambda: False,
         )
 
     def limit_upload(self, bytes_per_s: float | None) -> None:
@@ -443,3 +451,65 @@ def test_what_the_system_says_of_a_battery(
     assert is_on_battery() is expected
     monkeypatch.delattr("psutil.sensors_battery")
     assert is_on_battery() is False
+
+
+def test_a_peer_rests_on_a_metered_network_unless_its_owner_says_otherwise(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench, metered, asked = Bench(tmp_path), [True], []
+
+        def on_metered() -> bool:
+            asked.append(bench.now)
+            return metered[0]
+
+        bench.keeper.on_metered = on_metered
+        bench.keeper.start()
+        await bench.pass_time(0)
+        assert bench.limited.why_paused == "its network is metered"
+        bench.write("pause_on_metered = false")
+        await bench.pass_time(2 * ASK_METERED_EVERY_S)
+        assert bench.limited.why_paused == ""
+        assert bench.keeper.line == "works on metered networks too"
+        assert len(asked) == 1, "it is of no interest"
+        bench.write("")
+        metered[0] = False
+        await bench.pass_time(4 * ASK_METERED_EVERY_S)
+        assert bench.limited.why_paused == ""
+        assert 4 <= len(asked) <= 6, "not at each look"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("echo u 0", False),
+        ("echo u 1", True),
+        ("echo u 2", False),
+        ("echo u 3", True),
+        ("echo u 4", False),
+        ("echo s metered", False),
+        ("echo 'Failed to get property: no such service' >&2; exit 1", False),
+        ("printf '\\377'", False),
+    ],
+)
+def test_what_network_manager_says_of_the_network(
+    answer: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "busctl"
+    asked.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{answer}\n')
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert is_metered() is expected
+    words = (tmp_path / "words").read_text()
+    assert "--auto-start=no" in words, "looking at it must not start it"
+    assert words.endswith("org.freedesktop.NetworkManager Metered\n")
+
+
+def test_where_nobody_can_be_asked_no_network_is_metered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not is_metered()
+    (tmp_path / "busctl").write_text("no program")
+    (tmp_path / "busctl").chmod(0o755)
+    assert not is_metered()
