@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from peer.machine.memory_cap import MemoryCap, stage_needs, tree_bytes
 from peer.options import LimitOptions, OutputOptions
 from swarmnet.errors import UsageError
 from swarmnet.protocol.membership.seats import MAX_SEATS
+from swarmnet.protocol.resource_limits import TOLD
 from swarmnet.runtime.joining.ready import ready_target
 from swarmnet.runtime.options import AUTO_STAGES, PeerChoices, PeerOptions
 from swarmnet.runtime.run import Extra, RunningPeer
@@ -167,4 +168,11 @@ def keeper_of(running: RunningPeer) -> Keeper:
     def moved() -> tuple[int, int]:
         return sum(traffic.sent_bytes.values()), sum(traffic.received_bytes.values())
 
-    return Keeper(path, limited, running.transport, device, memory, stages, traffic=moved)
+    def tell(totals: Mapping[str, int]) -> None:
+        gossip = running.peer.gossip
+        others = {k: n for k, n in gossip.own.totals.items() if not k.startswith(TOLD)}
+        gossip.amend(totals={**others, **totals})
+
+    return Keeper(
+        path, limited, running.transport, device, memory, stages, traffic=moved, tell=tell
+    )

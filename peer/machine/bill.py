@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarmnet.protocol.resource_limits import OwnerLimits, size_text
+from swarmnet.protocol.resource_limits import ALLOWED, OwnerLimits, size_text
 
 KEPT = 3
 """Days and months that are remembered: a clock that is wrong for a while loses no count."""
@@ -75,12 +75,13 @@ def counted(limits: OwnerLimits, bill: Bill, date: str) -> list[tuple[str, int, 
     """What is bounded: in words, the bytes so far, and how many there may be."""
     today, month = bill.today(date), bill.this_month(date)
     found = [
-        ("sent today", today.sent, limits.max_upload_per_day_bytes),
-        ("sent this month", month.sent, limits.max_upload_per_month_bytes),
-        ("received today", today.received, limits.max_download_per_day_bytes),
-        ("received this month", month.received, limits.max_download_per_month_bytes),
+        (today.sent, limits.max_upload_per_day_bytes),
+        (month.sent, limits.max_upload_per_month_bytes),
+        (today.received, limits.max_download_per_day_bytes),
+        (month.received, limits.max_download_per_month_bytes),
     ]
-    return [(what, used, most) for what, used, most in found if most is not None]
+    named = zip(ALLOWED, found, strict=True)
+    return [(what, used, most) for what, (used, most) in named if most is not None]
 
 
 def used_line(limits: OwnerLimits, bill: Bill, date: str) -> str:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
-from peer.machine.bill import used_line, why_used_up
+from peer.machine.bill import counted, used_line, why_used_up
 from peer.machine.bill_file import BILL_FILE, BillFile, date_now, read_bill
 from peer.machine.limits import read_limits
 from peer.machine.memory_cap import MemoryCap, tree_bytes
@@ -24,6 +24,7 @@ from swarmnet.protocol.resource_limits import (
     MIN_UPLOAD_BYTES_PER_S,
     BusyWatch,
     OwnerLimits,
+    told_totals,
     why_paused,
 )
 from swarmnet.swarm.resource_limits import ResourceLimits
@@ -82,6 +83,8 @@ class Keeper:
     traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Bytes that this process has sent and received since it began."""
     date: Callable[[], str] = date_now
+    tell: Callable[[Mapping[str, int]], None] = lambda totals: None
+    """Takes what others are told of a day's and a month's bytes, when that has changed."""
 
     def __post_init__(self) -> None:
         self._stamp: tuple[int, int] | None = None
@@ -89,6 +92,7 @@ class Keeper:
         self._battery = BusyWatch()  # a plug that is moved is no reason to leave
         self._is_metered = False
         self._asked_metered_at = float("-inf")
+        self._told: dict[str, int] = {}
         self._measured_at = float("-inf")
         self._upload: float | None = None
         """What the transport was told."""
@@ -178,6 +182,7 @@ class Keeper:
             self._asked_metered_at = now
             self._is_metered = await asyncio.to_thread(self.on_metered)
         self._bill.count(self.date(), *self.traffic())
+        self._tell_used()
         if text := self._bill.to_save(now):
             await asyncio.to_thread(self._bill.write, text, now)
         if self.limits.pause_when_busy:
@@ -190,6 +195,12 @@ class Keeper:
         else:
             measure = self.measure_memory or _own_bytes
             self.limited.is_memory_full = self.memory.is_full(await asyncio.to_thread(measure))
+
+    def _tell_used(self) -> None:
+        totals = told_totals(counted(self.limits, self._bill.bill, self.date()))
+        if totals != self._told:
+            self._told = totals
+            self.tell(totals)
 
     # ---- deciding ---------------------------------------------------------------------------
 

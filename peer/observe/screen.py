@@ -148,6 +148,7 @@ def dashboard(spec: RunSpec, model: ViewModel, limits: str = "") -> RenderableTy
         parts += [Text(), Text(f"limits: {limits}", "yellow")]
     if model.peers:
         parts += [Text(), peers_table(model.peers)]
+    parts += [Text(line, "yellow") for line in allowance_lines(model.peers)[:MAX_PEERS_SHOWN]]
     return Panel(
         Group(*parts),
         title=Text(printable(spec.name)),
@@ -279,6 +280,17 @@ class Stages:
 
 def _state(row: PeerRow) -> str:
     return f"paused: {row.paused}" if row.paused and row.live else row.state
+
+
+def allowance_lines(peers: Sequence[PeerRow]) -> list[str]:
+    """What is left of what owners allow in a day or a month."""
+    return [
+        f"{short_id(row.peer_id)}: {size(used)} of {size(most)} {what}, "
+        f"{size(max(0, most - used))} left"
+        for row in peers
+        if row.live
+        for what, used, most in row.allowances
+    ]
 
 
 def peers_table(peers: Sequence[PeerRow]) -> RenderableType:

@@ -52,6 +52,7 @@ from swarmnet.protocol.membership.records import (
 from swarmnet.protocol.membership.records import HeldOut as Measured
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.held_out import told
+from swarmnet.protocol.resource_limits import TOLD, told_allowances
 from swarmnet.protocol.slots import slot_plan
 from swarmnet.protocol.sync_modes import NO_END
 from swarmnet.protocol.update.auto_mode import merge
@@ -243,6 +244,8 @@ class RunMonitor:
         return events
 
     def _has_room(self, total: str) -> bool:
+        if total.startswith(TOLD):  # not a count since the start
+            return False
         if total in self._totals or total in COUNTED or total in SHOWN_TOTALS:
             return True
         return len(self._totals) < MAX_TOTALS
@@ -572,6 +575,7 @@ def _peer_row(r: Record, live: bool) -> PeerRow:
         busy=busy_part(r),
         has_data=r.has_data,
         paused=printable(r.paused),
+        allowances=told_allowances(r.totals),
     )
 
 

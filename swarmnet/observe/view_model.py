@@ -54,6 +54,8 @@ class PeerRow:
     """Why it serves no stage for now, by its owner's wish. Empty: it is not paused."""
     samples_computed: int = 0
     """Samples that it computed for its stage, forward and backward, since it was started."""
+    allowances: tuple[tuple[str, int, int], ...] = ()
+    """What its owner allows it in a day or a month: what, bytes so far, and bytes at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ hours of the day, and pauses while the owner uses the machine.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swarmnet.protocol.timing import UPKEEP_S
@@ -39,6 +40,10 @@ BILLED = {
 }
 """Amounts of `OwnerLimits`, in words."""
 
+ALLOWED = ("sent today", "sent this month", "received today", "received this month")
+"""What such an amount bounds, in words."""
+TOLD, TOLD_MOST = "owner_", "owner_max_"
+"""How totals of a record begin that tell of that."""
 
 Span = tuple[int, int]
 """Minutes of the day at which a span begins and ends; it wraps around midnight where the end is
@@ -110,6 +115,26 @@ class OwnerLimits:
         if not self.pause_on_metered:
             parts.append("works on metered networks too")
         return "; ".join(parts)
+
+
+def told_totals(counted: Iterable[tuple[str, int, float]]) -> dict[str, int]:
+    """Totals for a record. `counted`: of `ALLOWED` what is bounded, with the bytes so far and at
+    most."""
+    found: dict[str, int] = {}
+    for what, used, most in counted:
+        name = what.replace(" ", "_")
+        found |= {f"{TOLD}{name}": used, f"{TOLD_MOST}{name}": int(most)}
+    return found
+
+
+def told_allowances(totals: Mapping[str, int]) -> tuple[tuple[str, int, int], ...]:
+    """What `told_totals` took in, from the totals of a record, by the word of its peer."""
+    names = ((what, what.replace(" ", "_")) for what in ALLOWED)
+    return tuple(
+        (what, totals.get(f"{TOLD}{name}", 0), totals[f"{TOLD_MOST}{name}"])
+        for what, name in names
+        if totals.get(f"{TOLD_MOST}{name}", 0) > 0
+    )
 
 
 def parse_rate(text: str) -> float:

@@ -37,6 +37,7 @@ from swarmnet.protocol.membership.records import (
     RoundCount,
 )
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.resource_limits import told_totals
 from swarmnet.protocol.sync_modes import Switch
 from tests.protocol.making import counted
 
@@ -537,3 +538,12 @@ def test_totals_with_names_without_end_are_not_kept_and_real_ones_are() -> None:
     found = onlooker.monitor.view_model().totals
     assert len(found) <= MAX_TOTALS + len(totals)
     assert {name: found[name] for name in totals} == totals
+
+
+def test_what_owners_allow_is_told_of_each_peer_and_summed_up_of_none() -> None:
+    onlooker = Onlooker()
+    totals = told_totals([("sent this month", 120, 300.0)])
+    onlooker.look(record("a", totals={**totals, "sent_bytes": 7}), record("b", stage=1))
+    model = onlooker.monitor.view_model()
+    assert [p.allowances for p in model.peers] == [(("sent this month", 120, 300),), ()]
+    assert model.totals == {"sent_bytes": 7}

@@ -64,6 +64,8 @@ def _fields(cls: type[Any], but: tuple[str, ...] = ()) -> Iterator[tuple[str, st
 
 def _type(annotation: str) -> str:
     name, _, rest = annotation.partition(" | ")
+    if name.startswith("tuple[tuple"):
+        return "list of lists"
     if name.startswith("tuple"):
         return "list of objects"
     known = TYPES.get(name, "object")

@@ -39,6 +39,7 @@ from swarmnet.protocol.resource_limits import (
     MIN_UPLOAD_BYTES_PER_S,
     QUIET_AFTER_S,
     OwnerLimits,
+    told_allowances,
 )
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec
@@ -513,3 +514,27 @@ def test_where_nobody_can_be_asked_no_network_is_metered(
     (tmp_path / "busctl").write_text("no program")
     (tmp_path / "busctl").chmod(0o755)
     assert not is_metered()
+
+
+def test_others_are_told_what_is_left_of_a_month(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench, told, moved = Bench(tmp_path), [], [0, 0]
+        bench.keeper.tell = told.append
+        bench.keeper.traffic = lambda: (moved[0], moved[1])
+        bench.keeper.date = lambda: "2026-11-29"
+        bench.keeper.start()
+        await bench.pass_time(10)
+        assert told == [], "nothing is bounded"
+        bench.write('max_upload_per_month = "300GB"\nmax_download_per_day = "2GB"')
+        moved[:] = [120_000_000_000, 500_000_000]
+        await bench.pass_time(10)
+        assert len(told) == 1, "it has not changed since"
+        assert told_allowances(told[-1]) == (
+            ("sent this month", 120_000_000_000, 300_000_000_000),
+            ("received today", 500_000_000, 2_000_000_000),
+        )
+        bench.write("")
+        await bench.pass_time(10)
+        assert told_allowances(told[-1]) == ()
+
+    asyncio.run(main())

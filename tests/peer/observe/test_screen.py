@@ -16,7 +16,7 @@ from peer.commands.status import show_status, watch_status
 from peer.observe.dashboard.replay import make_film
 from peer.observe.metrics import MetricsFile
 from peer.observe.report import Reporter
-from peer.observe.screen import PeerConsole, Screen
+from peer.observe.screen import PeerConsole, Screen, dashboard
 from peer.options import StatusOptions
 from swarmnet.errors import UserError
 from swarmnet.files import older
@@ -26,6 +26,7 @@ from swarmnet.observe.text import sentence, size
 from swarmnet.observe.view_model import ViewModel
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.resource_limits import told_totals
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, load_spec
@@ -124,6 +125,16 @@ def test_who_cannot_print_says_so_once_and_goes_on(
             screen.draw("a table")
         assert sys.stderr is own_stderr, "what is logged goes to a screen that is gone"
     assert len([r for r in caplog.records if "nothing more is printed" in r.message]) == 1
+
+
+def test_what_is_left_of_an_owners_month_is_shown() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    totals = told_totals([("sent this month", 120_000_000_000, 300e9)])
+    model = model_of(SPEC, replace(record("a" * 20, 0), totals=totals), record("b" * 20, 1))
+    console.print(dashboard(SPEC, model))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ": 120.0 GB of 300.0 GB sent this month, 180.0 GB left" in shown
+    assert shown.count("left") == 1, "the other one has no bounds"
 
 
 def test_how_far_replicas_are_apart_is_shown() -> None:
