@@ -1,0 +1,593 @@
+"""Whether processes that stay grow while others come and go, and while rounds pass.
+
+    python benchmarks/soak.py --folder soak --rounds 2000 --joins 1000 --as-processes 30
+    python benchmarks/soak.py --folder soak --show           # the table again, and soak.svg
+
+The first command is a piece, and may be given again: it goes on with the same run, from where the
+last piece ended, and adds to the same samples. `--peers` lasting peers train the tiniest model over
+real libp2p on loopback. Newcomers join them, serve, and leave: one after the other in one process,
+of which a new one begins every so many, and some as processes of their own (`--as-processes`, of
+all joins). Every second one leaves at once, without handing over.
+
+Every `--every` seconds there is a sample of each process that stays: the lasting peers, their
+network daemons, and this process, which watches the run as `swarmnet local` does. A sample has the
+memory that is its own (`RssAnon`), open files and threads; of a peer and of this process also
+tasks, the records in the view, peers of which addresses are known, and all entries of all tables;
+of a peer, the bytes of its state folder.
+
+Of each piece the samples of the beginning are left out (`--warm-up` joins and as many rounds). What
+a process then grows by for each round and for each newcomer is fitted to both at once, with a level
+of its own for each piece. Samples next to each other are alike, so the fit is to means of blocks of
+samples. A slope comes with its interval of 95 %. It holds (`yes`) where the upper end is below the
+bound, 100 bytes a round (1 MB in 10,000) and 1 kB a newcomer; it does not (`NO`) where the lower
+end is above; else there are too few samples. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[1]))
+
+from swarmnet.runtime.options import LOOPBACK, PeerOptions  # noqa: E402
+from swarmnet.system import end_with_parent  # noqa: E402
+from tests.swarm.tables import table_sizes  # noqa: E402
+
+SAMPLES, PROGRESS, SPEC, JOINED = "samples.jsonl", "progress.json", "run.toml", "joined.json"
+IN_ONE_PROCESS = 25
+"""Newcomers, until another process takes over: what is left of them there is not measured."""
+JOIN_S, LEAVE_S = 600.0, 60.0
+LOOK_S = 0.2
+BLOCKS = 24
+"""Of samples, in all pieces together."""
+ROUND_BYTES, JOIN_BYTES = 100.0, 1000.0
+"""Bounds of the slopes."""
+NUMBERS = ("mb", "files", "threads", "tasks", "view", "addresses", "entries", "disk_mb")
+RUN = """
+name = "soak"
+seed = 1
+[model]
+kind = "llama"
+hidden_size = 16
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+intermediate_size = 16
+vocab_size = 256
+max_position_embeddings = 16
+[data]
+paths = ["{text}"]
+tokenizer = "bytes"
+held_out_microbatches = 1
+[optimizer]
+learning_rate = 1e-3
+rounds = 1_000_000
+[pipeline]
+num_stages = 2
+global_batch = 8
+microbatch = 2
+[sync]
+shard_parameters = 4096
+"""
+
+
+# ---- the roles of other processes ------------------------------------------------------------
+
+
+def told_of(root: object, view: Any) -> dict[str, Any]:
+    """What only a process itself can count."""
+    sizes = table_sizes(root)
+    return {
+        "tasks": len(asyncio.all_tasks()),
+        "view": len(view),
+        "addresses": sizes["DialBook._told"] + sizes["KnownPeers._addresses"],
+        "entries": sizes.total(),
+        "tables": dict(sizes.most_common(60)),
+    }
+
+
+async def lasting(name: str, folder: Path, join: Sequence[str], every_s: float) -> None:
+    """One peer that stays, as `swarmnet peer` runs it; ends with SIGINT."""
+    from peer.commands.peer import extras
+    from peer.options import OutputOptions
+    from swarmnet.runtime.run import RunningPeer, run_peer
+
+    async def tell(running: RunningPeer) -> Coroutine[Any, Any, None]:
+        async def work() -> None:
+            while True:
+                found = told_of(running, running.view)
+                found["round"] = running.peer.replica.round if running.peer.replica else 0
+                write(folder / f"{name}.inside.json", found)
+                await asyncio.sleep(every_s)
+
+        return work()
+
+    options = PeerOptions(
+        spec=None if join else folder / SPEC,
+        join=tuple(join),
+        data=(str(folder / "text.txt"),),
+        host=LOOPBACK,
+        state_dir=state_dir(folder, name),
+        ready_file=folder / f"{name}.json",
+        threads=1,
+    )
+    await run_peer(options, [*extras(OutputOptions(plain=True), None, None), tell])
+
+
+async def joiners(folder: Path, address: str, number: int, stay_s: float) -> None:
+    """So many peers, one after the other, which join, serve and leave."""
+    from swarmnet.protocol.membership.records import ACTIVE
+    from swarmnet.runtime.run import RunningPeer, run_peer
+
+    for done in range(1, number + 1):
+        began: asyncio.Future[RunningPeer] = asyncio.get_running_loop().create_future()
+
+        async def keep(
+            running: RunningPeer, began: asyncio.Future[RunningPeer] = began
+        ) -> Coroutine[Any, Any, None]:
+            began.set_result(running)
+            return asyncio.sleep(JOIN_S + LEAVE_S)
+
+        with tempfile.TemporaryDirectory() as state:
+            options = PeerOptions(
+                join=(address,),
+                feed=False,
+                fetch_data=False,
+                host=LOOPBACK,
+                state_dir=Path(state),
+                threads=1,
+                checkpoint_every=0,
+                patience_s=JOIN_S,
+                is_quiet=True,
+            )
+            life = asyncio.create_task(run_peer(options, [keep]))
+            async with asyncio.timeout(JOIN_S):
+                await asyncio.wait((life, began), return_when=asyncio.FIRST_COMPLETED)
+                if life.done():
+                    life.result()
+                gossip = began.result().peer.gossip
+                while gossip.own.state != ACTIVE:
+                    await gossip.changed.wait(LOOK_S)
+            await asyncio.sleep(stay_s)
+            life.cancel()
+            if done % 2:
+                await asyncio.sleep(0)
+                life.cancel()  # a second time: at once
+            await asyncio.wait((life,), timeout=LEAVE_S)
+        write(folder / JOINED, {"done": done})
+
+
+def state_dir(folder: Path, name: str) -> Path:
+    path = folder / "state" / name
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def write(path: Path, values: object) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(values))
+    part.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Nothing where there is nothing yet."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return {}
+
+
+# ---- a piece ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """Of all pieces so far."""
+
+    piece: int = 0
+    joins: int = 0
+    as_processes: int = 0
+
+
+@dataclass
+class Piece:
+    """One start of this program."""
+
+    folder: Path
+    options: argparse.Namespace
+    before: Progress
+    joins: int = 0
+    as_processes: int = 0
+    children: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    first_round: int | None = None
+
+    async def start(self, name: str, *words: str) -> asyncio.subprocess.Process:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, *words, stdout=log, stderr=log, start_new_session=True
+            )
+        self.children[name] = child
+        return child
+
+    async def role(self, name: str, role: str, *words: str) -> asyncio.subprocess.Process:
+        common = (str(HERE), "--folder", str(self.folder), "--parent", str(os.getpid()))
+        return await self.start(name, *common, "--role", role, "--name", name, *words)
+
+    async def start_lasting(self) -> str:
+        """Returns the address of the first."""
+        address = ""
+        for n in range(self.options.peers):
+            name = f"peer-{n + 1}"
+            for left in (f"{name}.json", f"{name}.inside.json"):
+                (self.folder / left).unlink(missing_ok=True)
+            join = ("--join", address) if address else ()
+            child = await self.role(name, "lasting", "--every", str(self.options.every), *join)
+            while not (ready := read(self.folder / f"{name}.json")):
+                if child.returncode is not None:
+                    raise SystemExit(f"{name} ended; see {self.folder / name}.log")
+                await asyncio.sleep(LOOK_S)
+            address = address or ready["addresses"][0]
+        return address
+
+    async def in_one_process(self, address: str, number: int) -> None:
+        while number > 0:
+            some = min(number, IN_ONE_PROCESS)
+            (self.folder / JOINED).unlink(missing_ok=True)
+            before = self.joins
+            words = ("--join", address, "--joins", str(some), "--stay", str(self.options.stay))
+            child = await self.role("joiners", "joiners", *words)
+            while child.returncode is None:
+                await asyncio.sleep(LOOK_S)
+                self.joins = before + read(self.folder / JOINED).get("done", 0)
+            self.joins = before + read(self.folder / JOINED).get("done", 0)
+            if self.joins == before:
+                raise SystemExit(f"nobody joins; see {self.folder / 'joiners.log'}")
+            number -= self.joins - before
+
+    async def in_processes(self, address: str, number: int) -> None:
+        for n in range(number):
+            ready = self.folder / "newcomer.json"
+            ready.unlink(missing_ok=True)
+            with tempfile.TemporaryDirectory() as state:
+                ties = ("--parent-pid", str(os.getpid()), "--ready-file", str(ready))
+                words = ("--join", address, "--state-dir", state, "--host", LOOPBACK, "--plain")
+                more = ("--no-feed", "--threads", "1", "--checkpoint-every", "0")
+                command = ("-m", "peer", "peer", *ties, *words, *more)
+                child = await self.start("newcomer", *command)
+                for _ in range(int(JOIN_S / LOOK_S)):
+                    if read(ready) or child.returncode is not None:
+                        break
+                    await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(self.options.stay)
+                if child.returncode is None:
+                    child.send_signal(signal.SIGKILL if n % 2 else signal.SIGINT)
+                await asyncio.wait_for(child.wait(), LEAVE_S)
+            self.joins += 1
+            self.as_processes += 1
+
+    async def watch(self, observer: Any, monitor: Any) -> None:
+        """What `swarmnet local` does, and a sample now and then, until cancelled."""
+        loop, sampled_at = asyncio.get_running_loop(), float("-inf")
+        with (self.folder / SAMPLES).open("a") as file:
+            while True:
+                monitor.look(observer.view, loop.time(), time.time())
+                if loop.time() - sampled_at >= self.options.every:
+                    sampled_at = loop.time()
+                    watcher = told_of((observer, monitor), observer.view)
+                    for sample in await asyncio.to_thread(self.samples, watcher):
+                        file.write(json.dumps(sample) + "\n")
+                    file.flush()
+                await observer.wait_news(0.5)
+                await asyncio.sleep(0.1)
+
+    def samples(self, watcher: dict[str, Any]) -> list[dict[str, Any]]:
+        found = [("watcher", psutil.Process(), watcher)]
+        found += [
+            (name, psutil.Process(child.pid), read(self.folder / f"{name}.inside.json"))
+            for name, child in self.children.items()
+            if name.startswith("peer-") and child.returncode is None
+        ]
+        told = [inside.get("round", 0) for _, _, inside in found]
+        if self.first_round is None and max(told):
+            self.first_round = max(told)
+        about = {
+            "piece": self.before.piece + 1,
+            "t": round(time.time(), 1),
+            "round": max(told),
+            "joins": self.before.joins + self.joins,
+        }
+        rows = []
+        for name, process, inside in found:
+            own = [(name, process), *((f"{name} daemon", p) for p in daemons_of(process))]
+            for who, one in own:
+                try:
+                    row = {"name": who, **about, **measured(one)}
+                except (psutil.NoSuchProcess, FileNotFoundError):  # it has just ended
+                    continue
+                if one is process:
+                    row |= inside
+                    if name != "watcher":
+                        row["disk_mb"] = folder_bytes(state_dir(self.folder, name)) / 1e6
+                rows.append(row | {"round": about["round"]})
+        return rows
+
+    @property
+    def rounds(self) -> int:
+        newest = max(read(p).get("round", 0) for p in self.folder.glob("peer-*.inside.json"))
+        return newest - (self.first_round or newest)
+
+    async def work(self, address: str) -> None:
+        options = self.options
+        await self.in_one_process(address, options.joins - options.as_processes)
+        await self.in_processes(address, options.as_processes)
+        while True:
+            await asyncio.sleep(options.every)
+            if self.rounds >= options.rounds:
+                return
+
+    async def run(self) -> None:
+        from swarmnet.runtime.observing import join_run, monitor_of
+
+        address = await self.start_lasting()
+        observer = await join_run([address], "auto")
+        watching = asyncio.create_task(self.watch(observer, monitor_of(observer.spec)))
+        working = asyncio.create_task(self.work(address))
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                watching.result()  # which raises
+            working.result()
+        finally:
+            working.cancel()
+            done = Progress(
+                self.before.piece + 1,
+                self.before.joins + self.joins,
+                self.before.as_processes + self.as_processes,
+            )
+            write(self.folder / PROGRESS, asdict(done))
+            watching.cancel()
+            await observer.close()
+            living = [c for c in self.children.values() if c.returncode is None]
+            for child in living:
+                child.send_signal(signal.SIGINT)
+            for child in living:
+                try:
+                    await asyncio.wait_for(child.wait(), LEAVE_S)
+                except TimeoutError:
+                    child.kill()
+
+
+def daemons_of(process: psutil.Process) -> list[psutil.Process]:
+    """Its own, not those of processes that it has started."""
+    found = []
+    for child in process.children():
+        try:
+            found += [child] if child.name() == "p2pd" else []
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def measured(process: psutil.Process) -> dict[str, float]:
+    """Of a process, by what the kernel says."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    anon = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    return {"mb": anon * 1024 / 1e6, "files": process.num_fds(), "threads": process.num_threads()}
+
+
+def folder_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:  # a checkpoint that was just removed
+            continue
+    return total
+
+
+# ---- what it means ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Bytes for each, with half the width of the interval of 95 %."""
+
+    mean: float
+    half: float
+
+    def verdict(self, bound: float) -> str:
+        if self.mean + self.half < bound:
+            return "yes"
+        return "NO" if self.mean - self.half > bound else "too few samples"
+
+
+def slopes(rows: Sequence[dict[str, Any]], warm_up: int) -> tuple[Slope, Slope] | None:
+    """Of the memory of one process: for each round, and for each newcomer; None where there are
+    too few samples after the warm-up."""
+    kept: list[tuple[int, float, float, float]] = []
+    for piece in sorted({row["piece"] for row in rows}):
+        there = [row for row in rows if row["piece"] == piece]
+        first = there[0]
+        kept += [
+            (piece, row["round"], row["joins"], 1e6 * row["mb"])
+            for row in there
+            if max(row["joins"] - first["joins"], row["round"] - first["round"]) >= warm_up
+        ]
+    size = max(1, len(kept) // BLOCKS)
+    blocks = []
+    for piece in sorted({k[0] for k in kept}):
+        own = np.array([k[1:] for k in kept if k[0] == piece])
+        parts = np.array_split(own, max(1, len(own) // size))
+        means = np.array([part.mean(axis=0) for part in parts])
+        blocks.append(means - means.mean(axis=0))
+    if not blocks:
+        return None
+    table = np.concatenate(blocks)
+    free = len(table) - len(blocks) - 2
+    if free < 3:
+        return None
+    x, y = table[:, :2], table[:, 2]
+    inverse = np.linalg.pinv(x.T @ x)
+    fit = inverse @ x.T @ y
+    variance = float(((y - x @ fit) ** 2).sum()) / free
+    wide = 1.96 * (1 + 2.4 / free) * np.sqrt(variance * np.diag(inverse))  # about Student's t
+    return Slope(float(fit[0]), float(wide[0])), Slope(float(fit[1]), float(wide[1]))
+
+
+def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Samples by process."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in (folder / SAMPLES).read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["name"], []).append(row)
+    return found
+
+
+def show(folder: Path, warm_up: int) -> None:
+    """Prints the tables."""
+    done, found = read(folder / PROGRESS), load(folder)
+    rows = [row for own in found.values() for row in own]
+    rounds = sum(
+        max(r["round"] for r in rows if r["piece"] == p)
+        - min(r["round"] for r in rows if r["piece"] == p)
+        for p in {r["piece"] for r in rows}
+    )
+    print(
+        f"{done.get('piece', 0)} pieces, {rounds:,} rounds, {done.get('joins', 0):,} newcomers "
+        f"({done.get('as_processes', 0)} as processes). Of each number the first and the last.\n"
+    )
+    print("| process | " + " | ".join(n.replace("_mb", ", MB") for n in NUMBERS) + " |")
+    print("|---" * (len(NUMBERS) + 1) + "|")
+    for name, own in found.items():
+        print(f"| {name} | " + " | ".join(first_and_last(own, n) for n in NUMBERS) + " |")
+    print("\n| process | bytes a round | below 100 | bytes a newcomer | below 1,000 |")
+    print("|---|---|---|---|---|")
+    for name, own in found.items():
+        both = slopes(own, warm_up)
+        if both is None:
+            print(f"| {name} | | too few samples | | too few samples |")
+            continue
+        cells = [
+            f"{s.mean:,.0f} ± {s.half:,.0f} | {s.verdict(bound)}"
+            for s, bound in zip(both, (ROUND_BYTES, JOIN_BYTES))
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    for name, own in found.items():
+        grown = grown_tables(own)
+        if grown:
+            print(f"\n{name}, tables that grew most in the last piece: {grown}")
+
+
+def first_and_last(rows: Sequence[dict[str, Any]], number: str) -> str:
+    found = [row[number] for row in rows if number in row]
+    shown = [f"{n:,.1f}" if isinstance(n, float) else f"{n:,}" for n in found]
+    return f"{shown[0]}, {shown[-1]}" if shown else ""
+
+
+def grown_tables(rows: Sequence[dict[str, Any]]) -> str:
+    last = [row for row in rows if row["piece"] == rows[-1]["piece"] and "tables" in row]
+    if not last:
+        return ""
+    grown = Counter(last[-1]["tables"])
+    grown.subtract(last[0]["tables"])
+    return ", ".join(f"{name} {n:+,}" for name, n in grown.most_common(6) if n > 0)
+
+
+def draw(folder: Path) -> None:
+    """`soak.svg`: the memory of each process over newcomers, and over rounds."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "soak"
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+    for name, rows in load(folder).items():
+        for panel, key in zip(panels, ("joins", "round"), strict=True):
+            line = None
+            for piece in sorted({row["piece"] for row in rows}):
+                own = [row for row in rows if row["piece"] == piece]
+                xs, ys = [row[key] for row in own], [row["mb"] for row in own]
+                color = None if line is None else line.get_color()
+                (line,) = panel.plot(xs, ys, color=color, label=None if color else name)
+    for panel, text in zip(panels, ("newcomers", "rounds"), strict=True):
+        panel.set_xlabel(text)
+        panel.set_ylim(bottom=0)
+    panels[0].set_ylabel("memory of its own, MB")
+    panels[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "soak.svg", metadata={"Date": None})
+
+
+# ---- the command -----------------------------------------------------------------------------
+
+
+def prepare(folder: Path) -> None:
+    """The run, made once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / SPEC).exists():
+        return
+    rng, text = random.Random(0), folder / "text.txt"
+    text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
+    (folder / SPEC).write_text(RUN.format(text=text))
+
+
+def main() -> None:
+    """A piece, and the table of all pieces."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--joins", type=int, default=100)
+    parser.add_argument("--as-processes", type=int, default=0)
+    parser.add_argument("--peers", type=int, default=3)
+    parser.add_argument("--every", type=float, default=5.0)
+    parser.add_argument("--stay", type=float, default=1.0)
+    parser.add_argument("--warm-up", type=int, default=100)
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--role", choices=["", "lasting", "joiners"], default="")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--join", default="")
+    parser.add_argument("--parent", type=int)
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    if options.role:
+        assert threading.current_thread() is threading.main_thread()
+        end_with_parent(options.parent, signal.SIGKILL)
+        join = [options.join] if options.join else []
+        try:
+            if options.role == "lasting":
+                asyncio.run(lasting(options.name, folder, join, options.every))
+            else:
+                asyncio.run(joiners(folder, options.join, options.joins, options.stay))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            pass
+        return
+    if not options.show:
+        prepare(folder)
+        asyncio.run(Piece(folder, options, Progress(**read(folder / PROGRESS))).run())
+    show(folder, options.warm_up)
+    draw(folder)
+
+
+if __name__ == "__main__":
+    main()
