@@ -193,11 +193,13 @@ def import_all() -> None:
     """What a peer may need."""
     import peer
     import swarmnet
+    from swarmnet.transport.libp2p.hollow import hollow
 
     for package in (peer, swarmnet):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if found.name not in LEFT_TO_FEW:
                 importlib.import_module(found.name)
+    hollow("hivemind")
     for name in OTHERS:
         importlib.import_module(name)
 

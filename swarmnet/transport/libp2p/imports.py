@@ -3,8 +3,7 @@ them.
 
 py-libp2p's package files import all of it: every discovery, transport and store, with libraries
 that we do not need, of which one has to be compiled. Where they are not loaded already, empty
-packages stand in for them (docs/decisions/0016-py-libp2p-without-its-pins.md). They stay, for
-py-libp2p imports some of its modules when they are first used.
+packages stand in for them (docs/decisions/0016-py-libp2p-without-its-pins.md).
 
 hivemind and py-libp2p both register protobuf messages named `crypto.pb.*`, and protobuf
 allows a name once in a process. The two files of py-libp2p that use the name therefore go
@@ -15,32 +14,18 @@ cannot be imported.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
 from typing import Any
 
 from google.protobuf import descriptor_pool, symbol_database  # noqa: F401  (before the detour)
 
 from swarmnet.errors import UserError
 from swarmnet.needs import PY_LIBP2P, install_command
+from swarmnet.transport.libp2p.hollow import hollow
 
 APART = (b"libp2p/crypto/pb/crypto.proto", b"libp2p/security/insecure/pb/plaintext.proto")
 HOLLOW = ("libp2p", "libp2p.transport", "libp2p.transport.quic")
 """Packages whose own file is not run; the modules in them are found as ever."""
-
-
-def _hollow(name: str) -> None:
-    """Raises `ModuleNotFoundError` where the package is not installed."""
-    if name in sys.modules:
-        return
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    package = sys.modules[name] = importlib.util.module_from_spec(spec)
-    above, _, own = name.rpartition(".")
-    if above:
-        setattr(sys.modules[above], own, package)
 
 
 class _Detour:
@@ -65,7 +50,7 @@ _detour = _Detour(_default())
 _pools.Default = lambda: _detour
 try:
     for _name in HOLLOW:
-        _hollow(_name)
+        hollow(_name)
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
     from libp2p.custom_types import TProtocol

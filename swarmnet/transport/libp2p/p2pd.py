@@ -26,6 +26,7 @@ from swarmnet.protocol.dialing.addresses import full_address, to_tell
 from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL, ByteStream
 from swarmnet.transport.libp2p.daemon_process import DaemonProcess
 from swarmnet.transport.libp2p.dial_reasons import OTHER_PROTOCOL, DialReasons
+from swarmnet.transport.libp2p.hollow import hollow
 from swarmnet.transport.libp2p.interfaces import own_hosts
 from swarmnet.transport.libp2p.knocking import Heard, knock
 from swarmnet.transport.libp2p.known_peers import KnownPeers, check_multiaddr, without_peer
@@ -271,6 +272,7 @@ class P2pdCarrier:
         from multiaddr import Multiaddr
 
         try:
+            hollow("hivemind")  # its own file imports averagers, experts and scipy
             from hivemind.p2p import P2P
         except Exception as e:  # it imports many libraries, each in a version that may not suit it
             raise TransportError(f"hivemind cannot be imported: {e!r}") from None
