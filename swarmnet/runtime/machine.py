@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,13 @@ from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.system import give_memory_back
 
 if TYPE_CHECKING:
-    from swarmnet.ports import Data, InitialWeights
+    from swarmnet.ports import Data, Device, InitialWeights
     from swarmnet.training.ranks.local_group import LocalGroup
 
 log = logging.getLogger("swarmnet.peer")
 
+IDLE_LOOK_S = 10.0
+"""A device that has done nothing for so long is idle."""
 OPTIMIZER_FOLDER = "optimizer"
 """In the state folder, for optimizer state on the disk."""
 
@@ -254,3 +257,21 @@ def free_memory() -> None:
 
         accelerators.give_memory_back(accelerators.kind())
     give_memory_back()
+
+
+async def _give_back() -> None:
+    await asyncio.to_thread(give_memory_back)
+
+
+async def free_when_idle(device: Device, free: Callable[[], Awaitable[None]] = _give_back) -> None:
+    """What passes have freed goes back to the system (`free`), once after each spell of work: glibc
+    keeps what it has for the next allocation of a thread, of the passes that measure a machine's
+    speed alone tens of megabytes. Until cancelled."""
+    last_s, freed_s = device.busy_s, 0.0
+    while True:
+        await asyncio.sleep(IDLE_LOOK_S)
+        busy_s = device.busy_s
+        if busy_s == last_s != freed_s and not device.num_waiting:
+            freed_s = busy_s
+            await free()
+        last_s = busy_s

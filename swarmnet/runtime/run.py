@@ -24,7 +24,7 @@ from swarmnet.runtime.joining.entry import Entry, enter
 from swarmnet.runtime.joining.past import past_line
 from swarmnet.runtime.joining.ready import ReadyFile
 from swarmnet.runtime.joining.stopped import refuse_stopped
-from swarmnet.runtime.machine import build_machine
+from swarmnet.runtime.machine import build_machine, free_when_idle
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
 from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
@@ -97,6 +97,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         tasks.start(entry.known.keep(spec.run_id, running.peer.view))
         tasks.start(entry.ways.keep())
         tasks.start(follow_addresses(transport, options.state_dir, spec))
+        tasks.start(free_when_idle(machine.device))
         spare_old_objects()
         if options.ready_file is not None:
             ready = ReadyFile(options.ready_file, transport, spec.run_id, spec.name, time.time())
