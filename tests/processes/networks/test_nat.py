@@ -10,6 +10,7 @@ import pytest
 from peer.machine.limits import LIMITS_FILE
 from tests.processes.networks.inside import address_at, doctor, round_of, said, start, world
 from tests.processes.networks.internet import Internet
+from tests.processes.networks.test_punching import MET
 from tests.processes.running import SPARING, Command, Machine, tiny_run
 
 pytestmark = pytest.mark.processes
@@ -45,6 +46,36 @@ def test_two_replicas_that_cannot_reach_each_other_do_so_through_a_third() -> No
         for peer in (two, three):
             running.until(lambda p=peer: round_of(p) > newest + 50)
         assert abs(round_of(two) - round_of(three)) < 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("relay", "behind"),
+    [("p2pd", ("py-libp2p", "p2pd")), ("py-libp2p", ("p2pd", "py-libp2p"))],
+    ids=["p2pd relays", "py-libp2p relays"],
+)
+def test_a_peer_relays_between_peers_of_both_carriers(relay: str, behind: tuple[str, str]) -> None:
+    """One behind each router, which never meet: their routers show each peer another port."""
+    with world() as (net, running):
+        one = net.public("one")
+        spaces = [net.behind_nat(name, is_symmetric=True) for name in ("left", "right")]
+        assert not net.reaches(spaces[0], "10.2.0.2")
+        spec = tiny_run(running.folder, rounds=100_000)
+        (running.folder / "one").mkdir()
+        (running.folder / "one" / LIMITS_FILE).write_text("paused = true\n")
+        first = start(running, one, "one", "--spec", str(spec), "--transport", relay)
+        running.until_ready(first)
+        data = ("--data", str(running.folder / "text.txt"))
+        join = ("--join", address_at(net, 1, first), *data, "--debug", *SPARING)
+        peers = [
+            start(running, space, carrier, *join, "--stage", str(i), "--transport", carrier)
+            for i, (space, carrier) in enumerate(zip(spaces, behind, strict=True))
+        ]
+        running.until_ready(*peers)
+        for peer in peers:
+            running.until(lambda p=peer: said(p, "others reach this peer through it"))
+            running.until(lambda p=peer: round_of(p) >= 5)
+            assert not said(peer, MET), peer.describe()
 
 
 def check(net: Internet, running: Machine) -> None:
