@@ -1,12 +1,15 @@
 """What a peer of the default run takes before it does anything, and what installing it takes.
 
-    python benchmarks/start.py [--transport auto]
+    python benchmarks/start.py [--transport auto] [--stage 1]
 
 Prints: how long `import swarmnet` takes beyond an empty Python (the least of some tries); the CPU
 seconds of a peer, its daemon and other children included, until it listens and until it serves its
-stage; the memory that they have to themselves (PSS where the system tells it, else RSS) while it
-waits for a second stage that nobody serves; the bytes of all packages that `pip install .` brings
-(this Python's own left out), largest first. Linux only."""
+stage; the memory that they have while it waits for another stage that nobody serves, with nothing
+under way at stage 1, and with the first microbatches at stage 0; the bytes of all packages that
+`pip install .` brings (this Python's own left out), largest first. Linux only.
+
+Memory is said twice: what nobody else has (private pages), and with the peer's part of what it
+shares (PSS: the pages of libraries, divided by the processes that have them now)."""
 
 from __future__ import annotations
 
@@ -78,16 +81,13 @@ def cpu_s(pid: int) -> float:
     return total + ended.children_user + ended.children_system
 
 
-def memory_bytes(pid: int) -> dict[str, int]:
-    """By command, of each process of the family."""
-    found: dict[str, int] = {}
-    for process in family(pid):
-        about = process.memory_full_info()
-        found[f"{process.name()} {process.pid}"] = getattr(about, "pss", 0) or about.rss
-    return found
+def memory_bytes(pid: int) -> dict[str, tuple[int, int]]:
+    """By command, of each process of the family: private, and PSS."""
+    about = {f"{p.name()} {p.pid}": p.memory_full_info() for p in family(pid)}
+    return {name: (info.uss, info.pss) for name, info in about.items()}
 
 
-def start(transport: str) -> None:
+def start(transport: str, stage: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ready, metrics = Path(folder) / "ready", Path(folder) / "metrics"
         arguments = ["peer", "--plain", "--host", "127.0.0.1", "--transport", transport]
@@ -96,7 +96,7 @@ def start(transport: str) -> None:
             "--spec",
             str(default_spec_path()),
             "--stage",
-            "0",
+            str(stage),
             "--threads",
             "1",
             "--metrics",
@@ -120,8 +120,10 @@ def start(transport: str) -> None:
                 idle = (cpu_s(peer.pid) - first) / IDLE_AFTER_S
                 print(f"of a core while it waits: {100 * idle:.1f} %")
                 memory = memory_bytes(peer.pid)
-                print(f"memory while it waits: {sum(memory.values()) / MB:.0f} MB", end=" (")
-                print("; ".join(f"{name}: {size / MB:.0f}" for name, size in memory.items()) + ")")
+                private, shared = (sum(each) / MB for each in zip(*memory.values(), strict=True))
+                print(f"memory while it waits: {private:.0f} MB, PSS {shared:.0f} MB", end=" (")
+                each = (f"{name}: {uss / MB:.0f}" for name, (uss, _) in memory.items())
+                print("private " + "; ".join(each) + ")")
             finally:
                 peer.terminate()
                 peer.wait(60)
@@ -130,6 +132,7 @@ def start(transport: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(f"import swarmnet: {1000 * import_s():.0f} ms beyond an empty Python")
@@ -139,7 +142,7 @@ def main() -> None:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NAMED]
     print(f"installed: {sum(sizes.values()) / MB:,.0f} MB", end=" (")
     print("; ".join(f"{name} {sizes[name] / MB:,.0f}" for name in largest) + ")")
-    start(options.transport)
+    start(options.transport, options.stage)
 
 
 if __name__ == "__main__":
