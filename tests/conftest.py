@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,12 @@ if "SWARMNET_CACHE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["SWARMNET_CACHE"] = tempfile.mkdtemp(prefix="swarmnet-cache-")
 
 import pytest
-import torch
 from hypothesis import settings
 
-torch.set_num_threads(1)
+if "tests.protocol.without_torch" not in sys.modules:
+    import torch
+
+    torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what is in its background. Tests send themselves a Ctrl-C, and what they
     # start.
