@@ -42,7 +42,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 from swarmnet.errors import SpecError
@@ -316,13 +315,13 @@ def plan_memory(
     activations: str | None = None,
     mode: str | None = None,
     num_ranks: int = 1,
-    known: Callable[[RunSpec, int, Precision], Activations | None] | None = None,
+    known: Callable[[RunSpec, int, Precision, int], Activations | None] | None = None,
 ) -> list[StageMemory]:
     """What a replica of each stage holds; `in_flight`: microbatches between their forward and their
     backward pass. The last stage does both at once: one microbatch, whatever is in flight.
     `activations`: the policy; None for the spec's, which may be "auto": then "keep". `mode`: of
     `[sync]`; None for the spec's. `num_ranks`: that share each sequence; then activations, and
-    the total, are those of one rank. `known`: tells the activations of a stage of one rank;
+    the total, are those of one rank. `known`: tells the activations of a stage, at one of so many;
     `stage_activations` where not given.
 
     Raises:
@@ -344,8 +343,7 @@ def plan_memory(
         weights, gradients, optimizer, exchange = state_bytes(
             trained, num_replicas, spec.sync.replication, *how
         )
-        how_kept = known or partial(stage_activations, num_ranks=num_ranks)
-        one = how_kept(spec, k, precision)
+        one = (known or stage_activations)(spec, k, precision, num_ranks)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
             StageMemory(
