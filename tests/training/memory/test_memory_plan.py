@@ -63,17 +63,24 @@ def test_the_formulae_of_the_paper(n: int, replicas: int, replication: int) -> N
 
 
 def kept_bytes(
-    stage: TorchStage, inputs: Array, targets: Array, documents: Documents | None = None
+    stage: TorchStage,
+    inputs: Array,
+    targets: Array,
+    documents: Documents | None = None,
+    *,
+    has_own_tables: bool = False,
 ) -> tuple[int, Array | None]:
     """What there is of one microbatch of several samples between its passes (beside parameters and
-    the rotary tables), and the output; each storage once."""
+    the rotary tables that all microbatches share), and the output; each storage once.
+    `has_own_tables`: each microbatch has some of its own."""
     kept: dict[int, torch.Tensor] = {}
     parameters = (p for module in stage.layers.modules for p in module.parameters())
     spared = {p.untyped_storage().data_ptr() for p in parameters}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         at = t.untyped_storage().data_ptr()
-        is_table = t.ndim >= 3 and ((t.shape[0] == 16 and t.shape[1] == 1) or t.shape[0] == 1)
+        is_table = t.ndim >= 3 and t.shape[0] == 16 and t.shape[1] == 1
+        is_table |= t.ndim >= 3 and t.shape[0] == 1 and not has_own_tables
         if at not in spared and not is_table:
             kept[at] = t
         return t
