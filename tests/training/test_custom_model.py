@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,17 @@ def test_a_faulty_builder_is_one_clear_line(
     with pytest.raises(SpecError, match=wanted) as raised:
         build_stage(spec, 0)
     assert "\n" not in str(raised.value)
+
+
+def test_a_builder_is_what_its_file_says_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though Python has compiled one of the same size and second before."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for name in ("a", "c"):
+        spec = custom(tmp_path / "model.py", LAYER.replace('"a"', f'"{name}"'))
+        os.utime(tmp_path / "model.py", (1e9, 1e9))
+        assert model_plan(spec).layers[0].name == name
 
 
 def test_a_missing_builder_file_is_one_clear_line(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from swarmnet.errors import SpecError, UserError, one_line
@@ -207,16 +208,26 @@ def _load_builder(builder: str) -> Callable[..., Any]:
     return function
 
 
+class _AsItIsNow(SourceFileLoader):
+    """Compiles the file each time. Python would run what it has compiled before, where that is of a
+    file of the same size and second: not what the run's fingerprint is of."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _load_module(path: Path, builder: str) -> ModuleType:
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
     name = f"swarmnet_custom_{digest}"
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
+    if path.suffix != ".py":
         raise SpecError(f"[model] builder: {path} is no Python file")
+    loader = _AsItIsNow(name, str(path))
+    found = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert found is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        found.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise SpecError(
