@@ -67,7 +67,7 @@ def taught() -> list[Taught]:
         each
         for glob in TEXTS
         for path in sorted(ROOT.glob(glob))
-        if path.is_file() and path.suffix not in (".json", ".jsonl", ".png", ".svg")
+        if path.is_file() and path.suffix not in (".json", ".jsonl", ".png", ".svg", ".pyc")
         for each in _of_file(path)
     )
     return list(found)
