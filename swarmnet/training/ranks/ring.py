@@ -114,7 +114,7 @@ class Ring:
             k, v = coming()
             coming = self._begin_fetch(step + 1, k_BLKE, v_BLKE)
             block = self._blocks[self._from(step)]
-            back = torch.zeros_like(torch.stack((k, v)))
+            back = k.new_zeros(2, *k.shape)
             if not block.is_unseen:
                 rows = block.rows
                 dq, back[0], back[1] = block.attend_back(
