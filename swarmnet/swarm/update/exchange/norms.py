@@ -308,26 +308,26 @@ class Norms:
         for j, squares in zip(norm.shards, norm.sums, strict=True):
             if j < num_shards and sender in self.speakers.order(norm.stage, norm.round, j):
                 heard.words.setdefault(j, {}).setdefault(sender, squares)
-        self._changed.notify_all()
+        self._settle(norm.round, sums)
         awake_s = self.gossip.liveness.awake_s
         end = Deadline.after(awake_s(), wait_s)
         while True:
-            self._settle(norm.round, sums)
             total = self._totals.get(norm.round, sums.total(self.num_stages))
             if total is not None:
                 return total
             if end.is_over(awake_s()):
                 raise NotReady("not every stage's norm is known yet")
-            await self._changed.wait(min(end.left_s(awake_s()), LOOK_AGAIN_S))
+            if not await self._changed.wait(min(end.left_s(awake_s()), LOOK_AGAIN_S)):
+                self._settle(norm.round, sums)  # by the time that has passed
 
     def _settle(self, round_index: int, sums: RoundSums) -> None:
         waits, now = self.pace.waits(), self.gossip.liveness.awake_s()
         usual_s, longest_s = max(LOOK_LESS_S, waits.usual_s), waits.contributions_s
         for stage, heard in sums.stages.items():
-            if heard.total is not None:
+            num_shards = self.ownership.members.num_shards(stage)
+            if heard.total is not None or len(heard.words) < num_shards:
                 continue
-            shards = range(self.ownership.members.num_shards(stage))
-            orders = [self.speakers.order(stage, round_index, j) for j in shards]
+            orders = [self.speakers.order(stage, round_index, j) for j in range(num_shards)]
             heard.settle(orders, now, usual_s, longest_s)
             if heard.total is not None:
                 self.speakers.passed_over(heard.passed_over)
