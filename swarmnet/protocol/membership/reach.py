@@ -166,8 +166,9 @@ class Reach:
         record = self._records.get(peer_id)
         known = record.stamp if record is not None else NO_STAMP
         stamp = self._bounded(peer_id, stamp)
+        was_suspected = self._detector.is_suspected(peer_id)
         commands = self._detector.suspected_by_another(peer_id, stamp, known, now)
-        if self._detector.is_lost(peer_id):  # then its death may be known now
+        if self._detector.is_suspected(peer_id) != was_suspected:  # its death is known now
             self._answers.clear()
             self._find_parts(now)
         return commands
@@ -175,6 +176,7 @@ class Reach:
     def merged(self, before: Record | None, record: Record, now: float) -> None:
         """A record has come in, in place of the one `before`."""
         peer_id = record.peer_id
+        was_suspected = self._detector.is_suspected(peer_id)
         self._commands += self._detector.heard(peer_id, record.stamp, now)
         is_lost = self._detector.is_lost(peer_id)
         told = before.unreached if before is not None else ()
@@ -186,8 +188,8 @@ class Reach:
                     self._commands.append(Look(other))
         if before is not None and is_lost and before.addresses != record.addresses:
             self._commands.append(Look(peer_id))  # at a relay, perhaps
-        is_serving = before is not None and before.stage == record.stage
-        if is_lost or told != record.unreached or not is_serving:
+        is_the_same = before is not None and _role(before) == _role(record)
+        if not is_the_same or self._detector.is_suspected(peer_id) != was_suspected:
             self._find_parts(now)
 
     def take_commands(self) -> list[Command]:
@@ -247,6 +249,11 @@ class Reach:
                 continue
             if detector.silent_s(peer_id, now) <= detector.silence_s:
                 yield record
+
+
+def _role(record: Record) -> tuple[object, ...]:
+    """What of a record the parts of a swarm depend on."""
+    return record.stage, _serves(record), record.unreached
 
 
 def _serves(record: Record) -> bool:
