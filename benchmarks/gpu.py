@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                      # on a GPU: bf16, a stage of Llama 3.2 1B's shape
     python benchmarks/gpu.py --compile --codec int8
     python benchmarks/gpu.py --tiny --device cpu  # does the script run?
+    python benchmarks/gpu.py --swarm [--compile]  # real peers, beside transformers' Llama
 
 (a) plain: forward and backward of the stage's layers, their inputs and output gradients on the
 device, gradients in the precision of the passes; nothing else. (b) peer: the stage as a peer has
@@ -12,6 +13,9 @@ turns, `--repeat` times; the ratio is that of the medians.
 
 MFU: FLOPs that the model needs (forward, and twice that backward) over what the device could do:
 `--peak-tflops`, or else what one large matrix product reaches here.
+
+`--swarm`: a model of 154.7 M parameters, sequences of 1,024 tokens, 512 of them a round
+(`gpu_swarm.py`).
 """
 
 from __future__ import annotations
@@ -24,15 +28,16 @@ import time
 import torch
 from torch import Tensor, nn
 
+from benchmarks import gpu_swarm
 from swarmnet.ports import BACKWARD, FORWARD
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, boundary_codec, coded_form
-from swarmnet.spec import RunSpec
+from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.computing import Computing, PrecisionName
 from swarmnet.training.device import DeviceThread
 from swarmnet.training.models.base import build_layer
-from swarmnet.training.models.llama import decoder_flops
+from swarmnet.training.models.llama import decoder_flops, head_flops
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
@@ -164,6 +169,38 @@ def reached_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return best
 
 
+def peak_flops(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that MFU refers to."""
+    size = PEAK_SIZE_TINY if options.tiny else PEAK_SIZE
+    return (options.peak_tflops or 0) * 1e12 or reached_flops(device, dtype, size)
+
+
+def compare_swarms(
+    options: argparse.Namespace, device: torch.device, precision: PrecisionName
+) -> None:
+    """`--swarm`."""
+    size = gpu_swarm.TINY if options.tiny else gpu_swarm.FULL
+    model = ModelSpec.model_validate({"kind": "llama", **size.model()})
+    flops = size.layers * decoder_flops(model, size.length) + head_flops(model, size.length)
+    dtype = Computing(precision).dtype
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    peak = peak_flops(options, device, dtype)
+    print(f"{name}, torch {torch.__version__}, {precision}, peak {peak / 1e12:.2f} TFLOP/s\n")
+    more = ["--device", device.type, "--precision", precision]
+    if options.activations:
+        more += ["--activations", options.activations]
+    gpu_swarm.print_table(
+        size,
+        device,
+        dtype,
+        "int8" if options.codec == NONE else options.codec,
+        compiled=options.compile,
+        peak_flops=peak,
+        flops_a_token=(1 + BACKWARD_COST) * flops / size.length,
+        options=more,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -172,6 +209,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--codec", choices=tuple(BOUNDARY_CODECS), default=NONE)
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--swarm", action="store_true", help="real peers on this device")
     parser.add_argument("--samples", type=int, default=4, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--in-flight", type=int, default=3)
@@ -185,6 +223,9 @@ def main() -> None:
     if device.type == "cpu" and not options.tiny:
         parser.error("a model of this size takes a GPU; add --tiny")
     precision: PrecisionName = options.precision or ("bf16" if device.type == "cuda" else "fp32")
+    if options.swarm:
+        compare_swarms(options, device, precision)
+        return
     spec = make_spec(options)
     computing = Computing(precision, options.activations or "keep", options.compile)
     stage = build_stage(spec, STAGE, device=device, computing=computing)
@@ -195,9 +236,7 @@ def main() -> None:
         * options.samples
         * (1 + BACKWARD_COST)
     )
-    peak = (options.peak_tflops or 0) * 1e12 or reached_flops(
-        device, computing.dtype, PEAK_SIZE_TINY if options.tiny else PEAK_SIZE
-    )
+    peak = peak_flops(options, device, computing.dtype)
     shape = (options.samples, spec.sequence_length, spec.model.hidden_size)
     came, grad = torch.randn(shape), torch.randn(shape) / 100
     total = options.microbatches
