@@ -23,10 +23,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of benchmarks/
 
 from benchmarks import gpu_swarm
 from swarmnet.ports import BACKWARD, FORWARD
