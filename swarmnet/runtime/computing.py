@@ -47,6 +47,7 @@ def choose_computing(
 
     from swarmnet.protocol.sync_modes import ZERO
     from swarmnet.training.accelerators import shares_memory
+    from swarmnet.training.attention.blocks import FUSED
     from swarmnet.training.computing import (
         KEEP_NO_WEIGHTS,
         ActivationsName,
@@ -89,7 +90,8 @@ def choose_computing(
         policies = POLICIES[:-1]
     ranges = stage_parameter_ranges(spec, stage)
     base = base_bytes(spec, stage, numbers)
-    activations = known_activations(spec, stage, numbers, num_sharing)
+    masked = device.type not in FUSED or options.compile
+    activations = known_activations(spec, stage, numbers, num_sharing, masked=masked)
     if activations is not None and num_sharing == 1:
         activations = of_ranks(activations, len(devices), options.local, numbers)
     needs = StageNeeds(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -17,10 +18,12 @@ from swarmnet.ports import LossResult
 from swarmnet.run_identity import to_json
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.attention import blocks
+from swarmnet.training.attention.documents import PackedSequence
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.activation_choice import known_activations
 from swarmnet.training.memory.plan import FP32
-from swarmnet.training.models.adapter import adapter_plan
+from swarmnet.training.models.adapter import AttendsBy, adapter_plan
 from swarmnet.training.models.base import (
     LayerContext,
     TakesContext,
@@ -30,6 +33,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.family_probe import check_documents_apart
 from swarmnet.training.models.model_config import load_config, read_config
+from swarmnet.training.models.registry import model_plan
 from swarmnet.training.models.source_weights import INDEX_FILE, SourceWeights, saved_tensors
 from swarmnet.training.stage import build_stage
 from tests.training.packed import document
@@ -207,9 +211,58 @@ def test_a_family_that_does_not_keep_documents_apart_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_latent_attention_keeps_documents_apart() -> None:
-    config = load_config({"model_type": "deepseek_v3", "num_hidden_layers": 2})
-    check_documents_apart(config.canonical_values, LENGTH)
+@pytest.mark.parametrize(
+    ("kind", "more", "by_sequence"),
+    [
+        ("deepseek_v3", {}, False),  # its values are narrower than its keys
+        ("granite", {}, True),
+    ],
+)
+def test_uncommon_attention_keeps_documents_apart(
+    kind: str, more: dict[str, Any], by_sequence: bool
+) -> None:
+    config = load_config({"model_type": kind, "num_hidden_layers": 2, **more})
+    assert check_documents_apart(config.canonical_values, LENGTH) is by_sequence
+
+
+def test_attention_that_a_family_calls_is_that_of_documents() -> None:
+    """With its own scale, and fewer heads for keys and values."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, heads, LENGTH, 8) for heads in (4, 2, 2))
+    of = torch.arange(LENGTH).expand(2, -1) // 7 + 1
+    about: dict[str, Any] = {"scale": 0.9, "enable_gqa": True}
+    with AttendsBy(PackedSequence(of)):
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, **about)
+        with pytest.raises(RuntimeError, match="does not keep documents apart"):
+            F.scaled_dot_product_attention(q, k, v, is_causal=False, **about)
+    sees = (of.unsqueeze(2) == of.unsqueeze(1)).tril().unsqueeze(1)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, **about)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_alone_and_a_mask_have_one_gradient(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, family, False)
+    spec, made, calls = run_of(tmp_path, document_mask=True), [], []
+    attend = PackedSequence.attend
+
+    def counted(self: PackedSequence, *tensors: Tensor) -> Tensor:
+        calls.append(self)
+        return attend(self, *tensors)
+
+    model_plan(spec)  # a small model of the family is tried once
+    monkeypatch.setattr(PackedSequence, "attend", counted)
+    for kinds in (("cpu",), ()):
+        monkeypatch.setattr(blocks, "FUSED", kinds)
+        made.append(gradient_of(spec, Computing()))
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-5)
+    config = spec.model.config
+    windows = (config.get("sliding_window"), config.get("attention_chunk_size"))
+    is_long = any(w is not None and w < LENGTH for w in windows)
+    layers = config["num_hidden_layers"]
+    assert len(calls) == (0 if is_long else layers), "attention was not asked for"
 
 
 @pytest.mark.parametrize("family", ["llama 3", "gemma3", "qwen3 moe"])

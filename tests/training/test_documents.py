@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from swarmnet.batch import IGNORED, MAX_DOCUMENTS, Batch, check_documents, num_w
 from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.attention import blocks
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.data import open_data
 from swarmnet.training.models.registry import model_plan
@@ -84,6 +86,29 @@ def test_a_packed_microbatch_is_as_its_documents_alone(
         for i in range(MICROBATCHES):
             stage.retract((0, i))
         assert float(gradient(stage).abs().max()) < 1e-4
+
+
+def test_a_mask_of_all_scores_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices other than CPUs, and in a model that does not attend by sequences."""
+    spec = packed_spec(tmp_path, 2)
+    given = batches(spec)
+    loss, _, in_parts, _ = gradients(spec, given)
+    monkeypatch.setattr(blocks, "FUSED", ())
+    masked_loss, _, masked, _ = gradients(spec, given)
+    assert math.isclose(loss, masked_loss, rel_tol=1e-6)
+    for name, expected in masked.items():
+        torch.testing.assert_close(in_parts[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_mask_of_all_scores_is_made(tmp_path: Path) -> None:
+    """A pass takes no memory like its length squared."""
+    spec = packed_spec(tmp_path, 1)
+    (given,) = batches(spec)[:1]
+    stage = build_stage(spec, 0)
+    with mock.patch("swarmnet.training.passes.layers.with_mask", side_effect=AssertionError):
+        fly_batch([stage], (0, 0), given)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

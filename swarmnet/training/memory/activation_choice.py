@@ -93,13 +93,18 @@ def _room(one: Activations, policy: str, free_bytes: float) -> int:
 
 
 def known_activations(
-    spec: RunSpec, stage: int, precision: Precision, num_ranks: int = 1
+    spec: RunSpec,
+    stage: int,
+    precision: Precision,
+    num_ranks: int = 1,
+    *,
+    masked: bool = False,
 ) -> Activations | None:
     """By the formula, or, for another model and for adapters, by a pass over shapes without
     numbers; None where its layers cannot do that. `num_ranks`: that share each sequence, of a model
-    of the formula."""
+    of the formula. `masked`: as `stage_activations`."""
     if is_of_formula(spec):
-        return stage_activations(spec, stage, precision, num_ranks)
+        return stage_activations(spec, stage, precision, num_ranks, masked=masked)
     try:
         return traced_activations(spec, stage, precision)
     except Exception as error:  # whatever the author's code does there

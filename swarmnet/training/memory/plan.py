@@ -49,6 +49,7 @@ from swarmnet.protocol.codecs import NONE, TOKEN_BYTES
 from swarmnet.protocol.planning.exchange import codec_in, exchanged_bytes, number_bytes
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
+from swarmnet.training.attention.documents import JOINED
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
@@ -296,14 +297,21 @@ def experts_bytes(model: ModelSpec, positions: int, element: int) -> int:
     return whole + (FP32_BYTES * model.num_experts * width if element != FP32_BYTES else 0)
 
 
-def document_bytes(spec: RunSpec, element: int) -> tuple[int, int, int]:
+def document_bytes(spec: RunSpec, element: int, *, masked: bool) -> tuple[int, int, int]:
     """With `document_mask`, of one microbatch: the positions that a stage keeps, and what a pass
-    makes of them once for all decoder layers (mask, rotary tables)."""
+    makes of them once for all decoder layers (masks, rotary tables). `masked`: one mask of all
+    scores; else masks of short documents, which may be fewer."""
     if not spec.data.document_mask:
         return 0, 0, 0
     batch, length = spec.pipeline.microbatch, spec.sequence_length
     tables = 2 * FP32_BYTES * batch * length * spec.model.head_size
-    return 8 * batch * length, element * batch * length**2, tables
+    masks = element * batch * length**2 if masked else _part_masks(spec, length)
+    return INDEX_BYTES * batch * length, masks, tables
+
+
+def _part_masks(spec: RunSpec, length: int) -> int:
+    """At most, where attention is made document by document."""
+    return spec.pipeline.microbatch * length * min(length, JOINED)
 
 
 def plan_memory(
@@ -384,6 +392,8 @@ class Activations:
     """What autograd keeps of one layer, or of the loss, beside its input."""
     is_input_in_graph: bool
     is_last: bool
+    masks: int = 0
+    """Of the graph: masks of short documents, which stay where they are."""
 
     def held(self, policy: str, in_flight: int) -> tuple[int, int]:
         """(in the device's memory, elsewhere) with so many microbatches in flight and one of them
@@ -401,8 +411,9 @@ class Activations:
             waiting = self.came + self.borders + self.outputs + self.sent
             return in_flight * waiting + self.largest_layer, 0
         if policy == "offload":
-            waiting = self.came + self.inputs + self.outputs + self.sent
-            return in_flight * waiting + self.largest_layer, in_flight * self.graph
+            waiting = self.came + self.inputs + self.outputs + self.sent + self.masks
+            moved = in_flight * (self.graph - self.masks)
+            return in_flight * waiting + self.largest_layer, moved
         return in_flight * each, 0
 
 
@@ -434,41 +445,43 @@ def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision)
 
 
 def stage_activations(
-    spec: RunSpec, stage: int, precision: Precision, num_ranks: int = 1
+    spec: RunSpec,
+    stage: int,
+    precision: Precision,
+    num_ranks: int = 1,
+    *,
+    masked: bool = False,
 ) -> Activations | None:
     """Of one microbatch at a stage, at each of `num_ranks` that share its sequences; None for
-    another model than the built-in one. Raises `SpecError`."""
+    another model than the built-in one. `masked`: documents that share a sample are kept apart
+    by a mask of all scores, as on GPUs and in compiled layers. Raises `SpecError`."""
     if spec.model.kind != "llama":
         return None
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
     names = [layer.name for layer in stages[stage]]
     about = spec, names, precision, stage == 0, stage == len(stages) - 1
-    whole = llama_activations(*about)
     if num_ranks == 1:
-        return whole
+        return llama_activations(*about, masked=masked)
+    whole = llama_activations(*about)
     # As many positions as the rank with most, which has two pieces.
     length = 2 * -(-spec.sequence_length // (2 * num_ranks))
-    return _of_part(spec, whole, llama_activations(*about, length), precision, length)
+    return _of_part(spec, whole, llama_activations(*about, length), length)
 
 
-def _of_part(
-    spec: RunSpec, whole: Activations, part: Activations, precision: Precision, length: int
-) -> Activations:
+def _of_part(spec: RunSpec, whole: Activations, part: Activations, length: int) -> Activations:
     """At a rank that has `length` positions of each sequence. What comes from other stages and goes
-    to them is whole. Its rotary tables are its own; where documents are kept apart, it has their
-    numbers, and makes the mask of a block when it attends to that."""
+    to them is whole. Its rotary tables are its own, and so are masks of short documents."""
     batch, has_documents = spec.pipeline.microbatch, spec.data.document_mask
     samples = batch if has_documents else 1
     tables = samples * length * (2 * FP32_BYTES * spec.model.head_size + INDEX_BYTES)
-    numbers = INDEX_BYTES * batch * spec.sequence_length if has_documents else 0
-    element = FP32_BYTES if precision is FP32 else LOW_BYTES
-    mask = batch * length**2 * (element + 1) if has_documents else 0
+    masks = _part_masks(spec, length) if has_documents else 0
     return replace(
         whole,
-        graph=part.graph + tables + numbers,
-        borders=part.borders + whole.inputs + numbers,
-        largest_layer=part.largest_layer + tables + mask,
+        graph=part.graph + tables + masks,
+        borders=part.borders + whole.inputs + masks,
+        largest_layer=part.largest_layer + tables,
         is_input_in_graph=False,
+        masks=masks,
     )
 
 
@@ -479,9 +492,12 @@ def llama_activations(
     is_first: bool,
     is_last: bool,
     length: int = 0,
+    *,
+    masked: bool = False,
 ) -> Activations:
     """Of one microbatch at a stage that has the layers of these names, of the built-in Llama.
-    `length`: of its sequences, if that is not the run's; then without documents."""
+    `length`: of its sequences, if that is not the run's; then without documents. `masked`: as
+    `stage_activations`."""
     model, batch = spec.model, spec.pipeline.microbatch
     element = FP32_BYTES if precision is FP32 else LOW_BYTES
     is_low = precision is not FP32
@@ -493,7 +509,9 @@ def llama_activations(
     loss = parts.get("lm_head", 0)
     tokens = FP32_BYTES * positions if is_first else 0
     borders = positions * sum(_input_width(model, name) for name in names)
-    beside, mask, tables = (0, 0, 0) if length else document_bytes(spec, element)
+    beside = mask = tables = 0
+    if not length:
+        beside, mask, tables = document_bytes(spec, element, masked=masked)
     if is_narrow and not is_first:
         beside += TOKEN_BYTES * positions
     fixed = element * positions * model.hidden_size if is_narrow else 0
@@ -513,6 +531,7 @@ def llama_activations(
         largest_layer=tables + max([loss, *(parts[name] - own[name] for name in again)]),
         is_input_in_graph=is_first or not has_own_input,
         is_last=is_last,
+        masks=0 if masked else mask,
     )
 
 

@@ -185,8 +185,10 @@ class StageTable:
             muon_flops=orthogonal,
         )
 
-    def needs(self, first: int, end: int, precision: Precision) -> StageNeeds:
-        """Of a stage that has these layers."""
+    def needs(
+        self, first: int, end: int, precision: Precision, *, masked: bool = False
+    ) -> StageNeeds:
+        """Of a stage that has these layers. `masked`: as `stage_activations`."""
         spec, sync = self.spec, self.spec.sync
         whole = end - first == len(self.plan.layers)
         trained = sum(self.trained[first:end]) - self.tied * whole
@@ -197,13 +199,16 @@ class StageTable:
                 lambda x: layers_base_bytes(spec, self.plan, [x], precision)
             )
         base = sum(self._base[precision.name][first:end]) + fixed_bytes(spec.model)
-        return StageNeeds(*state, base, self._activations(first, end, precision))
+        return StageNeeds(*state, base, self._activations(first, end, precision, masked))
 
-    def _activations(self, first: int, end: int, precision: Precision) -> Activations | None:
+    def _activations(
+        self, first: int, end: int, precision: Precision, masked: bool
+    ) -> Activations | None:
         is_first, is_last = first == 0, end == len(self.plan.layers)
         if is_of_formula(self.spec):
             names = [x.name for x in self.plan.layers[first:end]]
-            return llama_activations(self.spec, names, precision, is_first, is_last)
+            about = names, precision, is_first, is_last
+            return llama_activations(self.spec, *about, masked=masked)
         key = precision.name, is_first
         if key not in self.traced:
             try:
@@ -272,7 +277,7 @@ class StageTable:
         """One of them."""
         is_apart, pipeline = memory.is_apart, self.spec.pipeline
         precision, is_sharded = PRECISIONS[memory.precision], local == FSDP
-        needs = self.needs(first, end, precision)
+        needs = self.needs(first, end, precision, masked=is_apart)
         parameters = needs.gradients / precision.gradients
         base, trained = self._base[precision.name][first:end], self.trained[first:end]
         on_device, gradients = layers_streamed_bytes(trained, base, precision)

@@ -12,15 +12,18 @@ one token and without layers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from swarmnet.errors import SpecError, one_line
 from swarmnet.spec import ModelSpec
@@ -29,6 +32,7 @@ from swarmnet.training.models.base import (
     LayerBuilder,
     LayerContext,
     ModelPlan,
+    SharedSequence,
     TakesContext,
     TensorSpec,
 )
@@ -100,24 +104,26 @@ class Decoder(TakesContext):
         cache = None if context is None else context.cache
         # Layers with a window, and those that are not sdpa, make a mask of the positions.
         mask = context.mask if context and x_BSD.shape[1] <= self._window else None
+        sequence = context.sequence if context and x_BSD.shape[1] <= self._window else None
         is_plain = positions is None and cache is None
         if is_plain:
             positions = _positions(x_BSD.shape[1], x_BSD.device)
         # In a pass over shapes alone, a mask of numbers cannot be made; it takes little memory.
         needs_no_mask = is_plain and (x_BSD.shape[1] <= self._window or x_BSD.is_meta)
-        config = self._causal if needs_no_mask else self._masked
+        config = self._causal if needs_no_mask or sequence is not None else self._masked
         if shell.config is not config:
             shell.config = config
         rotary = getattr(shell, "rotary_emb", None)
         if rotary is not None:
             rotary.move_to(x_BSD.device)
-        y_BSD: Tensor = shell(
-            inputs_embeds=x_BSD,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=None if cache is None else cache.of_layer(self._index),
-            use_cache=cache is not None,
-        ).last_hidden_state
+        with contextlib.nullcontext() if sequence is None else AttendsBy(sequence):
+            y_BSD: Tensor = shell(
+                inputs_embeds=x_BSD,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=None if cache is None else cache.of_layer(self._index),
+                use_cache=cache is not None,
+            ).last_hidden_state
         if cache is not None:
             cache.extend(self._index, x_BSD.shape[1])
         logits, self._logits = self._logits, None
@@ -126,6 +132,45 @@ class Decoder(TakesContext):
         logits_TE = logits.flatten(0, -2)
         chosen_TK = logits_TE.detach().topk(self._num_chosen, dim=-1).indices
         return heard(context.routing, self, y_BSD, logits_TE, chosen_TK, self._losses)
+
+
+class AttendsBy(TorchFunctionMode):
+    """In place of torch's causal attention, which a family's code calls, that of a sequence."""
+
+    def __init__(self, sequence: SharedSequence) -> None:
+        super().__init__()
+        self._sequence = sequence
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attended(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attended(
+        self,
+        q_BHSE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As torch's, whose names of arguments these are."""
+        size, is_plain = q_BHSE.shape[-1], is_causal or q_BHSE.shape[2] == 1
+        if attn_mask is not None or dropout_p or not is_plain or v_BKSE.shape[-1] != size:
+            raise RuntimeError("attention of a kind that does not keep documents apart")
+        if scale is not None and scale != size**-0.5:
+            q_BHSE = q_BHSE * (scale * size**0.5)
+        q_BSHE, k_BSKE, v_BSKE = (x.transpose(1, 2) for x in (q_BHSE, k_BKSE, v_BKSE))
+        return self._sequence.attend(q_BSHE, k_BSKE, v_BSKE).transpose(1, 2)
 
 
 def _router(config: Any, layer: nn.Module) -> tuple[nn.Module, int] | None:
@@ -257,6 +302,7 @@ def adapter_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         is_sequence=True,
         is_random=_draws(config),
         takes_context=True,
+        takes_sequence=not _draws(config),
         takes_ignored=True,
         cache=CachePlan(
             functools.partial(_cache, _key(config)),

@@ -86,14 +86,16 @@ class LayerBuilder:
 
 
 class SharedSequence(Protocol):
-    """A sequence that lies on several ranks. This one has `LayerContext.positions` of it."""
+    """A sequence that lies on several ranks, of which this one has `LayerContext.positions`, or
+    that several documents share."""
 
     length: int
     """Positions of all ranks."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of this rank's queries to the keys of all ranks: the output, (samples,
-        positions here, heads, head size). `k`, `v`: of this rank; with as many heads, or fewer."""
+        """Causal attention of this rank's queries to the keys of all ranks, of their documents: the
+        output, (samples, positions here, heads, head size). `k`, `v`: of this rank; with as many
+        heads, or fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ class LayerContext:
     mask: Tensor | None = None
     """Where samples have several documents, (samples, 1, length, length), to be added to scores of
     attention: 0 where a token sees another, of its own document and not after it, else minus
-    infinity; in the precision of the pass. Made once for all layers of a pass."""
+    infinity; in the precision of the pass. Made once for all layers of a pass. None beside a
+    `sequence`."""
     tokens: Tensor | None = None
     """int32 (samples, length): what the model began with, where a stage other than the first needs
     it (`ModelPlan.fixed`)."""
@@ -118,7 +121,8 @@ class LayerContext:
     """Likewise, what `ModelPlan.fixed` makes of them: (samples, length, width), in the precision of
     the pass. Made once for all layers of a pass."""
     sequence: SharedSequence | None = None
-    """What attends in place of torch where a rank has a part of the sequence."""
+    """What attends in place of torch where a rank has a part of the sequence, or where documents
+    share it and the model takes that (`ModelPlan.takes_sequence`)."""
     routing: Routing | None = None
     """What routers of experts are told and say (`ModelPlan.routes`), in training."""
 
@@ -189,6 +193,8 @@ class ModelPlan:
     """The first dimension of a sample is a sequence that may be shorter in evaluation."""
     takes_context: bool = False
     """Some layers are a `TakesContext`."""
+    takes_sequence: bool = False
+    """Every layer that mixes positions attends by `LayerContext.sequence`, where there is one."""
     takes_ignored: bool = False
     """Loss and count leave out int32 targets that are `IGNORED`."""
     has_base: bool = False

@@ -25,8 +25,16 @@ from torch import Tensor, nn
 
 from swarmnet.errors import SpecError, one_line
 from swarmnet.spec import ModelSpec
+from swarmnet.training.attention.documents import PackedSequence
 from swarmnet.training.models.adapter import adapter_plan
-from swarmnet.training.models.base import LayerContext, ModelPlan, TakesContext, seeded, with_mask
+from swarmnet.training.models.base import (
+    LayerContext,
+    ModelPlan,
+    TakesContext,
+    documents_of,
+    seeded,
+    with_mask,
+)
 from swarmnet.training.models.model_config import load_config, model_classes, rope_tables
 from swarmnet.training.models.shrunk import shrunk_configs
 
@@ -167,20 +175,22 @@ def _is_same(found: Tensor, expected: Tensor) -> bool:
 # ---- documents of one sample ----------------------------------------------------------------
 
 
-def check_documents_apart(config: Mapping[str, Any], sequence_length: int) -> None:
+def check_documents_apart(config: Mapping[str, Any], sequence_length: int) -> bool:
     """Raises `SpecError` unless a model of this canonical config keeps documents apart in samples
-    of so many tokens."""
+    of so many tokens. Whether it does so by `LayerContext.sequence` too, beside by a mask."""
     kind, limit = config["model_type"], _plain_length(config)
     if sequence_length > limit:
         raise SpecError(
             f"[data] document_mask: beyond {limit} tokens positions of this {kind} depend on the "
             "length of the whole sample; shorten sequence_length, or take document_mask out"
         )
-    if not _is_apart(json.dumps(dict(config), sort_keys=True)):
+    apart = _apart(json.dumps(dict(config), sort_keys=True))
+    if apart is None:
         raise SpecError(
             f"[data] document_mask: as far as can be told here, a model of type {kind} does not "
             "keep documents apart; take document_mask out"
         )
+    return apart
 
 
 def _plain_length(config: Mapping[str, Any]) -> float:
@@ -195,17 +205,18 @@ def _plain_length(config: Mapping[str, Any]) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _is_apart(key: str) -> bool:
+def _apart(key: str) -> bool | None:
+    """As `check_documents_apart`; None where it raises."""
     for small in shrunk_configs(json.loads(key)):
         try:
             return _keeps_apart(small)
         except Exception:
             continue
-    return False
+    return None
 
 
-def _keeps_apart(small: dict[str, Any]) -> bool:
-    """Raises whatever the family's code raises."""
+def _keeps_apart(small: dict[str, Any]) -> bool | None:
+    """As `_apart`. Raises whatever the family's code raises."""
     length = sum(DOCUMENTS[0])
     check_size(load_config(small))
     plan = adapter_plan(ModelSpec(kind="transformers", config=small), length)
@@ -213,9 +224,19 @@ def _keeps_apart(small: dict[str, Any]) -> bool:
         modules = [layer.build().eval() for layer in plan.layers]
         tokens = torch.randint(small["vocab_size"], (len(DOCUMENTS), length), dtype=torch.int32)
     positions = torch.stack([torch.cat([torch.arange(n) for n in each]) for each in DOCUMENTS])
-    packed = _through(modules, tokens, with_mask(LayerContext(positions), torch.float32))
-    alone = [
-        torch.cat([_through(modules, part) for part in row[None].split(lengths, dim=1)], dim=1)
-        for row, lengths in zip(tokens, DOCUMENTS, strict=True)
-    ]
-    return _is_same(torch.cat(alone), packed)
+    context = LayerContext(positions)
+    by_mask = _through(modules, tokens, with_mask(context, torch.float32))
+    expected = torch.cat(
+        [
+            torch.cat([_through(modules, part) for part in row[None].split(lengths, dim=1)], dim=1)
+            for row, lengths in zip(tokens, DOCUMENTS, strict=True)
+        ]
+    )
+    if not _is_same(expected, by_mask):
+        return None
+    sequence = PackedSequence(documents_of(positions))
+    try:
+        found = _through(modules, tokens, dataclasses.replace(context, sequence=sequence))
+    except Exception:  # attention of another kind
+        return False
+    return _is_same(expected, found)

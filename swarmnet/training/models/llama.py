@@ -204,6 +204,7 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         initialize=initialize,
         is_sequence=True,
         takes_context=True,
+        takes_sequence=True,
         takes_ignored=True,
         cache=CachePlan(KeyValues, 2 * spec.num_key_value_heads * spec.head_size),
         routes=spec.num_experts > 0,

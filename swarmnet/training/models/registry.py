@@ -51,7 +51,8 @@ def model_plan(spec: RunSpec) -> ModelPlan:
 
         plan = checked(adapter_plan(spec.model, spec.sequence_length), spec.model.config)
         if spec.data.document_mask:
-            check_documents_apart(spec.model.config, spec.sequence_length)
+            by_sequence = check_documents_apart(spec.model.config, spec.sequence_length)
+            plan = replace(plan, takes_sequence=plan.takes_sequence and by_sequence)
     else:
         plan = _call_builder(spec.model.builder, spec.model.options)
         _check_plan(plan, spec.model.builder)

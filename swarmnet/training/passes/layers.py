@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import SpecError
 from swarmnet.ports import StepKey
+from swarmnet.training.attention import blocks
+from swarmnet.training.attention.documents import PackedSequence
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.memory.offload import FilePlace, HostPlace, OffloadedPass, Place
@@ -34,6 +36,7 @@ from swarmnet.training.models.base import (
     TakesContext,
     build_layer,
     derive_seed,
+    documents_of,
     own_parameters,
     parameter_ranges,
     seeded,
@@ -99,6 +102,11 @@ class StageLayers:
         self._computing = computing
         self._seed = seed
         self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
+        # On other devices nothing but a mask was measured, and a compiler's graphs would each be of
+        # one set of documents.
+        is_fused = device.type in blocks.FUSED and not computing.compile
+        self._attends_in_parts = plan.takes_sequence and is_fused
+        """Documents that share a sample need no mask."""
         self.modules = [self._build(builder) for builder in builders]
         tie(builders, self.modules)
         self.base = self._base()
@@ -266,7 +274,12 @@ class StageLayers:
         """With what is made once for all layers of a pass."""
         if not any(isinstance(m, TakesContext) for m in self.modules):
             return context
-        context = with_mask(context, self.dtype)
+        if self._attends_in_parts and context.positions is not None and context.cache is None:
+            if context.sequence is None:
+                packed = PackedSequence(documents_of(context.positions))
+                context = replace(context, sequence=packed)
+        else:
+            context = with_mask(context, self.dtype)
         if self.plan.fixed is None or context.tokens is None:
             return context
         return replace(context, fixed=self.plan.fixed(context.tokens, self.dtype))

@@ -2,7 +2,7 @@
 arXiv 2310.01889).
 
 A rank has its own queries, keys and values. In each step it gets the keys and values that another
-rank has, and attends to them; outputs are put together by their lse (`block_attention`). While it
+rank has, and attends to them; outputs are put together by their lse (`attention.blocks`). While it
 computes, those of the next step are under way. At step s rank r gets them from rank r - s, which
 sends what r sees of it and no more. In the backward pass they come once more, and the gradient of
 them goes back to the rank that has them.
@@ -17,13 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swarmnet.training.ranks.block_attention import attend, attend_back
+from swarmnet.training.attention.blocks import attend, attend_back
+from swarmnet.training.attention.documents import (
+    Part,
+    attend_back_in_parts,
+    attend_in_parts,
+    attended,
+    parts_of,
+)
 from swarmnet.training.ranks.tensor_parallel import SEQUENCE_DIM, Region
 from swarmnet.training.ranks.zigzag import Zigzag
 
@@ -71,7 +77,7 @@ class Ring:
 
     def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor) -> Tensor:
         """The output of this rank's queries, (B, L, H, E)."""
-        return cast(Tensor, _RingAttention.apply(q_BLHE, k_BLKE, v_BLKE, self))
+        return attended(self, q_BLHE, k_BLKE, v_BLKE)
 
     def forward(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor) -> tuple[Tensor, Tensor]:
         """The output, and the lse (B, H, L) in fp32."""
@@ -206,46 +212,29 @@ class _Block:
     def __init__(self, rows: slice, columns: slice, is_own: bool) -> None:
         self.rows, self.columns = rows, columns
         self._is_own = is_own
-        self.is_unseen = False
+        self._parts: list[Part] | None = None
+        """What sees what, where the keys are not all of one document."""
+
+    @property
+    def is_unseen(self) -> bool:
         """No query sees a key."""
-        self._documents: tuple[Tensor, Tensor] | None = None
-        """Of queries and keys, where these are not all one."""
+        return self._parts is not None and not self._parts
 
     def know(self, queries: Tensor, keys: Tensor) -> None:
         """The documents of what both ranks have. No key comes after a query, but for own ones."""
         queries, keys = queries[:, self.rows], keys[:, self.columns]
-        self.is_unseen = bool((keys[:, -1] < queries[:, 0]).all()) and not self._is_own
-        if not self.is_unseen and not bool((keys[:, 0] == queries[:, -1]).all()):
-            self._documents = queries, keys
+        if not bool((keys[:, 0] == queries[:, -1]).all()):
+            self._parts = parts_of(queries, keys, is_own=self._is_own)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        sees, is_causal = self._sees()
-        return attend(q, k, v, sees_BLM=sees, is_causal=is_causal)
+        if self._parts is None:
+            return attend(q, k, v, sees_BLM=None, is_causal=self._is_own)
+        return attend_in_parts(self._parts, q, k, v)
 
     def attend_back(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sees, is_causal = self._sees()
-        return attend_back(*tensors, sees_BLM=sees, is_causal=is_causal)
-
-    def _sees(self) -> tuple[Tensor | None, bool]:
-        """Made for each layer again: for all of a pass together it would be as large as scores."""
-        if self._documents is None:
-            return None, self._is_own
-        queries, keys = self._documents
-        sees = queries.unsqueeze(2) == keys.unsqueeze(1)
-        return (sees.tril() if self._is_own else sees), False
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, ring: Ring) -> Tensor:
-        out_BLHE, lse_BHL = ring.forward(q_BLHE, k_BLKE, v_BLKE)
-        ctx.save_for_backward(q_BLHE, k_BLKE, v_BLKE, out_BLHE, lse_BHL)
-        ctx.ring = ring
-        return out_BLHE
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (*ctx.ring.backward(grads[0], *ctx.saved_tensors), None)
+        if self._parts is None:
+            return attend_back(*tensors, sees_BLM=None, is_causal=self._is_own)
+        return attend_back_in_parts(self._parts, *tensors)
 
 
 def _share(lse_BHL: Tensor, both_BHL: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import gc
 import math
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ from swarmnet.batch import Documents
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.training.arrays import to_tensor
+from swarmnet.training.attention import blocks
+from swarmnet.training.attention.documents import Part, parts_of
 from swarmnet.training.computing import Computing
 from swarmnet.training.cores import scratch
 from swarmnet.training.data import open_data
@@ -33,6 +36,7 @@ from swarmnet.training.memory.plan import (
     MIXED,
     Precision,
     plan_memory,
+    stage_activations,
     state_bytes,
 )
 from swarmnet.training.models.base import LayerContext, with_mask
@@ -94,6 +98,11 @@ def kept_bytes(
             masks.append(weakref.ref(made.mask))
         return made
 
+    def making_parts(*args: Any, **options: Any) -> list[Part]:
+        made = parts_of(*args, **options)
+        masks.extend(weakref.ref(p.sees_BRC) for p in made if p.sees_BRC is not None)
+        return made
+
     def making_fixed(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         assert plan.fixed is not None
         made = plan.fixed(tokens, dtype)
@@ -107,6 +116,7 @@ def kept_bytes(
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
         mock.patch("swarmnet.training.passes.layers.with_mask", making),
+        mock.patch("swarmnet.training.attention.documents.parts_of", making_parts),
     ):
         if stage.is_last:
             stage.forward_backward((0, 0), inputs, targets, documents)
@@ -128,14 +138,15 @@ def kept_bytes(
 
 
 @pytest.mark.parametrize(
-    ("model", "documents"),
+    ("model", "documents", "masked"),
     [
-        ({}, None),
-        ({"num_key_value_heads": 4}, None),
-        ({}, ((10, 6), (3, 13))),
-        ({"subspace": 8}, None),
-        ({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}, None),
-        ({"num_experts": 8, "shared_expert_intermediate_size": 40, **SWITCH}, None),
+        ({}, None, False),
+        ({"num_key_value_heads": 4}, None, False),
+        ({}, ((10, 6), (3, 13)), False),
+        ({}, ((10, 6), (3, 13)), True),
+        ({"subspace": 8}, None, False),
+        ({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}, None, False),
+        ({"num_experts": 8, "shared_expert_intermediate_size": 40, **SWITCH}, None, False),
     ],
 )
 @pytest.mark.parametrize("policy", ["keep", "blocks", "recompute", "offload"])
@@ -147,9 +158,13 @@ def test_activations_are_what_a_stage_keeps(
     policy: Any,
     model: dict[str, Any],
     documents: Documents | None,
+    masked: bool,
 ) -> None:
-    """Between the passes: with one microbatch more in flight there is so much more."""
+    """Between the passes: with one microbatch more in flight there is so much more. `masked`: as
+    on devices other than CPUs."""
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    if masked:
+        monkeypatch.setattr(blocks, "FUSED", ())
     spec = small_spec(
         write_text(tmp_path),
         model=model,
@@ -158,15 +173,21 @@ def test_activations_are_what_a_stage_keeps(
     )
     assert spec.model.max_position_embeddings == 16
     computing = Computing(precision.name, policy, folder=str(tmp_path))  # type: ignore[arg-type]
+    known = partial(stage_activations, masked=masked)
     data, targets = batch(open_data(spec), 0)
     for k in range(3):
         inputs = Array(data.dtype, data.shape, bytes(data.data))
         stage = build_stage(spec, k, computing=computing)
         measured, output = kept_bytes(stage, inputs, targets, documents)
         one, two = (
-            plan_memory(spec, num_replicas=1, in_flight=n, precision=precision, activations=policy)[
-                k
-            ].activations
+            plan_memory(
+                spec,
+                num_replicas=1,
+                in_flight=n,
+                precision=precision,
+                activations=policy,
+                known=known,
+            )[k].activations
             for n in (1, 2)
         )
         assert one is not None

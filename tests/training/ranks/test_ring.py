@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from swarmnet.training.ranks import block_attention
+from swarmnet.training.attention import blocks
 from swarmnet.training.ranks.ring import Ring, part_of_rank, whole
 from swarmnet.training.ranks.tensor_parallel import Region
 from swarmnet.training.ranks.zigzag import Zigzag
@@ -123,13 +123,13 @@ def test_what_other_devices_compute_is_what_the_fused_kernel_does(
     made = []
     for rows in (0, 5):
         if rows:
-            monkeypatch.setattr(block_attention, "ROWS_AT_ONCE", rows)
-            monkeypatch.setattr(block_attention, "FUSED", ())
-        out, lse = block_attention.attend(q, k, v, **of)
+            monkeypatch.setattr(blocks, "ROWS_AT_ONCE", rows)
+            monkeypatch.setattr(blocks, "FUSED", ())
+        out, lse = blocks.attend(q, k, v, **of)
         if sees is not None:
             assert not out[:, 3].any()
             assert (lse[:, :, 3] == -torch.inf).all()
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
-        made.append([out, finite, *block_attention.attend_back(grad, q, k, v, out, finite, **of)])
+        made.append([out, finite, *blocks.attend_back(grad, q, k, v, out, finite, **of)])
     for ours, theirs in zip(*made, strict=True):
         close(ours, theirs)
