@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from benchmarks import convergence
+from benchmarks import convergence, far_cuts
 from benchmarks.learning.tables import write_tables
+from benchmarks.simulated_links import with_table
 from peer.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +95,13 @@ def test_tables_of_convergence_are_those_of_their_results(tmp_path: Path) -> Non
         copy.write_text(page.read_text())
         write_tables(copy, results)
         assert copy.read_text() == page.read_text()
+
+
+@pytest.mark.parametrize("name", far_cuts.TABLES)
+def test_tables_of_far_cuts_are_as_simulated(name: str) -> None:
+    """`benchmarks/far_cuts.py --write` would change nothing."""
+    page = far_cuts.PAGE.read_text()
+    assert with_table(page, name, far_cuts.table(name)) == page
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:
