@@ -1,6 +1,7 @@
 """What `document_mask` costs: tokens a second of one stage with it on and off, in one run.
 
-    python benchmarks/documents.py [--repeat 7] [--device cuda --precision bf16]
+    python benchmarks/documents.py [--repeat 7] [--lengths 256 1024 4096]
+        [--device cuda --precision bf16]
 
 A small Llama (about 10 M parameters), a whole model in one stage, forward and backward, by sequence
 length and by the number of documents that share a sample. The ways take turns, and each is timed by
@@ -73,12 +74,13 @@ def seconds_of(stage: TorchStage, length: int, documents: Documents | None, key:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'length':>8}{'documents':>12}{'tokens/s':>10}{'ratio':>8}")
-    for length in (256, 1024, 4096):
+    for length in options.lengths:
         stages = {on: stage_of(length, on, options) for on in (False, True)}
         seconds: dict[str, list[float]] = {way: [] for way in ways(length)}
         for key in range(WARM + options.repeat):
