@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +51,12 @@ FROM_ANY_PORT = {"LIBP2P_TCP_REUSEPORT": "false"}
 their listening ports within the latency of the link, TCP makes one connection of it in which both
 sides are the dialling one, both handshakes fail (go-libp2p issue 2925), and either daemon refuses
 the other's address for five seconds. A pair of newcomers then took each other for dead."""
+
+CONFIG_FILE = "config.json"
+CONFIG = {"Relay": {"Enabled": False}}
+"""For the daemon, as a file. Where it reads none it relays for everybody, whatever `-relay` says,
+and keeps a table of the networks of the internet for that: 22 MB, beside which it lets as much
+again fill before it frees what is not used any more."""
 
 
 class P2pdCarrier:
@@ -286,6 +293,7 @@ class P2pdCarrier:
         identity = folder / "identity"
         identity.touch(mode=0o600)
         identity.write_bytes(self._identity.to_file_bytes())
+        (folder / CONFIG_FILE).write_text(json.dumps(CONFIG))
         self._daemon = await DaemonProcess.start(
             binary, self._arguments(control), self._environment
         )
@@ -322,6 +330,7 @@ class P2pdCarrier:
     def _arguments(self, control: Path) -> list[str]:
         assert self._runtime is not None
         flags: dict[str, object] = {
+            "f": self._runtime.path / CONFIG_FILE,
             "listen": f"/unix{control}",
             "id": self._runtime.path / "identity",
             "hostAddrs": ",".join(self._listen.multiaddrs),
@@ -331,7 +340,7 @@ class P2pdCarrier:
             "connManager": 0,
             "idleTimeout": "30s",
             "natPortMap": 0,
-            "relay": 0,  # ours is `transport.relay`
+            "relay": 0,  # else `CONFIG` counts for nothing; ours is `transport.relay`
             "tls": 1,
             "persistentConnMaxMsgSize": 4 << 20,
         }

@@ -26,6 +26,7 @@ from swarmnet.errors import (
     PortTaken,
     TransportError,
     Unreachable,
+    WrongProtocol,
 )
 from swarmnet.system import RUN_WITH_PARENT
 from swarmnet.transport.base import PROTOCOL_NAME, Request
@@ -135,6 +136,20 @@ def test_calls_go_both_ways_with_one_stream(base: Path, loop: Any) -> None:
             assert len(a.channels.all()) == len(b.channels.all()) == 1
 
     play(scenario(), loop)
+
+
+@pytest.mark.processes
+def test_the_daemon_relays_for_nobody(base: Path) -> None:
+    """It would for everybody, outside all limits, and keep 22 MB for that."""
+
+    async def scenario() -> None:
+        async with bare(1, base) as a, bare(2, base) as b:
+            await a.connect(b.addresses()[0])
+            (await a.open(b.peer_id)).transport.abort()
+            with pytest.raises(WrongProtocol):
+                await a.open(b.peer_id, "/libp2p/circuit/relay/0.2.0/hop")
+
+    play(scenario())
 
 
 @pytest.mark.processes
