@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -395,11 +396,10 @@ def measured(process: psutil.Process) -> dict[str, float]:
 
 def folder_bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # a checkpoint that was just removed
-            continue
+    for at, _, names in os.walk(folder):  # which passes over folders that were just removed
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a checkpoint that was just removed
+                total += os.stat(f"{at}/{name}").st_size
     return total
 
 
