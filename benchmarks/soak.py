@@ -1,7 +1,8 @@
 """Whether processes that stay grow while others come and go, and while rounds pass.
 
     python benchmarks/soak.py --folder soak --rounds 2000 --joins 1000 --as-processes 30
-    python benchmarks/soak.py --folder soak --show           # the table again, and soak.svg
+    python benchmarks/soak.py --folder soak --show           # the tables again, and soak.svg
+    python benchmarks/soak.py --folder soak --show --write   # both to benchmarks/results/
 
 The first command is a piece, and may be given again: it goes on with the same run, from where the
 last piece ended, and adds to the same samples. `--peers` lasting peers train the tiniest model over
@@ -17,10 +18,11 @@ of a peer, the bytes of its state folder.
 
 Of each piece the samples of the beginning are left out (`--warm-up` joins and as many rounds). What
 a process then grows by for each round and for each newcomer is fitted to both at once, with a level
-of its own for each piece. Samples next to each other are alike, so the fit is to means of blocks of
-samples. A slope comes with its interval of 95 %. It holds (`yes`) where the upper end is below the
-bound, 100 bytes a round (1 MB in 10,000) and 1 kB a newcomer; it does not (`NO`) where the lower
-end is above; else there are too few samples. Linux only.
+of its own for each piece, and for each daemon that takes another's place. Samples next to each
+other are alike, so the fit is to means of blocks of samples. A slope comes with its interval of
+95 %. It holds (`yes`) where the upper end is below the bound, 100 bytes a round (1 MB in 10,000)
+and 1 kB a newcomer; it does not (`NO`) where the lower end is above; else there are too few
+samples. Linux only. Give it time on a processor: a daemon that gets none for seconds is replaced.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from swarmnet.runtime.options import LOOPBACK, PeerOptions  # noqa: E402
 from swarmnet.system import end_with_parent  # noqa: E402
 from tests.swarm.tables import table_sizes  # noqa: E402
 
+RESULTS, PLOT = HERE.parent / "results", "soak.svg"
 SAMPLES, PROGRESS, SPEC, JOINED = "samples.jsonl", "progress.json", "run.toml", "joined.json"
 IN_ONE_PROCESS = 25
 """Newcomers, until another process takes over: what is left of them there is not measured."""
@@ -61,6 +64,15 @@ BLOCKS = 24
 """Of samples, in all pieces together."""
 ROUND_BYTES, JOIN_BYTES = 100.0, 1000.0
 """Bounds of the slopes."""
+PAGE = """# What grows in processes that stay
+
+`python benchmarks/soak.py --folder soak`, then `--show --write`, on two x86-64 cores with other
+work. The first lines of the program say what it does and how a slope is found; samples of the
+first {warm_up} newcomers or rounds of a piece are left out.
+
+{tables}
+![memory](soak.svg)
+"""
 NUMBERS = ("mb", "files", "threads", "tasks", "view", "addresses", "entries", "disk_mb")
 RUN = """
 name = "soak"
@@ -320,7 +332,7 @@ class Piece:
             own = [(name, process), *((f"{name} daemon", p) for p in daemons_of(process))]
             for who, one in own:
                 try:
-                    row = {"name": who, **about, **measured(one)}
+                    row = {"name": who, "pid": one.pid, **about, **measured(one)}
                 except (psutil.NoSuchProcess, FileNotFoundError):  # it has just ended
                     continue
                 if one is process:
@@ -422,19 +434,18 @@ class Slope:
 def slopes(rows: Sequence[dict[str, Any]], warm_up: int) -> tuple[Slope, Slope] | None:
     """Of the memory of one process: for each round, and for each newcomer; None where there are
     too few samples after the warm-up."""
-    kept: list[tuple[int, float, float, float]] = []
-    for piece in sorted({row["piece"] for row in rows}):
-        there = [row for row in rows if row["piece"] == piece]
-        first = there[0]
-        kept += [
-            (piece, row["round"], row["joins"], 1e6 * row["mb"])
-            for row in there
-            if max(row["joins"] - first["joins"], row["round"] - first["round"]) >= warm_up
-        ]
-    size = max(1, len(kept) // BLOCKS)
+    kept: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    for row in rows:
+        life = kept.setdefault((row["piece"], row["pid"]), [])
+        life.append((row["round"], row["joins"], 1e6 * row["mb"]))
+    lives = []
+    for life in kept.values():
+        (first_round, first_joins, _), *_ = life
+        lives.append([x for x in life if max(x[0] - first_round, x[1] - first_joins) >= warm_up])
+    size = max(1, sum(map(len, lives)) // BLOCKS)
     blocks = []
-    for piece in sorted({k[0] for k in kept}):
-        own = np.array([k[1:] for k in kept if k[0] == piece])
+    for life in filter(None, lives):
+        own = np.array(life)
         parts = np.array_split(own, max(1, len(own) // size))
         means = np.array([part.mean(axis=0) for part in parts])
         blocks.append(means - means.mean(axis=0))
@@ -461,8 +472,9 @@ def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def show(folder: Path, warm_up: int) -> None:
-    """Prints the tables."""
+def told(folder: Path, warm_up: int) -> str:
+    """The tables."""
+    lines: list[str] = []
     done, found = read(folder / PROGRESS), load(folder)
     rows = [row for own in found.values() for row in own]
     rounds = sum(
@@ -470,30 +482,31 @@ def show(folder: Path, warm_up: int) -> None:
         - min(r["round"] for r in rows if r["piece"] == p)
         for p in {r["piece"] for r in rows}
     )
-    print(
+    lines.append(
         f"{done.get('piece', 0)} pieces, {rounds:,} rounds, {done.get('joins', 0):,} newcomers "
         f"({done.get('as_processes', 0)} as processes). Of each number the first and the last.\n"
     )
-    print("| process | " + " | ".join(n.replace("_mb", ", MB") for n in NUMBERS) + " |")
-    print("|---" * (len(NUMBERS) + 1) + "|")
+    lines.append("| process | " + " | ".join(n.replace("_mb", ", MB") for n in NUMBERS) + " |")
+    lines.append("|---" * (len(NUMBERS) + 1) + "|")
     for name, own in found.items():
-        print(f"| {name} | " + " | ".join(first_and_last(own, n) for n in NUMBERS) + " |")
-    print("\n| process | bytes a round | below 100 | bytes a newcomer | below 1,000 |")
-    print("|---|---|---|---|---|")
+        lines.append(f"| {name} | " + " | ".join(first_and_last(own, n) for n in NUMBERS) + " |")
+    lines.append("\n| process | bytes a round | below 100 | bytes a newcomer | below 1,000 |")
+    lines.append("|---|---|---|---|---|")
     for name, own in found.items():
         both = slopes(own, warm_up)
         if both is None:
-            print(f"| {name} | | too few samples | | too few samples |")
+            lines.append(f"| {name} | | too few samples | | too few samples |")
             continue
         cells = [
             f"{s.mean:,.0f} ± {s.half:,.0f} | {s.verdict(bound)}"
             for s, bound in zip(both, (ROUND_BYTES, JOIN_BYTES))
         ]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     for name, own in found.items():
         grown = grown_tables(own)
         if grown:
-            print(f"\n{name}, tables that grew most in the last piece: {grown}")
+            lines.append(f"\n{name}, tables that grew most in the last piece: {grown}")
+    return "\n".join(lines) + "\n"
 
 
 def first_and_last(rows: Sequence[dict[str, Any]], number: str) -> str:
@@ -511,8 +524,8 @@ def grown_tables(rows: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{name} {n:+,}" for name, n in grown.most_common(6) if n > 0)
 
 
-def draw(folder: Path) -> None:
-    """`soak.svg`: the memory of each process over newcomers, and over rounds."""
+def draw(folder: Path, plot: Path) -> None:
+    """The memory of each process over newcomers, and over rounds."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -534,7 +547,7 @@ def draw(folder: Path) -> None:
     panels[0].set_ylabel("memory of its own, MB")
     panels[0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(folder / "soak.svg", metadata={"Date": None})
+    figure.savefig(plot, metadata={"Date": None})
 
 
 # ---- the command -----------------------------------------------------------------------------
@@ -564,6 +577,7 @@ def main() -> None:
     parser.add_argument("--stay", type=float, default=1.0)
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--role", choices=["", "lasting", "joiners"], default="")
     parser.add_argument("--name", default="")
     parser.add_argument("--join", default="")
@@ -585,8 +599,12 @@ def main() -> None:
     if not options.show:
         prepare(folder)
         asyncio.run(Piece(folder, options, Progress(**read(folder / PROGRESS))).run())
-    show(folder, options.warm_up)
-    draw(folder)
+    tables = told(folder, options.warm_up)
+    print(tables, end="")
+    draw(folder, folder / PLOT)
+    if options.write:
+        (RESULTS / "soak.md").write_text(PAGE.format(warm_up=options.warm_up, tables=tables))
+        draw(folder, RESULTS / PLOT)
 
 
 if __name__ == "__main__":
