@@ -15,6 +15,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.models.model_config import load_config
 from swarmnet.training.optimizer.local_steps import build_optimizer
 from swarmnet.training.ranks.context_parallel_stage import build_context_parallel_stage
+from swarmnet.training.ranks.expert_stage import build_expert_stage
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from tests.oracles.reference_modes import DelayedReference
@@ -36,6 +37,13 @@ SIZES = {
     "vocab_size": 256,
     "max_position_embeddings": 64,
     "pad_token_id": None,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "capacity_factor": 1.5,
+    "router_aux_loss_coef": 0.5,
+    "initializer_range": 0.1,
 }
 RANKS = {0: (1, 2, 4), 1: (2, 1, 2)}
 """Of each replica, by stage."""
@@ -103,6 +111,24 @@ def test_replicas_of_which_some_share_sequences(tmp_path: Path, stack: ExitStack
     _train(spec, ranks, groups)
 
 
+def test_replicas_of_which_some_divide_experts(tmp_path: Path, stack: ExitStack) -> None:
+    """Over ranks of threads, beside one of one rank. One of the stages has such a peer alone."""
+    values = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS).model_dump()
+    values["data"] |= {"document_mask": True}
+    values["model"] |= EXPERTS
+    spec = RunSpec.model_validate(values)
+    ranks = {0: (1, 2), 1: (3,)}
+    groups = {
+        f"peer-{stage}-{replica}": stack.enter_context(
+            rank_threads(spec, num_ranks, mode="experts")
+        )
+        for stage, counts in ranks.items()
+        for replica, num_ranks in enumerate(counts)
+        if num_ranks > 1
+    }
+    _train(spec, ranks, groups)
+
+
 def _train(spec: RunSpec, ranks: dict[int, tuple[int, ...]], groups: dict[str, LocalGroup]) -> None:
     """All rounds, and compares with one process. `groups`: of peers with several ranks."""
 
@@ -137,7 +163,6 @@ def _expected(spec: RunSpec, counted: dict[int, list[int]]) -> dict[str, torch.T
 
 
 def _build(spec: RunSpec, group: LocalGroup, stage_index: int) -> tuple[Any, Any]:
-    is_tensor = group.options["mode"] == "tensor"
-    build = build_parallel_stage if is_tensor else build_context_parallel_stage
-    stage = build(spec, stage_index, group)
+    known = {"context": build_context_parallel_stage, "experts": build_expert_stage}
+    stage = known.get(group.options["mode"], build_parallel_stage)(spec, stage_index, group)
     return stage, build_optimizer(spec, stage)

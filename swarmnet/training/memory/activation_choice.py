@@ -18,9 +18,13 @@ from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import ActivationsName
 from swarmnet.training.memory.plan import (
+    EXPERTS,
+    SEQUENCES,
     Activations,
     Precision,
     is_of_formula,
+    of_samples,
+    samples_of_rank,
     stage_activations,
 )
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec, described
@@ -97,16 +101,21 @@ def known_activations(
     stage: int,
     precision: Precision,
     num_ranks: int = 1,
+    shared: str = SEQUENCES,
     *,
     masked: bool = False,
 ) -> Activations | None:
     """By the formula, or, for another model and for adapters, by a pass over shapes without
-    numbers; None where its layers cannot do that. `num_ranks`: that share each sequence, of a model
-    of the formula. `masked`: as `stage_activations`."""
+    numbers; None where its layers cannot do that. `num_ranks`, `shared`: as for `plan_memory`;
+    sequences are shared of a model of the formula. `masked`: as `stage_activations`."""
     if is_of_formula(spec):
-        return stage_activations(spec, stage, precision, num_ranks, masked=masked)
+        return stage_activations(spec, stage, precision, num_ranks, shared, masked=masked)
     try:
-        return traced_activations(spec, stage, precision)
+        whole = traced_activations(spec, stage, precision)
+        if num_ranks == 1 or shared != EXPERTS:
+            return whole
+        part = traced_activations(samples_of_rank(spec, num_ranks), stage, precision)
+        return of_samples(whole, part)
     except Exception as error:  # whatever the author's code does there
         log.debug("a custom layer cannot be traced: %s", error)
         return None

@@ -53,11 +53,13 @@ from swarmnet.training.attention.documents import JOINED
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
+    ParameterRange,
     describe_buffers,
     describe_frozen,
     describe_parameters,
     num_parameters,
 )
+from swarmnet.training.models.experts import expert_of
 from swarmnet.training.models.lora import is_packed, packing_of
 from swarmnet.training.models.packing import BITS
 from swarmnet.training.models.registry import (
@@ -74,6 +76,8 @@ UNCUT, UNCUT_LOW = 6, 10
 """Tensors like a layer's input that its norms keep, in fp32 and with passes of half of its bytes:
 the inputs and the normed values, in fp32, and what comes of them (`layer_bytes`)."""
 FSDP = "fsdp"
+SEQUENCES, EXPERTS = "sequences", "experts"
+"""What ranks share that have all else of a stage each."""
 ERROR_BYTES = 2
 """A parameter, of what coding has lost of contributions."""
 
@@ -323,13 +327,15 @@ def plan_memory(
     activations: str | None = None,
     mode: str | None = None,
     num_ranks: int = 1,
-    known: Callable[[RunSpec, int, Precision, int], Activations | None] | None = None,
+    shared: str = SEQUENCES,
+    known: Callable[[RunSpec, int, Precision, int, str], Activations | None] | None = None,
 ) -> list[StageMemory]:
     """What a replica of each stage holds; `in_flight`: microbatches between their forward and their
     backward pass. The last stage does both at once: one microbatch, whatever is in flight.
     `activations`: the policy; None for the spec's, which may be "auto": then "keep". `mode`: of
-    `[sync]`; None for the spec's. `num_ranks`: that share each sequence; then activations, and
-    the total, are those of one rank. `known`: tells the activations of a stage, at one of so many;
+    `[sync]`; None for the spec's. `num_ranks`: that share each sequence, or experts and samples, as
+    `shared` says; then activations are those of one rank, and weights and gradients those that it
+    computes with. `known`: tells the activations of a stage, at one of so many;
     `stage_activations` where not given.
 
     Raises:
@@ -345,13 +351,17 @@ def plan_memory(
     for k in range(len(stages)):
         trained = num_parameters(stage_parameter_ranges(spec, k))
         base = base_bytes(spec, k, precision) + fixed_bytes(spec.model)
+        part, part_of_base = held_parts(spec, k, num_ranks) if shared == EXPERTS else (1.0, 1.0)
+        base *= part_of_base
         of_stage = trained, num_replicas, spec.sync.replication
         num_muon = stage_matrix_parameters(spec, k)
         how = precision, mode, codec, num_muon
         weights, gradients, optimizer, exchange = state_bytes(
             trained, num_replicas, spec.sync.replication, *how
         )
-        one = (known or stage_activations)(spec, k, precision, num_ranks)
+        weights, gradients = part * weights, part * gradients
+        alone = state_bytes(trained, 1, 1, *how)
+        one = (known or stage_activations)(spec, k, precision, num_ranks, shared)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
             StageMemory(
@@ -366,7 +376,7 @@ def plan_memory(
                 )[0],
                 activations=None if held is None else float(held[0]),
                 offloaded=0.0 if held is None else float(held[1]),
-                unsharded=sum(state_bytes(trained, 1, 1, *how)) + base,
+                unsharded=part * sum(alone[:2]) + sum(alone[2:]) + base,
             )
         )
     return rows
@@ -444,17 +454,51 @@ def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision)
     )
 
 
+def held_parts(spec: RunSpec, stage: int, num_ranks: int) -> tuple[float, float]:
+    """(of what is trained at a stage, of the rest), the part that a rank computes with that has
+    some of the experts, and all else: the rank with most of them."""
+    layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[stage]
+    num_experts = spec.model.num_experts
+    absent = 1 - -(-num_experts // num_ranks) / num_experts if num_experts else 0.0
+
+    def part(ranges: Sequence[ParameterRange]) -> float:
+        of_experts = sum(r.num_elements for r in ranges if expert_of(r.name) is not None)
+        return 1 - absent * of_experts / max(1, num_parameters(ranges))
+
+    return part(describe_parameters(layers)), part(describe_frozen(layers))
+
+
+def samples_of_rank(spec: RunSpec, num_ranks: int) -> RunSpec:
+    """The run as a rank sees it that has some samples of each microbatch: the rank with most."""
+    samples = -(-spec.pipeline.microbatch // num_ranks)
+    pipeline = spec.pipeline.model_copy(update={"microbatch": samples})
+    return spec.model_copy(update={"pipeline": pipeline})
+
+
+def of_samples(whole: Activations, part: Activations) -> Activations:
+    """At a rank that has some samples of each microbatch, and whose experts get as many tokens as
+    it has. `part`: of its samples alone. What comes from other stages and goes to them is whole."""
+    return replace(
+        whole,
+        graph=part.graph,
+        borders=part.borders + whole.inputs,
+        largest_layer=part.largest_layer,
+        is_input_in_graph=False,
+    )
+
+
 def stage_activations(
     spec: RunSpec,
     stage: int,
     precision: Precision,
     num_ranks: int = 1,
+    shared: str = SEQUENCES,
     *,
     masked: bool = False,
 ) -> Activations | None:
-    """Of one microbatch at a stage, at each of `num_ranks` that share its sequences; None for
-    another model than the built-in one. `masked`: documents that share a sample are kept apart
-    by a mask of all scores, as on GPUs and in compiled layers. Raises `SpecError`."""
+    """Of one microbatch at a stage, at each of `num_ranks`, as for `plan_memory`; None for another
+    model than the built-in one. `masked`: documents that share a sample are kept apart by a mask of
+    all scores, as on GPUs and in compiled layers. Raises `SpecError`."""
     if spec.model.kind != "llama":
         return None
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
@@ -462,6 +506,19 @@ def stage_activations(
     about = spec, names, precision, stage == 0, stage == len(stages) - 1
     if num_ranks == 1:
         return llama_activations(*about, masked=masked)
+    if shared == EXPERTS:
+        whole = llama_activations(*about, masked=masked)
+        alone = samples_of_rank(spec, num_ranks)
+        part = llama_activations(alone, *about[1:], masked=masked)
+        positions = alone.pipeline.microbatch * spec.sequence_length
+        places = INDEX_BYTES * positions * spec.model.num_experts_per_tok  # of rows that come
+        num_layers = sum(name.startswith("model.layers.") for name in names)
+        part = replace(
+            part,
+            graph=part.graph + num_layers * places,
+            largest_layer=part.largest_layer + places,
+        )
+        return of_samples(whole, part)
     whole = llama_activations(*about)
     # As many positions as the rank with most, which has two pieces.
     length = 2 * -(-spec.sequence_length // (2 * num_ranks))

@@ -34,16 +34,27 @@ class StageNeeds:
     def updating(self) -> float:
         return self.exchange + self.optimizer
 
-    def of_ranks(self, num_ranks: int, parameters: float) -> StageNeeds:
-        """Of all ranks together, in one memory, where each computes with the whole stage and has a
-        part of each sequence. `parameters`: bytes of those in fp32, which all map. The activations
-        stay those of one rank."""
+    def of_rank(self, part: float, part_of_base: float) -> StageNeeds:
+        """Of a rank with a device of its own, which computes with these parts of the stage."""
+        return replace(
+            self,
+            weights=part * self.weights,
+            gradients=part * self.gradients,
+            base=part_of_base * self.base,
+        )
+
+    def of_ranks(
+        self, num_ranks: int, parameters: float, part: float = 1.0, part_of_base: float = 1.0
+    ) -> StageNeeds:
+        """Of all ranks together, in one memory, where each computes with the whole stage, or these
+        parts of it, and with a part of each microbatch. `parameters`: bytes of those in fp32, which
+        all map. The activations stay those of one rank."""
         copies = self.weights - parameters
         return replace(
             self,
-            weights=parameters + num_ranks * copies,
-            gradients=num_ranks * self.gradients,
-            base=num_ranks * self.base,
+            weights=parameters + num_ranks * part * copies,
+            gradients=num_ranks * part * self.gradients,
+            base=num_ranks * part_of_base * self.base,
         )
 
     def on_device(self, place: str, *, is_apart: bool) -> float:

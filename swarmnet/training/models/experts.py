@@ -22,7 +22,9 @@ choices, I width of an expert.
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +34,31 @@ from swarmnet.spec import ModelSpec
 from swarmnet.training.models.base import LayerContext
 from swarmnet.training.models.routing import RouterLosses, count, heard
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Of rows (R, D) in the order of their experts, and how many each expert has: what the experts make
+of them, (R, D)."""
+NUMBER = re.compile(r"\.experts\.(\d+)\.")
 GROUPED_ALIGNMENT = 16
 """Bytes that rows of matrices are a multiple of, where grouped products are asked for."""
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a parameter of this full name is of; None where it is of
+    none."""
+    found = NUMBER.search(name)
+    return int(found[1]) if found else None
+
+
+class SharedExperts(Protocol):
+    """Experts of a layer that lie on several ranks, which have tokens of their own each."""
+
+    here: range
+    """The numbers of those of this rank."""
+
+    def through(self, x_RD: Tensor, sizes_E: Tensor, product: Product) -> Tensor:
+        """What the experts of all ranks make of this rank's rows, which lie in the order of the
+        experts, `sizes_E` of each: rows in the same order. `product`: makes it of rows of experts
+        that are here, those of all ranks."""
 
 
 class ExpertLinear(nn.Linear):
@@ -89,6 +114,8 @@ class Experts(nn.Module):
         self._normalizes = spec.norm_topk_prob
         self._capacity_factor = spec.capacity_factor
         self._losses = RouterLosses.of(*spec.router_losses, spec.num_hidden_layers)
+        self.shared: SharedExperts | None = None
+        """None where this rank has all experts."""
 
     def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         """(B, S, D) to (B, S, D). `context`: of the pass; with a `Routing` in training."""
@@ -112,9 +139,12 @@ class Experts(nn.Module):
             experts_R = torch.where(kept_R, experts_R, len(self.experts))
         order_R = experts_R.argsort(stable=True)
         place_R = order_R.argsort()
-        x_RD = _Dispatched.apply(x_TD, order_R, place_R, self._num_chosen)
-        product = grouped if takes_grouped(x_RD, self.experts[0]) else in_a_loop
-        y_RD = product(x_RD, count(experts_R, len(self.experts) + 1)[:-1], self.experts)
+        x_RD = Dispatched.apply(x_TD, order_R, place_R, self._num_chosen)
+        sizes_E = count(experts_R, len(self.experts) + 1)[:-1]
+        if self.shared is None:
+            y_RD = self._product(x_RD, sizes_E)
+        else:
+            y_RD = self.shared.through(x_RD, sizes_E, self._product)
         y_TKD = y_RD.index_select(0, place_R).view(*chosen_TK.shape, -1)
         y_TD = (y_TKD * weights_TK.to(y_TKD.dtype).unsqueeze(-1)).sum(dim=1)
         y_BSD = y_TD.view(x_BSD.shape)
@@ -122,6 +152,13 @@ class Experts(nn.Module):
             return y_BSD
         dropped = None if kept_R is None else (~kept_R).sum()
         return heard(routing, self, y_BSD, logits_TE, chosen_TK, self._losses, dropped)
+
+    def _product(self, x_RD: Tensor, sizes_E: Tensor) -> Tensor:
+        """`in_a_loop` of the experts that are here."""
+        here = range(len(self.experts)) if self.shared is None else self.shared.here
+        experts = [self.experts[i] for i in here]
+        product = grouped if takes_grouped(x_RD, experts[0]) else in_a_loop
+        return product(x_RD, sizes_E, experts)
 
     def _with_room(self, experts_R: Tensor, num_samples: int) -> Tensor:
         """Whether each choice is among the first of its expert in its sample, as many as there is
@@ -138,7 +175,7 @@ class Experts(nn.Module):
         )
 
 
-class _Dispatched(torch.autograd.Function):
+class Dispatched(torch.autograd.Function):
     """Rows of tokens, each K times, in another order. Gradients of a token's rows are added in the
     order of its choices."""
 
@@ -169,7 +206,7 @@ def takes_grouped(x_RD: Tensor, expert: nn.Module) -> bool:
     )
 
 
-def in_a_loop(x_RD: Tensor, sizes_E: Tensor, experts: nn.ModuleList) -> Tensor:
+def in_a_loop(x_RD: Tensor, sizes_E: Tensor, experts: Sequence[nn.Module]) -> Tensor:
     """What each expert makes of its rows, which lie one after the other, `sizes_E` of them; zeros
     for those behind them."""
     sizes = sizes_E.tolist()
@@ -179,7 +216,7 @@ def in_a_loop(x_RD: Tensor, sizes_E: Tensor, experts: nn.ModuleList) -> Tensor:
     return torch.cat([*made, torch.zeros_like(behind)])
 
 
-def grouped(x_RD: Tensor, sizes_E: Tensor, experts: nn.ModuleList) -> Tensor:
+def grouped(x_RD: Tensor, sizes_E: Tensor, experts: Sequence[nn.Module]) -> Tensor:
     """`in_a_loop` by grouped products: matrices of all experts are put side by side for
     it."""
     ends_E = sizes_E.cumsum(0).to(torch.int32)

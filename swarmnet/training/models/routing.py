@@ -17,6 +17,9 @@ A loss hangs on its layer's output (`heard`): the backward pass of the stage, wh
 however often it is computed again, adds its gradient where the layer's output gets one. No number
 of it goes to another stage, and the loss that a run reports is without it.
 
+Where ranks of a machine have a part of the microbatch each, a rank has its part of the losses: by
+the shares of all ranks' tokens, and the probabilities and logits of its own.
+
 Shapes: T tokens, E experts, K experts a token.
 """
 
@@ -79,6 +82,9 @@ class Routing:
     Negative where a microbatch is taken out."""
     layers: dict[nn.Module, Heard] = field(default_factory=dict)
     """By layer. One that is computed again says the same again."""
+    of_ranks: Callable[[Heard], Heard] | None = None
+    """From what a layer did with this rank's tokens to what it did with all of the microbatch;
+    None where this rank has all of it."""
 
 
 class _WithLoss(torch.autograd.Function):
@@ -115,21 +121,25 @@ def heard(
         logits_TE = logits_TE.float()
         log_probs_TE = logits_TE.log_softmax(dim=-1)
         probs_TE = log_probs_TE.exp()
-    chosen_E = count(chosen_TK, num_experts)
     with torch.no_grad():
         nothing = torch.zeros((), dtype=torch.int64, device=y.device)
-        routing.layers[layer] = Heard(
-            chosen_E,
+        whole = Heard(
+            count(chosen_TK, num_experts),
             nothing if dropped is None else dropped,
             -(probs_TE * log_probs_TE).sum(),
             num_tokens,
         )
+        if routing.of_ranks is not None:
+            whole = routing.of_ranks(whole)
+        routing.layers[layer] = whole
     if not trains:
         return y
-    shares_E = chosen_E.float() / num_tokens
+    shares_E = whole.chosen_E.float() / whole.num_tokens
     loss = losses.balance * num_experts * (shares_E * probs_TE.mean(dim=0)).sum()
     if losses.z:
         loss = loss + losses.z * logits_TE.logsumexp(dim=-1).square().mean()
+    if whole.num_tokens != num_tokens:  # the means are of this rank's tokens
+        loss = loss * (num_tokens / whole.num_tokens)
     hung: Tensor = _WithLoss.apply(y, loss, routing)
     return hung
 

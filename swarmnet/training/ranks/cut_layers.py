@@ -34,8 +34,8 @@ from swarmnet.training.models.base import (
     own_parameters,
 )
 from swarmnet.training.models.frozen import FrozenLinear, StageBase
-from swarmnet.training.ranks.cut_plan import CutPlan, range_cuts
-from swarmnet.training.ranks.cuts import Cut
+from swarmnet.training.ranks.cut_plan import range_cuts
+from swarmnet.training.ranks.cuts import Cut, Cutting
 from swarmnet.training.ranks.local_group import SharedFloats
 from swarmnet.training.ranks.rank_stage import (
     RankLayers,
@@ -73,7 +73,7 @@ class Layout:
 
 
 def lay_out(
-    layers: Sequence[LayerBuilder], plan: CutPlan, num_ranks: int, sequence_parallel: bool
+    layers: Sequence[LayerBuilder], plan: Cutting, num_ranks: int, sequence_parallel: bool
 ) -> Layout:
     """The same on every rank."""
     ranges = describe_parameters(layers)
@@ -124,7 +124,7 @@ class CutLayers(RankLayers):
         builders: tuple[LayerBuilder, ...],
         *,
         region: Region,
-        cut: CutPlan,
+        cut: Cutting,
         fd: int | None = None,
         **options: Any,
     ) -> None:

@@ -27,7 +27,7 @@ from swarmnet.training.models.base import (
     ParameterRange,
 )
 from swarmnet.training.models.lora import A, B, LoraLinear
-from swarmnet.training.ranks.cuts import Cut, part_of
+from swarmnet.training.ranks.cuts import Cut, Cutting, part_of
 from swarmnet.training.ranks.part_dropout import PartDropout
 from swarmnet.training.ranks.tensor_parallel import Region, gather_last, leave, split_last
 
@@ -93,7 +93,7 @@ class CutPlan:
         *,
         sequence_parallel: bool = False,
     ) -> Cut:
-        """What rank `rank` holds of the parameter with this (Hugging Face) name and shape."""
+        """As `Cutting.cut`."""
         path = name.rpartition(".")[0]
         within, _, part = path.rpartition(".")
         adapter = part if part in (A, B) else ""
@@ -254,7 +254,7 @@ def _family_plan(config_text: str) -> CutPlan:
 
 
 def range_cuts(
-    plan: CutPlan,
+    plan: Cutting,
     ranges: Sequence[ParameterRange],
     rank: int,
     num_ranks: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,22 @@ class Cut:
         held = self.packs * (self.stop - self.start)
         target = ((outer * held + at) * inner + index % inner)[is_here].to(part.device)
         part.view(-1)[target] = values[is_here].to(part.device, part.dtype)
+
+
+class Cutting(Protocol):
+    """How a model is cut."""
+
+    def cut(
+        self,
+        name: str,
+        shape: Sequence[int],
+        rank: int,
+        num_ranks: int,
+        *,
+        sequence_parallel: bool = False,
+    ) -> Cut:
+        """What rank `rank` holds of the parameter with this (Hugging Face) name and shape."""
+        ...
 
 
 def part_of(size: int, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -151,11 +151,20 @@ def _start(
         from swarmnet.training.ranks.fsdp import follow as follow_fsdp
 
         return follow_fsdp(rank, num_ranks, device, store, timeout_s, options)
-    from swarmnet.training.ranks import context_parallel_stage, tensor_parallel_stage
-
     group = open_process_group(device, store, rank, num_ranks, timeout_s)
-    of = context_parallel_stage if options.get("mode") == "context" else tensor_parallel_stage
-    return of.follow(group, rank, num_ranks, device, options)
+    return following_of(options.get("mode", ""))(group, rank, num_ranks, device, options)
+
+
+def following_of(mode: str) -> Callable[..., dict[str, Callable[..., None]]]:
+    """What makes the calls of a rank, by what the ranks divide: `mode` of `rank_options`."""
+    from swarmnet.training.ranks import (
+        context_parallel_stage,
+        expert_stage,
+        tensor_parallel_stage,
+    )
+
+    known = {"context": context_parallel_stage, "experts": expert_stage}
+    return known.get(mode, tensor_parallel_stage).follow
 
 
 if __name__ == "__main__":

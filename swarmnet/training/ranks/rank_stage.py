@@ -111,6 +111,7 @@ class RankStage(TorchStage):
     def finish_round(self) -> None:
         """At ranks other than 0, which writes the canonical vectors."""
         self.kept.keep_round(None)
+        self.routers.finish(None)
         self.layers.fetch_parameters()
 
 
@@ -214,11 +215,12 @@ class LeadStage(RankStage):
         key: StepKey,
         inputs: Array,
         documents: Documents | None = None,
-        targets: Array | None = None,  # for routers, which ranks do not train
+        targets: Array | None = None,
     ) -> Passage[Array]:
-        work = super().forward_pass(key, inputs, documents)
+        work = super().forward_pass(key, inputs, documents, targets)
         values = {"key": list(key), "documents": documents}
-        return undivided(lambda: self._together("forward", work, values, (inputs,)))
+        arrays = (inputs,) if targets is None or not self.layers.routes else (inputs, targets)
+        return undivided(lambda: self._together("forward", work, values, arrays))
 
     def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
         work, values = super().backward_pass(key, grad_outputs), {"key": list(key)}
@@ -349,6 +351,9 @@ def following(
                 arrays = [*arrays, None]
             keys = [tuple(values["key"])] if "key" in values else []
             beside = [values["documents"]] if "documents" in values else []
+            if name == "forward":  # what routers are told comes last
+                arrays, told = arrays[:1], arrays[1:]
+                beside += told
             assert stage is not None
             of = stage.layers if name in OF_LAYERS else stage
             getattr(of, name)(*keys, *arrays, *beside)

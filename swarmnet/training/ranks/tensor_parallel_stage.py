@@ -42,7 +42,7 @@ def rank_options(
     spec: RunSpec, *, sequence_parallel: bool = False, mode: str = "tensor"
 ) -> dict[str, Any]:
     """What `LocalGroup` is told, so that its ranks can build stages of the run. `mode`: "tensor",
-    "fsdp" or "context"."""
+    "fsdp", "context" or "experts"."""
     return {
         "spec": spec.canonical().decode(),
         "sequence_parallel": sequence_parallel,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from swarmnet.errors import SwarmnetError
 from swarmnet.spec import RunSpec
 from swarmnet.system import LOOPBACK_INTERFACE
-from swarmnet.training.ranks import context_parallel_stage, tensor_parallel_stage
 from swarmnet.training.ranks.local_group import LocalGroup, RankLost
+from swarmnet.training.ranks.rank import following_of
 from swarmnet.training.ranks.tensor_parallel_stage import rank_options
 from swarmnet.wire import Array
 
@@ -94,9 +94,8 @@ class ThreadGroup:
     def _work(self, rank: int) -> None:
         group, waiting = self._open(rank), self._queues[rank - 1]
         calls: dict[str, Callable[..., None]] = {}
-        is_tensor = self.options["mode"] == "tensor"
-        follow = (tensor_parallel_stage if is_tensor else context_parallel_stage).follow
         try:
+            follow = following_of(self.options["mode"])
             calls = follow(group, rank, self.num_ranks, self.devices[rank], self.options)
         except BaseException as error:
             self.fail(f"rank {rank}: {type(error).__name__}: {error}")

@@ -1,0 +1,77 @@
+"""A stage on the ranks of one peer, of which each has some of the experts: whether it can be, and
+how each of them builds it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import RunSpec
+from swarmnet.training.computing import Computing
+from swarmnet.training.ranks.expert_layers import ExpertLayers
+from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
+from swarmnet.training.ranks.tensor_parallel import Region
+from swarmnet.training.stage import TorchStage, build_stage
+
+
+def check_experts(spec: RunSpec, num_ranks: int) -> None:
+    """Raises `SpecError` unless the experts of the run's model can be divided among so many ranks,
+    and the samples of a microbatch."""
+    if num_ranks == 1:
+        return
+    begin, instead = f"--ep {num_ranks}: ", "leave it out, or start a peer for each device"
+    num_experts = spec.model.num_experts
+    if spec.model.kind != "llama" or not num_experts:
+        raise SpecError(f"{begin}the built-in Llama with num_experts goes with it; {instead}")
+    most = min(num_experts, spec.pipeline.microbatch)
+    if num_ranks > most:
+        what = "experts" if most == num_experts else "samples in a microbatch"
+        raise SpecError(
+            f"{begin}each rank has one at least of the {most} {what}; "
+            + (f"take --ep {most}, or less" if most > 1 else instead)
+        )
+
+
+def build_expert_stage(
+    spec: RunSpec, stage_index: int, group: LocalGroup, computing: Computing | None = None
+) -> LeadStage:
+    """A stage on all ranks of `group`; replaces the one that they had.
+
+    Raises:
+        SpecError: the model's experts cannot be divided so.
+        RankLost: a rank is gone.
+    """
+    check_experts(spec, group.num_ranks)
+    make = functools.partial(
+        LeadStage, group=group, make_layers=_layers(spec, group.group, 0, group.num_ranks)
+    )
+    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
+    assert isinstance(stage, LeadStage)
+    return stage
+
+
+def follow(
+    group: Any, rank: int, num_ranks: int, device: torch.device, options: dict[str, Any]
+) -> dict[str, Callable[..., None]]:
+    """The calls of a rank other than 0."""
+    spec = RunSpec.from_canonical(options["spec"].encode())
+    layers = _layers(spec, group, rank, num_ranks)
+
+    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
+        make = functools.partial(RankStage, make_layers=functools.partial(layers, fd=fd))
+        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
+
+    return following(build)
+
+
+def _layers(
+    spec: RunSpec, group: Any, rank: int, num_ranks: int
+) -> functools.partial[ExpertLayers]:
+    """Of ranks whose gradients are each a part, but for experts'."""
+    region = Region(group, rank, num_ranks, sequence_parallel=True)
+    return functools.partial(ExpertLayers, region=region, num_experts=spec.model.num_experts)
