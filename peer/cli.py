@@ -318,11 +318,11 @@ def plan(options: PlanOptions) -> None:
     if options.measure and options.explain:
         raise UsageError("give --measure or --explain, not both")
     if options.join:
-        others = options.measure, options.explain, options.machines, options.choose, options.cp > 1
-        if any((*others, options.schedules, options.picture)):
+        others = options.measure, options.explain, options.machines, options.choose
+        if any((*others, max(options.cp, options.ep) > 1, options.schedules, options.picture)):
             raise UsageError(
                 "--join asks the live run; leave --machines, --choose, --measure, --explain, "
-                "--cp, --schedules and --picture out"
+                "--cp, --ep, --schedules and --picture out"
             )
         from peer.planning.live import show_live
 
@@ -331,12 +331,15 @@ def plan(options: PlanOptions) -> None:
     if options.explain:
         if options.write:
             raise UsageError("--explain writes nothing; leave --write out")
+        if min(options.cp, options.ep) > 1:
+            raise UsageError("--cp does not go with --ep; leave one of them out")
         from peer.planning.memory_tables import show_tables
 
         show_tables(options, make_console())
         return
-    if options.cp > 1:
-        raise UsageError("--cp goes with --explain; add it, or leave --cp out")
+    for name, number in (("--cp", options.cp), ("--ep", options.ep)):
+        if number > 1:
+            raise UsageError(f"{name} goes with --explain; add it, or leave {name} out")
     if options.precision == "mixed":
         raise UsageError("--precision mixed goes with --explain; take fp32, bf16 or fp16")
     if options.measure:

@@ -16,8 +16,10 @@ from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
 from swarmnet.training.memory.activation_choice import POLICIES, known_activations
 from swarmnet.training.memory.plan import (
+    EXPERTS,
     MODES,
     PRECISIONS,
+    SEQUENCES,
     Precision,
     StageMemory,
     coding_bytes,
@@ -32,11 +34,14 @@ def show_tables(options: PlanOptions, console: Console) -> None:
     """Prints the table. Raises `SpecError`."""
     from peer.planning.question import asked
     from swarmnet.training.ranks.context_parallel_stage import check_sequences
+    from swarmnet.training.ranks.expert_stage import check_experts
 
     spec = asked(options.file, lora=options.lora, choose=False).spec
     known = None if spec.model.kind == "custom" else known_activations
     precision = precision_of(spec, options)
     check_sequences(spec, options.cp)
+    check_experts(spec, options.ep)
+    num_ranks = max(options.cp, options.ep)
 
     def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:
         return plan_memory(
@@ -46,7 +51,8 @@ def show_tables(options: PlanOptions, console: Console) -> None:
             precision=precision,
             activations=policy,
             mode=mode,
-            num_ranks=options.cp,
+            num_ranks=num_ranks,
+            shared=EXPERTS if options.ep > 1 else SEQUENCES,
             known=known,
         )
 
@@ -65,12 +71,12 @@ def show_tables(options: PlanOptions, console: Console) -> None:
             "replicas": options.replicas,
             "precision": precision.name,
             "mode": spec.sync.mode,
-            "ranks": options.cp,
+            "ranks": num_ranks,
             "stages": stages,
         }
         console.print_json(json.dumps(plan), ensure_ascii=True)
         return
-    console.print(_table(rows, options.cp))
+    console.print(_table(rows, num_ranks))
     console.print(_policies(policies))
     console.print(_modes(modes))
     for line in _formulae(spec, options, precision):

@@ -61,9 +61,12 @@ def choose_computing(
         known_activations,
     )
     from swarmnet.training.memory.plan import (
+        EXPERTS,
         FP32_BYTES,
         PRECISIONS,
+        SEQUENCES,
         base_bytes,
+        held_parts,
         host_weights_bytes,
         of_ranks,
         state_bytes,
@@ -73,7 +76,8 @@ def choose_computing(
     from swarmnet.training.models.registry import stage_matrix_parameters, stage_parameter_ranges
 
     device = torch.device(devices[0])
-    num_sharing = len(devices) if options.shares_sequences else 1
+    num_sharing = len(devices) if options.shares_sequences or options.shares_experts else 1
+    shared = EXPERTS if options.shares_experts else SEQUENCES
     is_sharded = len(devices) > 1 and options.local == "fsdp"
     check_options(spec, options, devices)
     precision = choose_precision(spec, options.precision, device)
@@ -91,7 +95,7 @@ def choose_computing(
     ranges = stage_parameter_ranges(spec, stage)
     base = base_bytes(spec, stage, numbers)
     masked = device.type not in FUSED or options.compile
-    activations = known_activations(spec, stage, numbers, num_sharing, masked=masked)
+    activations = known_activations(spec, stage, numbers, num_sharing, shared, masked=masked)
     if activations is not None and num_sharing == 1:
         activations = of_ranks(activations, len(devices), options.local, numbers)
     needs = StageNeeds(
@@ -108,13 +112,16 @@ def choose_computing(
         activations,
     )
     is_apart = not shares_memory(device)
+    parts = held_parts(spec, stage, num_sharing) if options.shares_experts else (1.0, 1.0)
     if num_sharing > 1 and not is_apart:  # the ranks' gradients are in one memory
-        needs = needs.of_ranks(num_sharing, FP32_BYTES * ranges[-1].stop)
+        needs = needs.of_ranks(num_sharing, FP32_BYTES * ranges[-1].stop, *parts)
+    elif is_apart:
+        needs = needs.of_rank(*parts)
     is_left = options.optimizer_memory == AUTO and not is_apart
     place = host_place(spec, options) if is_left else options.optimizer_memory
     free = free_bytes_of(device)
-    # Ranks with devices of their own share the stage, or each has all of it and shares sequences;
-    # those on CPUs share the memory.
+    # Ranks with devices of their own share the stage, or each has all of it, or all but some
+    # experts; those on CPUs share the memory.
     num_devices = len(devices) if is_apart and num_sharing == 1 else 1
     room = num_devices * free
     weights: WeightsPlace = "device"
@@ -240,7 +247,8 @@ def _why_not_streamed(
 
 def _one_rank(options: PeerOptions) -> str:
     """How a peer has no more than one."""
-    return "leave --cp out" if options.shares_sequences else "add --tp 1"
+    own = options.ranks_option
+    return "add --tp 1" if own == "--tp" else f"leave {own} out"
 
 
 def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:

@@ -322,6 +322,16 @@ class ComputeOptions:
             "sequences.",
         ),
     ] = None
+    ep: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=64,
+            metavar="N",
+            help="Divide each layer's experts, and the samples, among N ranks of this machine, in "
+            "place of --tp.",
+        ),
+    ] = None
     compile: Annotated[
         bool,
         Option(help="Compile the layers (torch.compile). The start becomes slow."),
@@ -333,14 +343,23 @@ class ComputeOptions:
         return (self.cp or 1) > 1
 
     @property
+    def shares_experts(self) -> bool:
+        """Ranks have some of the experts, and of the samples."""
+        return (self.ep or 1) > 1 and not self.shares_sequences
+
+    @property
     def num_ranks(self) -> int | None:
         """Those that are asked for; None: it is for the machine to say."""
-        return self.cp if self.shares_sequences else self.tp
+        if self.shares_sequences:
+            return self.cp
+        return self.ep if self.shares_experts else self.tp
 
     @property
     def ranks_option(self) -> str:
         """What has asked for them, as on a command line."""
-        return "--cp" if self.shares_sequences else "--tp"
+        if self.shares_sequences:
+            return "--cp"
+        return "--ep" if self.shares_experts else "--tp"
 
 
 @dataclass(frozen=True, kw_only=True)

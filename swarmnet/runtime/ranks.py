@@ -22,14 +22,16 @@ log = logging.getLogger("swarmnet.peer")
 
 
 def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
-    """A device for each rank. Raises `SpecError` where `--tp` or `--cp` does not go with the model,
-    `UserError` where there is no GPU and `--device` wants one, or the machine is too small.
+    """A device for each rank. Raises `SpecError` where `--tp`, `--cp` or `--ep` does not go with
+    the model, `UserError` where there is no GPU and `--device` wants one, or the machine is too
+    small.
 
     Without them: all GPUs of CUDA, or as many as the model can be cut into, and one device of
     another type: ranks of these were never run."""
     import swarmnet.training.accelerators as accelerators
     from swarmnet.training.ranks.context_parallel_stage import check_sequences
     from swarmnet.training.ranks.cut_check import check_cut
+    from swarmnet.training.ranks.expert_stage import check_experts
     from swarmnet.training.ranks.fsdp import check_split
 
     here = accelerators.kind()
@@ -47,9 +49,12 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
         )
 
     def check(num_ranks: int) -> None:
-        if options.shares_sequences:
+        if options.ranks_option != "--tp":
             _check_alone(options)
+        if options.shares_sequences:
             check_sequences(spec, num_ranks)
+        elif options.shares_experts:
+            check_experts(spec, num_ranks)
         elif is_sharded:
             if options.sequence_parallel and num_ranks > 1:
                 raise UsageError("--sequence-parallel goes with --local tensor; leave it out")
@@ -60,8 +65,8 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     if wanted is not None:
         check(wanted)
         kind = here if num_gpus >= wanted else accelerators.CPU
-        if options.shares_sequences and kind == accelerators.CPU:
-            _check_cores(wanted)
+        if options.ranks_option != "--tp" and kind == accelerators.CPU:
+            _check_cores(options.ranks_option, wanted)
         return [kind if kind == accelerators.CPU else f"{kind}:{i}" for i in range(wanted)]
     if num_gpus < 2:
         return [f"{here}:0" if num_gpus else accelerators.CPU]
@@ -79,23 +84,25 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
 
 def _check_alone(options: PeerOptions) -> None:
     """Raises `UsageError` where another option divides something else among ranks."""
+    own = options.ranks_option
     others = {
         "--tp": (options.tp or 1) > 1,
+        "--ep": own != "--ep" and (options.ep or 1) > 1,
         "--local fsdp": options.local == "fsdp",
         "--sequence-parallel": options.sequence_parallel,
     }
     for name, is_given in others.items():
         if is_given:
-            raise UsageError(f"--cp does not go with {name}; leave one of them out")
+            raise UsageError(f"{own} does not go with {name}; leave one of them out")
 
 
-def _check_cores(num_ranks: int) -> None:
+def _check_cores(option: str, num_ranks: int) -> None:
     """Raises `UsageError` where ranks on CPUs would wait for each other's core."""
     cores = os.cpu_count() or 1
     if num_ranks > cores:
         raise UsageError(
-            f"--cp {num_ranks}: this machine has {cores} cores, and not a GPU for each rank; take "
-            f"--cp {cores}, or less"
+            f"{option} {num_ranks}: this machine has {cores} cores, and not a GPU for each rank; "
+            f"take {option} {cores}, or less"
         )
 
 
@@ -112,15 +119,16 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
     from swarmnet.training.ranks.local_group import LocalGroup, open_process_group
     from swarmnet.training.ranks.tensor_parallel_stage import rank_options
 
+    mode: str = options.local
+    if options.shares_sequences:
+        mode = "context"
+    elif options.shares_experts:
+        mode = "experts"
     return LocalGroup(
         len(devices),
         devices=devices,
         threads=options.threads,
-        options=rank_options(
-            built,
-            sequence_parallel=options.sequence_parallel,
-            mode="context" if options.shares_sequences else options.local,
-        ),
+        options=rank_options(built, sequence_parallel=options.sequence_parallel, mode=mode),
         open_group=open_default_group if options.local == "fsdp" else open_process_group,
     )
 
@@ -137,6 +145,10 @@ def build_ranked_stage(
         from swarmnet.training.ranks.context_parallel_stage import build_context_parallel_stage
 
         return build_context_parallel_stage(spec, stage_index, group, computing)
+    if options.shares_experts:
+        from swarmnet.training.ranks.expert_stage import build_expert_stage
+
+        return build_expert_stage(spec, stage_index, group, computing)
     if options.local == "fsdp":
         from swarmnet.training.ranks.fsdp import build_fsdp_stage
 

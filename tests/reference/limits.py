@@ -27,7 +27,7 @@ OF_A_SWARM = (
     ("Peers that a peer knows", "protocol.membership.view.MAX_PEERS", ""),
     ("Shards of a stage", "protocol.membership.records.MAX_SHARDS", ""),
     ("Stages on one machine", "protocol.membership.seats.MAX_SEATS", ""),
-    ("Ranks of one peer (`--tp`, `--cp`)", "training.ranks.cut_plan.MAX_RANKS", ""),
+    ("Ranks of one peer (`--tp`, `--cp`, `--ep`)", "training.ranks.cut_plan.MAX_RANKS", ""),
     ("State folders of one user", "runtime.state_dir.MAX_PEERS_PER_USER", ""),
     ("Addresses of a peer", "protocol.membership.records.MAX_ADDRESSES", ""),
 )

@@ -15,7 +15,7 @@ from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import choose_devices
 from swarmnet.spec import RunSpec
 from swarmnet.training.memory.activation_choice import expected_in_flight, known_activations
-from swarmnet.training.memory.plan import FP32
+from swarmnet.training.memory.plan import EXPERTS, FP32, SEQUENCES
 from swarmnet.training.models.registry import stage_parameter_ranges
 from tests.training.specs import small_spec
 
@@ -175,14 +175,23 @@ def test_what_does_not_go_with_weights_elsewhere_is_refused(
         ({"cp": 2, "local": "fsdp"}, "--cp does not go with --local fsdp; leave"),
         ({"cp": 2, "sequence_parallel": True}, "--cp does not go with --sequence-parallel; leave"),
         ({"cp": 9}, "--cp 9: sequences of 16 tokens are too short.*take --cp 8, or less"),
+        ({"cp": 2, "ep": 2}, "--cp does not go with --ep; leave one of them out"),
+        ({"ep": 5}, "--ep 5: this machine has 4 cores, and not a GPU for each rank; take --ep 4"),
+        ({"ep": 2, "tp": 2}, "--ep does not go with --tp; leave one of them out"),
+        ({"ep": 2, "local": "fsdp"}, "--ep does not go with --local fsdp; leave"),
+        ({"ep": 2, "sequence_parallel": True}, "--ep does not go with --sequence-parallel; leave"),
+        ({"ep": 9}, "--ep 9: each rank has one at least of the 8 experts; take --ep 8, or less"),
     ],
 )
-def test_ranks_that_cannot_share_sequences_are_one_line(
+def test_ranks_that_cannot_share_a_microbatch_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
+    spec = small_spec()
+    if "cp" not in options:
+        spec = small_spec(model={"num_experts": 8}, pipeline={"microbatch": 16, "global_batch": 32})
     with pytest.raises(UserError, match=why):
-        choose_devices(small_spec(), PeerOptions(state_dir=tmp_path, **options))
+        choose_devices(spec, PeerOptions(state_dir=tmp_path, **options))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
@@ -190,40 +199,68 @@ def test_ranks_that_share_sequences_have_the_stage_each_and_a_part_of_the_activa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """What has to be free so that all is kept: of a GPU less, of the memory of all ranks more."""
-    monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", lambda *_: False)
     spec = large()
-    devices = [kind if kind == "cpu" else f"{kind}:{i}" for i in range(2)]
+    one, two = (kept(spec, num_ranks) for num_ranks in (1, 2))
+    expected = two - one
+    assert expected < -0.4 * one
+    if kind == "cpu":
+        expected = 2 * two - one + 4 * stage_parameter_ranges(spec, 0)[-1].stop
+        assert expected > 0
+    more = least(tmp_path, monkeypatch, spec, kind, cp=2)
+    more -= least(tmp_path, monkeypatch, spec, kind, cp=1)
+    assert 0.8 * more == pytest.approx(expected, abs=4e3)
 
-    def keeps(free: float, num_ranks: int) -> bool:
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_ranks_that_divide_experts_have_some_each_and_some_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of eight experts four each, which are in memory once where that is of all ranks."""
+    spec = small_spec(
+        model=LARGE | {"num_experts": 8}, pipeline={"num_stages": 2, "global_batch": 64}
+    )
+    ranges = stage_parameter_ranges(spec, 0)
+    experts, all_of_it = 2 * 8 * 3 * 256 * 704, ranges[-1].stop
+    one, two = kept(spec, 1), kept(spec, 2, EXPERTS)
+    expected = two - one - 8 * experts // 2
+    if kind == "cpu":
+        expected = 2 * two - one + 4 * (all_of_it - experts)
+    more = least(tmp_path, monkeypatch, spec, kind, ep=2)
+    more -= least(tmp_path, monkeypatch, spec, kind, ep=1)
+    assert 0.8 * more == pytest.approx(expected, abs=4e3)
+
+
+def kept(spec: RunSpec, num_ranks: int, shared: str = SEQUENCES) -> int:
+    """Of activations, where all are kept."""
+    one = known_activations(spec, 0, FP32, num_ranks, shared)
+    assert one is not None
+    return one.held("keep", expected_in_flight(spec))[0]
+
+
+def least(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, spec: RunSpec, kind: str, **ranks: int
+) -> float:
+    """Bytes that have to be free so that a machine keeps all activations of stage 0 in fp32."""
+    monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", lambda *_: False)
+    (num_ranks,) = ranks.values()
+    devices = [kind if kind == "cpu" else f"{kind}:{i}" for i in range(num_ranks)]
+
+    def keeps(free: float) -> bool:
         monkeypatch.setattr("swarmnet.runtime.computing.free_bytes_of", lambda _: free)
-        about: dict[str, Any] = {"cp": num_ranks, "precision": "fp32"}
         try:
-            computing, _ = choose(tmp_path, spec, devices[:num_ranks], **about)
+            computing, _ = choose(folder, spec, devices, precision="fp32", **ranks)
         except UserError:  # no room for the weights
             return False
         return bool(computing.weights == "device" and computing.activations == "keep")
 
-    def least(num_ranks: int) -> float:
-        too_little, enough = 0.0, 1e9
-        while enough - too_little > 1e3:
-            middle = (too_little + enough) / 2
-            if keeps(middle, num_ranks):
-                enough = middle
-            else:
-                too_little = middle
-        return enough
-
-    def held(num_ranks: int) -> int:
-        one = known_activations(spec, 0, FP32, num_ranks)
-        assert one is not None
-        return one.held("keep", expected_in_flight(spec))[0]
-
-    expected = held(2) - held(1)
-    assert expected < -0.4 * held(1)
-    if kind == "cpu":
-        expected = 2 * held(2) - held(1) + 4 * stage_parameter_ranges(spec, 0)[-1].stop
-        assert expected > 0
-    assert 0.8 * (least(2) - least(1)) == pytest.approx(expected, abs=4e3)
+    too_little, enough = 0.0, 2e9
+    while enough - too_little > 1e3:
+        middle = (too_little + enough) / 2
+        if keeps(middle):
+            enough = middle
+        else:
+            too_little = middle
+    return enough
 
 
 def test_what_is_fully_sharded_is_recomputed(tmp_path: Path) -> None:
@@ -278,6 +315,7 @@ def _has(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
         ("xpu", 4, {"device": "xpu", "tp": 2}, None),
         ("a new one", 1, {}, ["a new one:0"]),
         ("cuda", 4, {"cp": 2}, ["cuda:0", "cuda:1"]),
+        ("cuda", 4, {"ep": 1}, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
         ("cuda", 4, {"cp": 1}, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
         ("cuda", 1, {"cp": 3}, ["cpu", "cpu", "cpu"]),
         ("cuda", 1, {"device": "cuda", "cp": 2}, None),

@@ -88,6 +88,27 @@ def test_ranks_that_share_sequences_keep_a_part_of_the_activations(fp32: Path) -
     assert "too short" in refused.stderr
 
 
+def test_ranks_that_divide_experts_have_a_part_of_them(fp32: Path) -> None:
+    fp32.write_text(fp32.read_text().replace("[model]", "[model]\nnum_experts = 4", 1))
+    command = ["plan", "--spec", str(fp32), "--explain"]
+    one = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    two = json.loads(CliRunner().invoke(app, [*command, "--ep", "2", "--json"]).stdout)
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    model = load_spec(fp32).model
+    held = model.num_parameters - model.num_hidden_layers * 2 * 3 * (
+        model.hidden_size * model.expert_size
+    )
+    assert sum(stage["weights"] for stage in two["stages"]) == pytest.approx(4 * held)
+    for alone, shared in zip(one["stages"], two["stages"], strict=True):
+        assert shared["optimizer"] == alone["optimizer"]
+        assert shared["weights"] == shared["gradients"] < 0.8 * alone["weights"]
+        assert 0.45 < shared["activations"] / alone["activations"] < 0.75
+    assert "Memory of rank 0 of 2" in CliRunner().invoke(app, [*command, "--ep", "2"]).stdout
+    refused = CliRunner().invoke(app, [*command, "--ep", "5"])
+    assert refused.exit_code == 2
+    assert "take --ep 4, or less" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("mode", "state", "sent"),
     [
