@@ -59,11 +59,12 @@ from swarmnet.training.models.base import (
     describe_parameters,
     num_parameters,
 )
-from swarmnet.training.models.experts import expert_of
+from swarmnet.training.models.experts import expert_of, is_stack
 from swarmnet.training.models.lora import is_packed, packing_of
 from swarmnet.training.models.packing import BITS
 from swarmnet.training.models.registry import (
     model_plan,
+    num_experts,
     split_stages,
     stage_matrix_parameters,
     stage_parameter_ranges,
@@ -458,11 +459,13 @@ def held_parts(spec: RunSpec, stage: int, num_ranks: int) -> tuple[float, float]
     """(of what is trained at a stage, of the rest), the part that a rank computes with that has
     some of the experts, and all else: the rank with most of them."""
     layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[stage]
-    num_experts = spec.model.num_experts
-    absent = 1 - -(-num_experts // num_ranks) / num_experts if num_experts else 0.0
+    experts = num_experts(spec.model)
+    absent = 1 - -(-experts // num_ranks) / experts if experts else 0.0
 
     def part(ranges: Sequence[ParameterRange]) -> float:
-        of_experts = sum(r.num_elements for r in ranges if expert_of(r.name) is not None)
+        of_experts = sum(
+            r.num_elements for r in ranges if expert_of(r.name) is not None or is_stack(r.name)
+        )
         return 1 - absent * of_experts / max(1, num_parameters(ranges))
 
     return part(describe_parameters(layers)), part(describe_frozen(layers))

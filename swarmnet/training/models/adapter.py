@@ -38,7 +38,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.llama import LOSS_FLOPS_PER_LOGIT, count_tokens, next_token_loss
 from swarmnet.training.models.model_config import load_config, model_classes
-from swarmnet.training.models.routing import RouterLosses, heard
+from swarmnet.training.models.routing import ROUTED_FAMILIES, RouterLosses, heard
 from swarmnet.training.models.text_cache import TextCache
 
 EMBEDDING, LAYERS, NORM, HEAD = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
@@ -46,8 +46,6 @@ PLAN_PARTS = ("embed_tokens", "layers", "norm")
 """Of `base_model_pp_plan`."""
 POSITION_TABLES = 16
 PROBE_SHAPE = (1, 3)
-ROUTED_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Their routers choose the largest logits, and so does transformers' loss for them."""
 NO_MASK = "swarmnet_causal"
 MAX_LENGTH = 1 << 30
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,15 +39,22 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """Of rows (R, D) in the order of their experts, and how many each expert has: what the experts make
 of them, (R, D)."""
 NUMBER = re.compile(r"\.experts\.(\d+)\.")
+STACKS = ("gate_up_proj", "down_proj")
 GROUPED_ALIGNMENT = 16
 """Bytes that rows of matrices are a multiple of, where grouped products are asked for."""
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a parameter of this full name is of; None where it is of
-    none."""
+    """The number of the expert that a parameter of this full name is of; None where it is not of
+    one."""
     found = NUMBER.search(name)
     return int(found[1]) if found else None
+
+
+def is_stack(name: str) -> bool:
+    """Of a parameter of this full name, the first dimension is that of the experts: so models of
+    transformers have them."""
+    return name.rpartition(".experts.")[2] in STACKS
 
 
 class SharedExperts(Protocol):
@@ -137,16 +145,10 @@ class Experts(nn.Module):
             kept_R = self._with_room(experts_R, x_BSD.shape[0])
             # What is dropped goes behind all experts, where nobody works.
             experts_R = torch.where(kept_R, experts_R, len(self.experts))
-        order_R = experts_R.argsort(stable=True)
-        place_R = order_R.argsort()
-        x_RD = Dispatched.apply(x_TD, order_R, place_R, self._num_chosen)
-        sizes_E = count(experts_R, len(self.experts) + 1)[:-1]
-        if self.shared is None:
-            y_RD = self._product(x_RD, sizes_E)
-        else:
-            y_RD = self.shared.through(x_RD, sizes_E, self._product)
-        y_TKD = y_RD.index_select(0, place_R).view(*chosen_TK.shape, -1)
-        y_TD = (y_TKD * weights_TK.to(y_TKD.dtype).unsqueeze(-1)).sum(dim=1)
+        through = self._product
+        if self.shared is not None:
+            through = partial(self.shared.through, product=self._product)
+        y_TD = combined(x_TD, experts_R, weights_TK, len(self.experts), through)
         y_BSD = y_TD.view(x_BSD.shape)
         if routing is None:
             return y_BSD
@@ -173,6 +175,19 @@ class Experts(nn.Module):
         return torch.empty_like(at_R, dtype=torch.bool).index_copy_(
             0, order_R, at_R - first_R < room
         )
+
+
+def combined(
+    x_TD: Tensor, experts_R: Tensor, weights_TK: Tensor, num_experts: int, through: Product
+) -> Tensor:
+    """What the experts of each token make of it, by its weights, (T, D). `experts_R`: by token,
+    then by choice; `num_experts` is none. `through`: the way of rows through their experts."""
+    order_R = experts_R.argsort(stable=True)
+    place_R = order_R.argsort()
+    x_RD = Dispatched.apply(x_TD, order_R, place_R, weights_TK.shape[1])
+    y_RD = through(x_RD, count(experts_R, num_experts + 1)[:-1])
+    y_TKD = y_RD.index_select(0, place_R).view(*weights_TK.shape, -1)
+    return (y_TKD * weights_TK.to(y_TKD.dtype).unsqueeze(-1)).sum(dim=1)
 
 
 class Dispatched(torch.autograd.Function):

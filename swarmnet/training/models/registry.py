@@ -15,7 +15,7 @@ from typing import Any
 
 from swarmnet.errors import SpecError, UserError, one_line
 from swarmnet.protocol.planning.cuts import split_layers
-from swarmnet.spec import RunSpec
+from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
@@ -27,6 +27,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.llama import llama_plan
 from swarmnet.training.models.matrices import cut_whole, matrix_parameters, muon_matrices
+from swarmnet.training.models.routing import ROUTED_FAMILIES
 from swarmnet.training.models.subspace import subspace_plan
 
 AUTO_SHARDS = 64
@@ -77,6 +78,18 @@ def model_plan(spec: RunSpec) -> ModelPlan:
             "one of them to the next has the whole width"
         )
     return replace(plan, split=split or plan.split, has_weights=has_weights)
+
+
+def num_experts(model: ModelSpec) -> int:
+    """Experts of a layer, where ranks can divide them; 0 for other models."""
+    if model.kind != "transformers":
+        return model.num_experts
+    if model.config["model_type"] not in ROUTED_FAMILIES:
+        return 0
+    from swarmnet.training.models.model_config import load_config  # slow to import
+
+    config = load_config(model.config)
+    return int(getattr(config, "num_local_experts", None) or config.num_experts)
 
 
 def draws_itself(spec: RunSpec) -> bool:

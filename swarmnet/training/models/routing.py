@@ -34,6 +34,10 @@ from torch import Tensor, nn
 
 from swarmnet.ports import RouterReport
 
+ROUTED_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Of transformers. Their routers choose the largest logits, and so does transformers' loss for
+them."""
+
 
 @dataclass(frozen=True, slots=True)
 class RouterLosses:

@@ -24,14 +24,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan
-from swarmnet.training.models.experts import Dispatched, Experts, Product, expert_of
+from swarmnet.training.models.experts import (
+    STACKS,
+    Dispatched,
+    Experts,
+    Product,
+    combined,
+    expert_of,
+    is_stack,
+)
+from swarmnet.training.models.lora import LoraLinear
 from swarmnet.training.models.routing import Heard
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cuts import Cut, part_of
+from swarmnet.training.ranks.part_dropout import PartDropout
 from swarmnet.training.ranks.tensor_parallel import Region, both_ways, unchanged
 
 
@@ -61,9 +71,11 @@ class ExpertCut:
     ) -> Cut:
         """As `Cutting.cut`."""
         number = expert_of(name)
+        start, stop = part_of(self.num_experts, rank, num_ranks)
+        if is_stack(name):
+            return Cut(0, start, stop, "own")
         if number is None:  # of its samples alone
             return Cut(0, 0, shape[0], "partial")
-        start, stop = part_of(self.num_experts, rank, num_ranks)
         is_here = start <= number < stop
         return Cut(0, 0, shape[0], "own") if is_here else Cut(0, 0, 0, "absent")
 
@@ -131,6 +143,33 @@ class ExpertExchange:
         return came
 
 
+def _share(stack: Any, num_experts: int, exchange: ExpertExchange) -> None:
+    """Lets experts of a model of transformers, of which those are here that are this rank's, go
+    through the exchange."""
+    alone = stack.forward  # of the family's class
+    stack.num_experts = len(exchange.here)
+
+    def product(x_CD: Tensor, sizes_E: Tensor) -> Tensor:
+        numbers = torch.arange(len(sizes_E), device=x_CD.device)
+        numbers_C1 = numbers.repeat_interleave(sizes_E, output_size=len(x_CD)).unsqueeze(1)
+        made: Tensor = alone(x_CD, numbers_C1, x_CD.new_ones(numbers_C1.shape))
+        return made
+
+    def forward(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        through = partial(exchange.through, product=product)
+        return combined(x_TD, chosen_TK.flatten(), weights_TK, num_experts, through)
+
+    stack.forward = forward
+
+
+def _place(microbatch: int, region: Region, size: int) -> tuple[int, int]:
+    """Of a tensor of all samples of a microbatch, or of their tokens: from the size of this rank's
+    part to that of the whole, and where the part begins."""
+    mine = samples_of(microbatch, region.rank, region.num_ranks)
+    each = size // (mine.stop - mine.start)
+    return each * microbatch, each * mine.start
+
+
 class ExpertLayers(CutLayers):
     """The layers of one rank: some experts of each layer, all that is no expert, and a part of the
     samples."""
@@ -144,10 +183,11 @@ class ExpertLayers(CutLayers):
         *,
         region: Region,
         num_experts: int,
+        microbatch: int,
         **options: Any,
     ) -> None:
         """`region`: of gradients that ranks have a part of (`sequence_parallel`); `num_experts`: of
-        a layer; the rest as for `CutLayers`."""
+        a layer; `microbatch`: samples; the rest as for `CutLayers`."""
         self._gathers = False
         self._mine = slice(0, 0)
         """Of the samples of the pass that runs, those of this rank."""
@@ -163,6 +203,11 @@ class ExpertLayers(CutLayers):
             for part in module.modules():
                 if isinstance(part, Experts):
                     part.shared = self._exchange
+                elif isinstance(getattr(part, STACKS[0], None), nn.Parameter):
+                    _share(part, num_experts, self._exchange)
+                elif isinstance(part, LoraLinear) and isinstance(part.dropout, nn.Dropout):
+                    place = partial(_place, microbatch, region)
+                    part.dropout = PartDropout(part.dropout.p, 0, place)
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         num_samples = x.shape[0]

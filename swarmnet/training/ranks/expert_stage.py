@@ -12,6 +12,9 @@ import torch
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
+from swarmnet.training.models.lora import packing_of
+from swarmnet.training.models.registry import draws_itself, model_plan, num_experts
+from swarmnet.training.models.routing import ROUTED_FAMILIES
 from swarmnet.training.ranks.expert_layers import ExpertLayers
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
@@ -25,12 +28,20 @@ def check_experts(spec: RunSpec, num_ranks: int) -> None:
     if num_ranks == 1:
         return
     begin, instead = f"--ep {num_ranks}: ", "leave it out, or start a peer for each device"
-    num_experts = spec.model.num_experts
-    if spec.model.kind != "llama" or not num_experts:
-        raise SpecError(f"{begin}the built-in Llama with num_experts goes with it; {instead}")
-    most = min(num_experts, spec.pipeline.microbatch)
+    experts = num_experts(spec.model)
+    if not (experts and model_plan(spec).routes):
+        families = ", ".join(ROUTED_FAMILIES)
+        raise SpecError(
+            f"{begin}models with experts go with it, the built-in Llama's and those of {families}; "
+            f"{instead}"
+        )
+    if packing_of(spec.lora):
+        raise SpecError(f"{begin}[lora] base_dtype int8 and nf4 are for one rank; {instead}")
+    if draws_itself(spec):
+        raise SpecError(f"{begin}the model draws random numbers for whole microbatches; {instead}")
+    most = min(experts, spec.pipeline.microbatch)
     if num_ranks > most:
-        what = "experts" if most == num_experts else "samples in a microbatch"
+        what = "experts" if most == experts else "samples in a microbatch"
         raise SpecError(
             f"{begin}each rank has one at least of the {most} {what}; "
             + (f"take --ep {most}, or less" if most > 1 else instead)
@@ -74,4 +85,9 @@ def _layers(
 ) -> functools.partial[ExpertLayers]:
     """Of ranks whose gradients are each a part, but for experts'."""
     region = Region(group, rank, num_ranks, sequence_parallel=True)
-    return functools.partial(ExpertLayers, region=region, num_experts=spec.model.num_experts)
+    return functools.partial(
+        ExpertLayers,
+        region=region,
+        num_experts=num_experts(spec.model),
+        microbatch=spec.pipeline.microbatch,
+    )

@@ -15,15 +15,19 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory import offload
-from swarmnet.training.memory.plan import BF16, FP32, Precision, plan_memory
+from swarmnet.training.memory.plan import BF16, FP32, Precision, held_parts, plan_memory
 from swarmnet.training.memory.plan import EXPERTS as EXPERTS_ARE
 from swarmnet.training.ranks.expert_stage import build_expert_stage, check_experts
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.training.flights import gradient, named, parameters
 from tests.training.memory.test_memory_plan import kept_bytes
+from tests.training.models.test_routers import FAMILIES
 from tests.training.packed import lengths_of
 from tests.training.passes.test_generation import at_once, change, copy_all, through, tokens_of
+from tests.training.ranks.test_family_ranks import compare as compare_family
+from tests.training.ranks.test_family_ranks import renew
+from tests.training.ranks.test_family_ranks import spec_of as family_of
 from tests.training.ranks.test_tensor_parallel import (
     TOLERANCE,
     close,
@@ -280,6 +284,44 @@ def test_all_ranks_help_to_write_texts() -> None:
         torch.testing.assert_close(now[-1], at_once(one, words[:, :12]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_mixtures_of_transformers(family: str) -> None:
+    """Losses, gradients, logits and texts, over two stages."""
+    sizes = {"num_experts_per_tok": 2, "initializer_range": 0.1, FAMILIES[family]: 4}
+    if family != "mixtral":
+        sizes["moe_intermediate_size"] = 24
+    if family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 16
+    spec = family_of(family, 2, tied=family == "qwen3_moe", **sizes)
+    losses = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update=losses)})
+    one = [build_stage(spec, k, computing=Computing()) for k in range(2)]
+    with (
+        rank_threads(spec, 2, mode="experts") as first,
+        rank_threads(spec, 2, mode="experts") as last,
+    ):
+        many = [
+            build_expert_stage(spec, k, group, Computing(activations="blocks"))
+            for k, group in enumerate((first, last))
+        ]
+        for ours, theirs in zip(many, one, strict=True):
+            held = sum(p.numel() for p in ours.layers.parameters())
+            assert held == pytest.approx(
+                held_parts(spec, ours.stage_index, 2)[0] * len(parameters(theirs))
+            )
+        compare_family(one, many)
+        renew(one, many)
+        for ours, theirs in zip(many, one, strict=True):
+            same_reports(theirs, ours)
+        compare_family(one, many, round_index=1)
+        words = tokens_of(spec)
+        found = [
+            through(many, words[:, b:e], b, is_copied=False) for b, e in ((0, 7), (7, 8), (8, 12))
+        ]
+        expected = [at_once(one, words[:, :end]) for end in (7, 8, 12)]
+        torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
 def test_processes_have_experts_each() -> None:
     """The rest of this page has threads."""
     spec = spec_of()
@@ -290,7 +332,7 @@ def test_processes_have_experts_each() -> None:
 @pytest.mark.parametrize(
     ("model", "microbatch", "num_ranks", "message"),
     [
-        ({"num_experts": 0, "num_experts_per_tok": 0}, 4, 2, "num_experts goes with it; leave it"),
+        ({"num_experts": 0, "num_experts_per_tok": 0}, 4, 2, "models with experts go with it"),
         ({}, 3, 4, "3 samples in a microbatch; take --ep 3, or less"),
         ({}, 8, 5, "4 experts; take --ep 4, or less"),
         ({}, 1, 2, "1 samples in a microbatch; leave it out"),

@@ -15,6 +15,7 @@ from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
 from swarmnet.training.ranks.cut_check import check_cut
+from swarmnet.training.ranks.expert_stage import build_expert_stage
 from swarmnet.training.ranks.fsdp import check_split
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage
 from swarmnet.training.stage import TorchStage, build_stage
@@ -181,6 +182,30 @@ def test_adapters_that_ranks_cannot_share_are_one_line(
         with pytest.raises(SpecError, match=rf"--tp 2.*{message}; take --tp 1"):
             check(spec, 2)
         check(spec, 1)
+
+
+def test_adapters_over_experts_that_ranks_divide(tmp_path: Path) -> None:
+    """In processes: dropout seeds torch. Of four samples two are on rank 0; linear layers of the
+    shared expert get tokens, others samples."""
+    folder = tmp_path / "model"
+    sizes = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
+    folder_of(folder, "qwen2_moe", num_experts_per_tok=2, **sizes)
+    lora = {**ALL, "lora_dropout": 0.3, "base_dtype": "bfloat16"}
+    spec, _ = lora_run(folder, tmp_path, lora=lora, num_stages=1)
+    (one,) = stages_of_one(spec, folder)
+    with ranks(spec, 3, mode="experts") as group:
+        many = build_expert_stage(spec, 0, group, Computing(activations="blocks"))
+        fill(many, spec, folder)
+        held = {n: p for m in many.layers.modules for n, p in m.named_parameters()}
+        assert held["mlp.experts.down_proj"].shape[0] == 1
+        losses = []
+        for stage in (one, many):
+            randomize([stage])
+            losses.append(stage.forward_backward((1, 0), tokens(1), tokens(2)).loss_sum)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        close_by_name(one, gradient(many), gradient(one))
+        many.retract((1, 0))
+        assert gradient(many).norm() < 1e-5 * gradient(one).norm()
 
 
 def test_what_dropout_leaves_out_is_that_of_one_rank(tmp_path: Path) -> None:
