@@ -31,6 +31,7 @@ from swarmnet.wire import Array
 from tests.swarm.initial.test_weights import folder_of
 from tests.swarm.lora_runs import LORA, initial_adapters, lora_run
 from tests.training.data.making import CHATML, tokenizer_folder
+from tests.training.test_families import folder_of as family_folder
 
 KEY = (0, 1)
 
@@ -462,6 +463,21 @@ microbatch = 2
     with pytest.raises(SpecError, match=message) as caught:
         described(parse_spec(text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "mlp.experts.down_proj", "experts.0.w1", "w2"])
+def test_experts_get_no_adapters(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    family_folder(folder, "mixtral", num_local_experts=4)
+    message = (
+        f"{name} is of experts, .* get no adapters; take others: k_proj, o_proj, q_proj, v_proj"
+    )
+    with pytest.raises(SpecError, match=message):
+        lora_run(folder, tmp_path, lora={**LORA, "target_modules": ["q_proj", name]})
+    dense = tmp_path / "dense"
+    family_folder(dense, "llama")
+    with pytest.raises(SpecError, match=f"no linear layer '{name}'"):
+        lora_run(dense, tmp_path, lora={**LORA, "target_modules": [name]})
 
 
 def test_random_weights_have_nothing_to_adapt(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
 from swarmnet.spec import ALL_LINEAR, LoraSpec
-from swarmnet.training.models.base import LayerBuilder, ModelPlan
+from swarmnet.training.models.base import LayerBuilder, ModelPlan, described
+from swarmnet.training.models.experts import STACKS, is_stack
 from swarmnet.training.models.frozen import FrozenLinear
 from swarmnet.training.models.llama import Linear
 from swarmnet.training.models.packing import BITS, check_packing
@@ -27,6 +28,8 @@ from swarmnet.training.models.packing import BITS, check_packing
 A, B = "lora_A", "lora_B"
 NOT_ADAPTED = ("embed_tokens", "lm_head")
 """Matrices outside the decoder layers."""
+OF_EXPERTS = (*STACKS, "w1", "w2", "w3")
+"""Names of an expert's matrices, in models or in files of them, that nothing else has."""
 MAX_SHOWN = 20
 """Names in an error's line."""
 
@@ -137,8 +140,26 @@ def check_targets(plan: ModelPlan, wanted: Sequence[str]) -> None:
         raise SpecError(
             f"[lora] target_modules: {missing[0]} {why} and gets no adapter; there are: {shown}"
         )
+    if missing and _is_of_experts(plan, missing[0]):
+        raise SpecError(
+            f"[lora] target_modules: {missing[0][:80]} is of experts, whose matrices lie in one "
+            f"stack and get no adapters; take others: {shown}"
+        )
     what = f"the model has no linear layer {missing[0][:80]!r}" if missing else "it is empty"
     raise SpecError(f"[lora] target_modules: {what}; there are: {shown}")
+
+
+def _is_of_experts(plan: ModelPlan, name: str) -> bool:
+    """A name for matrices of experts, in a model that has these in stacks (`experts.is_stack`) or
+    in its files."""
+    parts = name.split(".")
+    if "experts" not in parts and parts[-1] not in OF_EXPERTS:
+        return False
+    return any(
+        is_stack(f"{layer.name}.{own}")
+        for layer, module in zip(plan.layers, described(plan.layers), strict=True)
+        for own, _ in module.named_parameters()
+    )
 
 
 def present(plan: ModelPlan, names: Sequence[str]) -> tuple[str, ...]:
