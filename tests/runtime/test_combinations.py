@@ -23,7 +23,7 @@ from tests.training.test_families import folder_of
 
 ROOT = Path(__file__).parents[2]
 PAGE, HEADING = ROOT / "docs" / "parallelism.md", "## What combines with what"
-LLAMA, FAMILY, SHARDED, SEQUENCES = range(4)
+LLAMA, FAMILY, SHARDED, SEQUENCES, EXPERTS = range(5)
 """Columns."""
 NONE = "-"
 """In a cell: there is no such model."""
@@ -32,17 +32,27 @@ Cell = tuple[RunSpec, dict[str, Any]]
 
 
 def table() -> dict[str, list[str]]:
-    """By the first cell of a row, the others."""
+    """By each name in the first cell of a row, the others."""
     text = PAGE.read_text().partition(f"\n{HEADING}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+    return {
+        name: [cell.strip() for cell in row[1:]]
+        for row in rows[2:]
+        for name in row[0].strip().split(", ")
+    }
 
 
 def plain(column: int, **changes: Any) -> RunSpec:
     """A run of the column's kind of model."""
     if column == FAMILY:
         return spec_of("qwen2", 1, document_mask=False, **changes)
+    if column == EXPERTS:
+        changes["model"] = {"num_experts": 4} | changes.get("model", {})
     return small_spec(**changes)
+
+
+def mixture(tied: bool = False, **more: Any) -> RunSpec:
+    return spec_of("mixtral", 1, tied, document_mask=False, num_local_experts=4, **more)
 
 
 def adapters(tmp_path: Path, **lora: Any) -> Callable[[int], Cell]:
@@ -50,7 +60,11 @@ def adapters(tmp_path: Path, **lora: Any) -> Callable[[int], Cell]:
         if column in (LLAMA, SEQUENCES):  # beside what another run ended with
             values = LoraSpec.model_validate({**LORA, **lora})
             return small_spec().model_copy(update={"lora": values}), {}
-        folder = tmp_path / "model"
+        folder = tmp_path / f"model-{column == EXPERTS}"
+        if column == EXPERTS:
+            folder_of(folder, "mixtral", num_local_experts=4)
+            modules = {"target_modules": "all-linear"}
+            return lora_run(folder, tmp_path, lora={**LORA, **modules, **lora})[0], {}
         folder_of(folder, "qwen2")
         return lora_run(folder, tmp_path, lora={**LORA, **lora})[0], {}
 
@@ -70,12 +84,12 @@ def cells(tmp_path: Path) -> dict[str, Callable[[int], Cell]]:
     def masked(column: int) -> Cell:
         if column == FAMILY:
             return spec_of("qwen2", 1), {}
-        return small_spec(data={"document_mask": True}), {}
+        return plain(column, data={"document_mask": True}), {}
 
     def routed(column: int) -> Cell:
         if column != FAMILY:
             return small_spec(model={"num_experts": 4}), {}
-        spec = spec_of("mixtral", 1, document_mask=False)
+        spec = mixture()
         model = spec.model.model_copy(update={"router_aux_loss_coef": 0.01})
         return spec.model_copy(update={"model": model}), {}
 
@@ -83,24 +97,33 @@ def cells(tmp_path: Path) -> dict[str, Callable[[int], Cell]]:
         "`[lora]`": adapters(tmp_path),
         "`[lora] lora_dropout`": adapters(tmp_path, lora_dropout=0.1),
         '`[lora] base_dtype = "bfloat16"`': adapters(tmp_path, base_dtype="bfloat16"),
-        '`[lora] base_dtype = "int8"`, `"nf4"`': adapters(tmp_path, base_dtype="int8"),
-        "one matrix as embedding and output matrix": lambda _: (spec_of("qwen2", 1, True), {}),
+        '`[lora] base_dtype = "int8"` or `"nf4"`': adapters(tmp_path, base_dtype="int8"),
+        "one matrix as embedding and output matrix": lambda column: (
+            mixture(tied=True) if column == EXPERTS else spec_of("qwen2", 1, True),
+            {},
+        ),
         "`[data] document_mask`": masked,
         "`[model] subspace`": lambda _: (small_spec(model={"subspace": 8}), {}),
-        "a model that draws random numbers": lambda _: (
-            spec_of("qwen2", 1, document_mask=False, attention_dropout=0.1),
+        "a model that draws random numbers": lambda column: (
+            mixture(attention_dropout=0.1)
+            if column == EXPERTS
+            else spec_of("qwen2", 1, document_mask=False, attention_dropout=0.1),
             {},
         ),
         "a model of your own": custom,
         "routers that have a loss of their own": routed,
-        "a model of transformers": lambda _: (plain(FAMILY), {}),
+        "a model of transformers": lambda column: (
+            mixture() if column == EXPERTS else plain(FAMILY),
+            {},
+        ),
         "`--cp N`": with_option(cp=2),
+        "`--ep N`": with_option(ep=2),
         "`--precision bf16`": with_option(precision="bf16"),
         "`--precision fp16`": with_option(precision="fp16"),
         "`--activations`": with_option(activations="offload"),
         "`--sequence-parallel`": with_option(sequence_parallel=True),
         "`--compile`": with_option(compile=True),
-        "`--weights-memory host`, `disk`": with_option(weights_memory="disk"),
+        "`--weights-memory host` or `disk`": with_option(weights_memory="disk"),
         "`--optimizer-memory device`": with_option(optimizer_memory="device"),
         "`--stages` above 1": with_option(stages="2"),
     }
@@ -119,7 +142,8 @@ def test_each_cell_is_taken_or_refused_in_one_line(
                 continue
             spec, given = made[name](column)
             local = {"local": "fsdp"} if column == SHARDED else {}
-            ranks = {"cp": 2} if column == SEQUENCES else {"tp": 2} | local
+            own = {SEQUENCES: {"cp": 2}, EXPERTS: {"ep": 2}}
+            ranks: dict[str, Any] = own.get(column, {"tp": 2} | local)
             options = PeerOptions(tmp_path, spec=tmp_path, **ranks, **given)
             refusal = refused(spec, options)
             assert (refusal is None) == (word == "yes"), (name, column, refusal)
