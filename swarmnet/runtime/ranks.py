@@ -29,41 +29,15 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     Without them: all GPUs of CUDA, or as many as the model can be cut into, and one device of
     another type: ranks of these were never run."""
     import swarmnet.training.accelerators as accelerators
-    from swarmnet.training.ranks.context_parallel_stage import check_sequences
-    from swarmnet.training.ranks.cut_check import check_cut
-    from swarmnet.training.ranks.expert_stage import check_experts
-    from swarmnet.training.ranks.fsdp import check_split
 
     here = accelerators.kind()
     num_gpus = 0 if options.device == accelerators.CPU else accelerators.num_devices()
     if here != accelerators.CUDA:
         num_gpus = min(num_gpus, 1)
-    is_sharded = options.local == "fsdp"
-    is_named = options.device in accelerators.KINDS
     wanted = options.num_ranks
-    if is_named and (options.device != here or num_gpus < (wanted or 1)):
-        found = num_gpus if options.device == here else 0
-        raise UserError(
-            f"--device {options.device}: this machine has {found} such devices that torch can use, "
-            f"and {wanted or 1} are wanted; --device auto takes what there is"
-        )
-
-    def check(num_ranks: int) -> None:
-        if options.ranks_option != "--tp":
-            _check_alone(options)
-        if options.shares_sequences:
-            check_sequences(spec, num_ranks)
-        elif options.shares_experts:
-            check_experts(spec, num_ranks)
-        elif is_sharded:
-            if options.sequence_parallel and num_ranks > 1:
-                raise UsageError("--sequence-parallel goes with --local tensor; leave it out")
-            check_split(spec, num_ranks)
-        else:
-            check_cut(spec, num_ranks, sequence_parallel=options.sequence_parallel)
-
+    check_wanted(options, wanted or 1)
     if wanted is not None:
-        check(wanted)
+        check_ranks(spec, options, wanted)
         kind = here if num_gpus >= wanted else accelerators.CPU
         if options.ranks_option != "--tp" and kind == accelerators.CPU:
             _check_cores(options.ranks_option, wanted)
@@ -73,13 +47,50 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
 
     def is_possible(num_ranks: int) -> bool:
         try:
-            check(num_ranks)
+            check_ranks(spec, options, num_ranks)
         except SpecError:
             return False
         return True
 
     num_ranks = max(filter(is_possible, range(1, num_gpus + 1)))
     return [f"{here}:{i}" for i in range(num_ranks)]
+
+
+def check_wanted(options: PeerOptions, num_devices: int) -> None:
+    """Raises `UserError` where `--device` wants what this machine has not so often."""
+    import swarmnet.training.accelerators as accelerators
+
+    here = accelerators.kind()
+    found = accelerators.num_devices() if options.device == here else 0
+    if here != accelerators.CUDA:
+        found = min(found, 1)
+    if options.device in accelerators.KINDS and found < num_devices:
+        raise UserError(
+            f"--device {options.device}: this machine has {found} such devices that torch can use, "
+            f"and {num_devices} are wanted; --device auto takes what there is"
+        )
+
+
+def check_ranks(spec: RunSpec, options: PeerOptions, num_ranks: int) -> None:
+    """Raises `SpecError` or `UsageError` where so many ranks do not go with the model, or with
+    other options."""
+    from swarmnet.training.ranks.context_parallel_stage import check_sequences
+    from swarmnet.training.ranks.cut_check import check_cut
+    from swarmnet.training.ranks.expert_stage import check_experts
+    from swarmnet.training.ranks.fsdp import check_split
+
+    if options.ranks_option != "--tp":
+        _check_alone(options)
+    if options.shares_sequences:
+        check_sequences(spec, num_ranks)
+    elif options.shares_experts:
+        check_experts(spec, num_ranks)
+    elif options.local == "fsdp":
+        if options.sequence_parallel and num_ranks > 1:
+            raise UsageError("--sequence-parallel goes with --local tensor; leave it out")
+        check_split(spec, num_ranks)
+    else:
+        check_cut(spec, num_ranks, sequence_parallel=options.sequence_parallel)
 
 
 def _check_alone(options: PeerOptions) -> None:
@@ -114,7 +125,12 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
     check_options(spec, options, devices)
     if len(devices) == 1:
         return None
-    built = spec.with_builder(options.model_builder(spec))
+    return start_ranks(spec.with_builder(options.model_builder(spec)), options, devices)
+
+
+def start_ranks(spec: RunSpec, options: PeerOptions, devices: list[str]) -> LocalGroup:
+    """Ranks 1 and on, where this process is rank 0. `spec`: as this machine builds it. Blocks for
+    seconds. Raises `RankLost`."""
     from swarmnet.training.ranks.fsdp import open_default_group
     from swarmnet.training.ranks.local_group import LocalGroup, open_process_group
     from swarmnet.training.ranks.tensor_parallel_stage import rank_options
@@ -128,7 +144,7 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
         len(devices),
         devices=devices,
         threads=options.threads,
-        options=rank_options(built, sequence_parallel=options.sequence_parallel, mode=mode),
+        options=rank_options(spec, sequence_parallel=options.sequence_parallel, mode=mode),
         open_group=open_default_group if options.local == "fsdp" else open_process_group,
     )
 
@@ -171,7 +187,7 @@ async def until_over(
         await asyncio.wait((life, *watching), return_when=asyncio.FIRST_COMPLETED)
         failure: BaseException | None = None
         if group is not None and group.failure is not None:
-            failure = type(group.failure)(str(group.failure))
+            failure = type(group.failure)(f"this peer ends: {group.failure}")
         elif watching[0].done():
             failure = watching[0].exception()
         if failure is not None:

@@ -34,9 +34,9 @@ from swarmnet.training.models.base import (
     own_parameters,
 )
 from swarmnet.training.models.frozen import FrozenLinear, StageBase
+from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.ranks.cut_plan import range_cuts
 from swarmnet.training.ranks.cuts import Cut, Cutting
-from swarmnet.training.ranks.local_group import SharedFloats
 from swarmnet.training.ranks.rank_stage import (
     RankLayers,
     move_buffers,

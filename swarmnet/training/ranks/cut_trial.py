@@ -83,7 +83,6 @@ def on_ranks(plan: ModelPlan, model: ModelSpec) -> tuple[Tensor, ...]:
     regions = [Region(None, rank, NUM_RANKS) for rank in range(NUM_RANKS)]
     lead = _layers(plan, functools.partial(ParallelLayers, cut=cut, region=regions[0]))
     fd = os.dup(lead.shared.fd)
-    lead.shared.close_fd()
     other = _layers(plan, functools.partial(ParallelLayers, cut=cut, region=regions[1], fd=fd))
     found: list[tuple[Tensor, ...] | BaseException] = [RuntimeError("silent")] * 2
 

@@ -40,8 +40,9 @@ from swarmnet.training.models.base import (
 from swarmnet.training.models.frozen import FrozenLinear, StageBase
 from swarmnet.training.models.lora import LoraLinear, packing_of
 from swarmnet.training.models.registry import draws_itself, model_plan
+from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.ranks.cuts import Cut, part_of
-from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
+from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.part_dropout import PartDropout
 from swarmnet.training.ranks.rank_stage import LeadStage, RankLayers, RankStage, following
 from swarmnet.training.ranks.tensor_parallel import both_ways, unchanged

@@ -5,111 +5,13 @@ Started by `local_group`; nobody else runs it.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
+import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from swarmnet.errors import SwarmnetError, one_line
-from swarmnet.system import end_with_parent
-
-PR_SET_PDEATHSIG = 1
-
-
-def main(fd: int, rank: int, parent_pid: int) -> None:
-    """The life of a rank."""
-    end_with_parent(parent_pid, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends the others
-    link = Link(socket.socket(fileno=fd))
-    code = 0
-    try:
-        serve(link, rank)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # rank 0 is through
-    except BaseException as error:
-        code = 1
-        text = one_line(f"{type(error).__name__}: {error}", 300)
-        with contextlib.suppress(OSError):
-            link.broken(text)
-            link.wait_for_end()
-    os._exit(code)  # process groups may wait for others when they are torn down
-
-
-class Link:
-    """This rank's end of the socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        from swarmnet.training.ranks.local_group import ANSWER, BEAT, BEAT_S
-
-        self._socket = connection
-        self._pack = ANSWER.pack
-        self._lock = threading.Lock()
-        beat = self._pack(BEAT, 0, 0)
-
-        def beats() -> None:
-            pause = threading.Event()
-            try:
-                while not pause.wait(BEAT_S):
-                    self._send(beat)
-            except OSError:
-                return
-
-        threading.Thread(target=beats, name="beat", daemon=True).start()
-
-    def receive(self) -> tuple[str, dict[str, Any], list[Any], int | None]:
-        """The next call: name, values, arrays, descriptor. Raises `EOFError` at the end."""
-        import json
-
-        from swarmnet.training.ranks.local_group import LENGTH, MAX_HEADER_BYTES
-        from swarmnet.wire import Array
-
-        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
-        if length > MAX_HEADER_BYTES:
-            raise ValueError("a call with an impossible length")
-        header = json.loads(self._exactly(length))
-        fd = None
-        if header["has_fd"]:
-            _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
-            fd = fds[0]
-        arrays = [
-            Array(dtype, tuple(shape), self._exactly(num_bytes))
-            for dtype, shape, num_bytes in header["arrays"]
-        ]
-        return header["call"], header["values"], arrays, fd
-
-    def answer(self, number: int, is_refused: bool) -> None:
-        from swarmnet.training.ranks.local_group import DONE, REFUSED
-
-        self._send(self._pack(REFUSED if is_refused else DONE, number, 0))
-
-    def broken(self, text: str) -> None:
-        from swarmnet.training.ranks.local_group import BROKEN
-
-        data = text.encode()
-        self._send(self._pack(BROKEN, 0, len(data)) + data)
-
-    def wait_for_end(self) -> None:
-        """Rank 0 ends this process, or itself."""
-        while self._socket.recv(1 << 16):
-            pass
-
-    def _send(self, data: bytes) -> None:
-        with self._lock:
-            self._socket.sendall(data)
-
-    def _exactly(self, num_bytes: int) -> bytearray:
-        data = bytearray(num_bytes)
-        view = memoryview(data)
-        while view.nbytes:
-            received = self._socket.recv_into(view)
-            if received == 0:
-                raise EOFError
-            view = view[received:]
-        return data
+from swarmnet.errors import SwarmnetError
+from swarmnet.training.processes.frames import Link, live
 
 
 def serve(link: Link, rank: int) -> None:
@@ -168,4 +70,5 @@ def following_of(mode: str) -> Callable[..., dict[str, Callable[..., None]]]:
 
 
 if __name__ == "__main__":
-    main(*(int(word) for word in sys.argv[1:4]))
+    FD, RANK, PARENT = (int(word) for word in sys.argv[1:4])
+    live(FD, PARENT, functools.partial(serve, rank=RANK))

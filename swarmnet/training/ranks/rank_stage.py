@@ -23,7 +23,8 @@ from swarmnet.ports import Base, Generation, LossResult, Passage, StageResult, S
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
+from swarmnet.training.processes.shared_memory import SharedFloats
+from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.stage import TorchStage
 from swarmnet.wire import Array
 
@@ -208,7 +209,6 @@ class LeadStage(RankStage):
         about = {"stage": self.stage_index, "computing": self.computing.values()}
         group.send("build", about, fd=self.layers.shared.fd)
         group.join()
-        self.layers.shared.close_fd()
 
     def forward_pass(
         self,
