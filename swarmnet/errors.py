@@ -10,6 +10,7 @@
     │   └── AddressError       an address is malformed, taken, or nobody answers on it
     │       ├── WrongAddress   malformed, or not one to use here: a FinalError too
     │       └── PortTaken      another process listens there: a FinalError too
+    ├── StageLost              what computes a stage here is gone: the peer can serve another
     ├── NotNow                 nobody's mistake: what was asked for may be had later
     ├── TransportError         the link, not what was said over it
     │   ├── Unreachable        no address of the peer answers
@@ -87,6 +88,10 @@ class WrongAddress(FinalError, AddressError):
 
 class PortTaken(FinalError, AddressError):
     """Another process listens at the port that was asked for."""
+
+
+class StageLost(SwarmnetError):
+    """What computes a stage here is gone, and what it had not given away. The peer is not."""
 
 
 class NotNow(SwarmnetError):

@@ -80,9 +80,10 @@ def check(choices: PeerChoices) -> None:
     is_number = stages.isascii() and stages.isdigit() and 1 <= int(stages) <= MAX_SEATS
     if stages != AUTO_STAGES and not is_number:
         raise UsageError(f"--stages {stages}: a number from 1 to {MAX_SEATS}, or auto")
-    if stages != "1" and (choices.num_ranks or 1) > 1:
+    if stages == AUTO_STAGES and (choices.num_ranks or 1) > 1:
         raise UsageError(
-            f"--stages goes with one rank: the ranks of {choices.ranks_option} serve one stage"
+            f"--stages auto goes with one rank; name a number of stages, or leave "
+            f"{choices.ranks_option} out"
         )
     if 0 < (choices.direct_port or 0) < FIRST_DIRECT_PORT:
         raise UsageError(f"--direct-port: 0, or {FIRST_DIRECT_PORT} and above")
@@ -162,7 +163,6 @@ def keeper_of(running: RunningPeer) -> Keeper:
     base_bytes = tree_bytes(psutil.Process())
     memory = MemoryCap(stage_needs(built), base_bytes)
     path: Path = options.state_dir / LIMITS_FILE
-    device: Any = running.machine.device
     limited, traffic = running.peer.resource_limits, running.peer.transport.traffic
 
     def moved() -> tuple[int, int]:
@@ -174,5 +174,5 @@ def keeper_of(running: RunningPeer) -> Keeper:
         gossip.amend(totals={**others, **totals})
 
     return Keeper(
-        path, limited, running.transport, device, memory, stages, traffic=moved, tell=tell
+        path, limited, running.transport, running, memory, stages, traffic=moved, tell=tell
     )

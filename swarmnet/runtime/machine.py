@@ -28,6 +28,7 @@ from swarmnet.system import give_memory_back
 
 if TYPE_CHECKING:
     from swarmnet.ports import Data, Device, InitialWeights
+    from swarmnet.runtime.apart.seat import ApartSeat
     from swarmnet.training.ranks.local_group import LocalGroup
 
 log = logging.getLogger("swarmnet.peer")
@@ -44,10 +45,11 @@ def build_machine(
     group: LocalGroup | None = None,
     beside: Machine | None = None,
     begun: Run | None = None,
+    apart: ApartSeat | None = None,
 ) -> Machine:
     """The device of this machine; `group`: its other ranks, where it has any. `beside`: of another
     seat of the machine, which shares its device and feeds. `begun`: the run, where this peer starts
-    it.
+    it. `apart`: what builds this seat's stages elsewhere: then it shares no device.
 
     Raises `DataError`, `SpecError` or `UserError`."""
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
@@ -56,12 +58,13 @@ def build_machine(
     if options.threads:
         set_num_threads(options.threads)
     run, spec = spec, spec.with_builder(options.model_builder(spec))
-    build, build_local = _builders(spec, options, group)
+    build, build_local = _builders(spec, options, group, apart)
     if beside is not None:
+        shared = {"device": beside.device.seat()} if apart is None else _apart(apart)
         return replace(
             beside,
+            **shared,
             build=build,
-            device=beside.device.seat(),
             data=None,
             shared=None,
             disk=open_disk(run, spec, options),
@@ -70,6 +73,19 @@ def build_machine(
     files = RunFiles(options.state_dir, spec.files)
     data, disk = open_data_of(spec, options, files), open_disk(run, spec, options)
     costs = stage_costs(model_plan(spec), spec.pipeline.num_stages)
+    rest: dict[str, Any] = {
+        "data": data,
+        "disk": disk,
+        "build_local": build_local,
+        "free": free_memory,
+        "weights": open_initial_weights(spec, options, files, begun or Run(spec)),
+        "file_sizes": {about.sha256: about.size for about in files.files.values()},
+        "read_file": files.read_part,
+        "stage_costs": tuple(costs) if all(cost > 0 for cost in costs) else None,
+        "shared": open_shared(spec, options, files, data),
+    }
+    if apart is not None:
+        return Machine(build, **_apart(apart), **rest)
     device = DeviceThread(has_cores=choose_devices(spec, options)[0] == "cpu")
 
     def measure() -> float:
@@ -83,32 +99,43 @@ def build_machine(
         build,
         device,
         WorkerThread(),
-        data,
-        disk,
-        build_local,
-        free=free_memory,
         free_bytes=lambda: float(free_bytes_of(choose_devices(spec, options)[0])),
         measure=measure,
-        weights=open_initial_weights(spec, options, files, begun or Run(spec)),
-        file_sizes={about.sha256: about.size for about in files.files.values()},
-        read_file=files.read_part,
-        stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
-        shared=open_shared(spec, options, files, data),
+        **rest,
     )
 
 
+def _apart(apart: ApartSeat) -> dict[str, Any]:
+    """What a seat has of its own whose stages are in another process. How fast that is shows when
+    it works."""
+    from swarmnet.training.device import DeviceThread, WorkerThread
+
+    # Passes on CPUs take the machine's cores, in whichever process they are.
+    device = DeviceThread(has_cores=apart.is_on_cpu)
+    return {
+        "device": device,
+        "worker": WorkerThread(),
+        "free_bytes": apart.free_bytes,
+        "until_lost": lambda: apart.until_lost(device),
+        "services": {},
+    }
+
+
 def _builders(
-    spec: RunSpec, options: PeerOptions, group: LocalGroup | None
+    spec: RunSpec, options: PeerOptions, group: LocalGroup | None, apart: ApartSeat | None
 ) -> tuple[Callable[[int], tuple[Any, Any]], Callable[[Any, Any], Any]]:
     """What builds a stage with its optimizer, and its own steps."""
     from swarmnet.training.optimizer.local_steps import build_local_steps, build_optimizer
     from swarmnet.training.optimizer.store import open_store
     from swarmnet.training.stage import build_stage
 
-    devices = choose_devices(spec, options)
+    devices = [] if apart is not None else choose_devices(spec, options)
     store = open_store(host_place(spec, options), options.state_dir / OPTIMIZER_FOLDER)
 
     def build(stage_index: int) -> tuple[Any, Any]:
+        if apart is not None:
+            stage = apart.build(stage_index)
+            return stage, build_optimizer(spec, stage, store)
         computing, line = choose_computing(spec, options, stage_index, devices)
         log.warning("%s", line)
         if group is None:

@@ -17,6 +17,7 @@ from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import held_out
 from swarmnet.runtime.admission import Admitted, admit, date_of
+from swarmnet.runtime.apart.seat import ApartSeat, open_seats
 from swarmnet.runtime.compose import compose
 from swarmnet.runtime.computing import free_bytes_of
 from swarmnet.runtime.joining.beside import say_run_beside, tell_run, watch_rendezvous
@@ -69,10 +70,17 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         spec, transport = entry.spec, entry.net.transport
         await _refuse_stopped(entry, options)
         admitted = admit(spec, entry.key.peer_id, options.invite, options.state_dir)
-        group = await asyncio.to_thread(open_ranks, spec, options)
+        seats = await asyncio.to_thread(open_seats, spec, options)
+        group = None
+        if not seats:
+            group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
             stack.push_async_callback(asyncio.to_thread, group.close)
-        machine = await asyncio.to_thread(build_machine, spec, options, group, None, entry.run)
+        for seat in seats:
+            stack.push_async_callback(asyncio.to_thread, seat.close)
+        machine = await asyncio.to_thread(
+            build_machine, spec, options, group, None, entry.run, seats[0] if seats else None
+        )
         neighbours = await entry.neighbours
         await _say_past(entry, neighbours, options, machine)
         stack.push_async_callback(machine.device.close)
@@ -80,7 +88,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         for own in (machine.disk, machine.shared):
             if own is not None:
                 stack.push_async_callback(own.worker.close)
-        running = RunningPeer(entry, neighbours, options, admitted, machine, group)
+        running = RunningPeer(entry, neighbours, options, admitted, machine, group, seats)
         beside: list[Coroutine[Any, Any, None]] = []
         stack.callback(_close, beside)  # where the peer fails before they have begun
         tasks = Tasks("peer")
@@ -130,12 +138,14 @@ class RunningPeer:
         admitted: Admitted,
         machine: Machine,
         group: LocalGroup | None,
+        apart: Sequence[ApartSeat] = (),
     ) -> None:
+        """`apart`: seats that compute in processes of their own; all of them, or none."""
         self.spec = entry.spec
         self.options = options
         self.transport = entry.net.transport
         self.machine = machine
-        device = choose_devices(self.spec, options)[0]
+        device = "cpu" if apart else choose_devices(self.spec, options)[0]
         free_bytes = float(free_bytes_of(device))
         own = replace(machine, device=machine.device.seat())
         self.peer = compose(
@@ -159,6 +169,13 @@ class RunningPeer:
         self._neighbours = neighbours
         self._admitted = admitted
         self._group = group
+        self._apart = apart
+        self._devices: list[Any] = [machine.device]
+        self._share: float | None = None
+        self._threads: dict[str, Any] = {"averaging": machine.worker}
+        """That this process ends with where they hang."""
+        if not apart:
+            self._threads["device"] = machine.device
         self._directory = self._open_directory()
 
     @property
@@ -184,7 +201,12 @@ class RunningPeer:
         parts.push_async_callback(transport.close)
         its = replace(options, state_dir=seat_dir(options.state_dir, seat), stage=None, feed=False)
         its.state_dir.mkdir(exist_ok=True)
-        desk = await asyncio.to_thread(build_machine, self.spec, its, None, self.machine)
+        apart = self._apart[seat] if self._apart else None
+        desk = await asyncio.to_thread(
+            build_machine, self.spec, its, None, self.machine, None, apart
+        )
+        if apart is not None:
+            self._own_threads(seat, desk, parts)
         parts.push_async_callback(desk.worker.run, desk.free)
         if desk.disk is not None:
             parts.push_async_callback(desk.disk.worker.close)
@@ -202,6 +224,25 @@ class RunningPeer:
             parts.callback(self._directory.without, further.gossip)
         return further
 
+    def _own_threads(self, seat: int, desk: Machine, parts: AsyncExitStack) -> None:
+        """Of a further seat that shares none."""
+        device: Any = desk.device
+        parts.push_async_callback(asyncio.to_thread, self._apart[seat].close)
+        parts.push_async_callback(desk.device.close)
+        parts.push_async_callback(desk.worker.close)
+        name = f"averaging of seat {seat}"
+        self._threads[name] = desk.worker
+        parts.callback(self._threads.pop, name)
+        self._devices.append(device)
+        parts.callback(self._devices.remove, device)
+        device.limit_share(self._share)
+
+    def limit_share(self, share: float | None) -> None:
+        """As of a device, of all that this machine has."""
+        self._share = share
+        for device in self._devices:
+            device.limit_share(share)
+
     def start_directory(self, tasks: Tasks) -> None:
         """`tasks` run it."""
         if self._directory is not None:
@@ -211,10 +252,9 @@ class RunningPeer:
     async def live(self) -> None:
         """Until all have left. Cancelled once, they hand over and leave."""
         life = asyncio.get_running_loop().create_task(self.seats.run(self._neighbours))
-        threads: dict[str, Any] = {"device": self.machine.device, "averaging": self.machine.worker}
         try:
             copied = until_copied(self.peer.gossip, self.options.state_dir)
-            await until_over(life, self._group, until_one(until_stuck(threads), copied))
+            await until_over(life, self._group, until_one(until_stuck(self._threads), copied))
         except asyncio.CancelledError:
             if not self.options.is_quiet:
                 _say("handing over and leaving, as soon as others have what only this peer has")

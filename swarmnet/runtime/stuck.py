@@ -45,14 +45,15 @@ def stuck_after_s(longest_s: float | None) -> float:
 async def until_stuck(threads: Mapping[str, Working]) -> None:
     """Raises `UserError` when one of the threads, by name, hangs (`stuck_after_s`). Time in which
     this process slept does not count: it is told by looks."""
-    looks = dict.fromkeys(threads, 0)
-    last: dict[str, int | None] = dict.fromkeys(threads)
+    looks = dict[str, int]()
+    last = dict[str, int | None]()
     while True:
         await asyncio.sleep(LOOK_S)
-        for name, thread in threads.items():
+        for name, thread in list(threads.items()):
             piece = thread.at_work()
             number = None if piece is None else piece.number
-            looks[name] = looks[name] + 1 if number is not None and number == last[name] else 0
+            is_same = number is not None and number == last.get(name)
+            looks[name] = looks.get(name, 0) + 1 if is_same else 0
             last[name] = number
             at_it_s = looks[name] * LOOK_S
             if piece is not None and at_it_s >= stuck_after_s(piece.longest_s):

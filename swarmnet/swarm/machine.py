@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from swarmnet.ports import Data, Device, InitialWeights, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.recovery.checkpointing import Disk
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
 
 
 @dataclass
@@ -25,6 +30,8 @@ class Machine:
     """Where checkpoints are kept; None for nowhere."""
     build_local: Callable[[Any, Any], LocalSteps | None] = lambda stage, optimizer: None
     """The own steps of a replica, where the run's mode has them; runs on the worker."""
+    until_lost: Callable[[], Coroutine[Any, Any, None]] = _never
+    """Raises `StageLost` when the stage that was built last is gone, though the peer is not."""
     services: dict[int, float] = field(default_factory=dict)
     """Device seconds of a microbatch, by the stage that the device serves: all seats of a machine
     share one device."""

@@ -8,6 +8,7 @@ with real parts, tests and the simulation with others; this code is the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from swarmnet.admission import OPEN, Admission
-from swarmnet.errors import UserError
+from swarmnet.errors import StageLost, UserError
 from swarmnet.methods.contact import StopRequest
 from swarmnet.ports import Data
 from swarmnet.protocol.membership import assignment
@@ -364,13 +365,19 @@ class Peer:
         more, or None when this peer must pause. Nothing holds on to the stage after that."""
         try:
             self._served = served = await self._built(stage_index)
-        except (UserError, MemoryError) as e:
+        except (UserError, MemoryError, StageLost) as e:
             self._stand_by.not_built(e)
             return None
         self._here.begin(served.replica)
         self._stand_by.served()
-        target = await self._until_moved(served)
-        if self._stopping.is_set():  # `_leave` goes on with this replica, and ends this task
+        target, is_lost = None, False
+        try:
+            target = await self._until_moved(served)
+        except StageLost as e:
+            is_lost = True
+            self._stand_by.not_built(e)
+        if self._stopping.is_set() and not is_lost:
+            # `_leave` goes on with this replica, and ends this task.
             await asyncio.get_running_loop().create_future()
         self._let_go()
         self._speed.stopped(served.replica.index)
@@ -419,12 +426,14 @@ class Peer:
         balancing = serving.start(self.mover.balance(served.departure))
         pausing = serving.start(self._stand_by.until_paused())
         running = serving.start(self._run(served))
+        losing = serving.start(self.machine.until_lost())
         feeding = [serving.start(self.feeder.run(served.replica))] if self.feeder else []
         try:
             await asyncio.wait(
-                (balancing, pausing, running, *feeding), return_when=asyncio.FIRST_COMPLETED
+                (balancing, pausing, running, losing, *feeding),
+                return_when=asyncio.FIRST_COMPLETED,
             )
-            for task in (running, *feeding):
+            for task in (losing, running, *feeding):
                 if task.done():
                     task.result()
             if balancing.done():
@@ -475,7 +484,8 @@ class Peer:
         if served is not None:
             if not living.done():
                 is_alone = not served.departure.others(ACTIVE)
-                await self._hand_over(served, "left before others had taken over every shard")
+                with contextlib.suppress(StageLost):  # then there is nothing left to give
+                    await self._hand_over(served, "left before others had taken over every shard")
                 if self.checkpointing is not None and served.replica.synced:
                     self.unsaved = await self.checkpointing.unsaved(
                         served.replica, is_needed=is_alone

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from swarmnet.runtime.apart.stage_program import PROGRAM
 from swarmnet.runtime.exporting.models import export_checkpoints
 from swarmnet.runtime.joining.starting import start_run
-from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
+from tests.processes.running import SPARING, Machine, counted_by, parameters_of, tiny_run
+from tests.processes.test_ranks import five_more_rounds
 from tests.swarm.harness import relative_difference, replay
 
 pytestmark = pytest.mark.processes
 ROUNDS = 25
+BACK_LIMIT_S = 180.0
+"""A seat that has lost its stage tries again after a minute."""
 
 
 def test_one_machine_trains_alone_and_another_shares_the_work(
@@ -60,3 +66,41 @@ def test_more_seats_than_stages_are_refused(running: Machine) -> None:
     peer = running.start_peer("greedy", "--spec", str(path), "--stages", "5")
     assert running.wait(peer) == 2
     assert "--stages 2 is the most" in peer.errors()[-1]
+
+
+def below(pid: int, program: str) -> list[int]:
+    """Children of a process that run a module, whichever thread has started them; the oldest
+    first."""
+    paths = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for path in paths for child in path.read_text().split()]
+    name = program.encode()
+    return sorted(p for p in found if name in Path(f"/proc/{p}/cmdline").read_bytes())
+
+
+def test_a_rank_that_dies_ends_its_seat_and_no_other(running: Machine) -> None:
+    """Two seats of two ranks each; the first seat's lose one, and begin again."""
+    path = tiny_run(running.folder, rounds=100_000)
+    both = running.start_peer(
+        "both", "--spec", str(path), "--stages", "2", "--tp", "2", "--stage", "0", *SPARING
+    )
+    running.until_ready(both)
+    data = ("--data", str(running.folder / "text.txt"))
+    one = running.start_peer("one", "--join", both.address, *data, "--stage", "0", *SPARING)
+    running.until_round(one, 3)
+    running.until(lambda: len(below(both.pid, PROGRAM)) == 2)
+    hosts = below(both.pid, PROGRAM)
+    ranks = [below(host, "swarmnet.training.ranks.rank") for host in hosts]
+    assert [len(pids) for pids in ranks] == [1, 1]
+    os.kill(ranks[0][0], signal.SIGKILL)
+    running.until(lambda: any(" is lost here: " in line for line in both.errors()))
+    five_more_rounds(running, one)
+    running.until(lambda: len(below(both.pid, PROGRAM)) == 2, BACK_LIMIT_S)
+    lines = [line for line in both.errors() if " is lost here: " in line]
+    reason = f"its process: rank 1 (pid {ranks[0][0]}) ended with SIGKILL"
+    assert len(lines) == 1, both.describe()
+    assert f"stage 0 is lost here: {reason}" in lines[0]
+    assert below(both.pid, PROGRAM)[0] == hosts[1], "the other seat's process went on"
+    five_more_rounds(running, one)
+    running.interrupt(both)
+    assert running.wait(both) == 0, running.describe()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (*hosts, *ranks[0], *ranks[1]))

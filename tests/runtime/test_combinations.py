@@ -12,6 +12,7 @@ import pytest
 
 from peer.commands.peer import check as check_choices
 from swarmnet.errors import UserError
+from swarmnet.runtime.apart.seat import open_seats
 from swarmnet.runtime.computing import check_options
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import choose_devices
@@ -158,6 +159,7 @@ def refused(spec: RunSpec, options: PeerOptions) -> str | None:
     try:
         check_choices(options)  # type: ignore[arg-type]  of these it looks at fewer
         check_options(spec, options, choose_devices(spec, options))
+        open_seats(spec, options)
     except UserError as error:
         return str(error)
     return None

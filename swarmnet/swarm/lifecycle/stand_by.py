@@ -7,7 +7,7 @@ import contextlib
 import logging
 from dataclasses import dataclass
 
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import StageLost, SwarmnetError, UserError
 from swarmnet.printable import printable
 from swarmnet.protocol.membership.records import JOINING, MAX_TEXT, OBSERVER_STAGE, OBSERVING
 from swarmnet.protocol.timing import UPKEEP_S
@@ -38,9 +38,10 @@ class StandBy:
         ends the peer, with a line: see `StageChoice.claim`.)"""
         self._has_served = True
 
-    def not_built(self, error: UserError | MemoryError) -> None:
-        """A stage could not be built: the machine's memory, say, is another program's by now. One
-        that has served tries again in a while. Raises the error where none was served yet."""
+    def not_built(self, error: UserError | MemoryError | StageLost) -> None:
+        """A stage could not be built (the machine's memory, say, is another program's by now), or
+        is gone. A peer that has served tries again in a while. Raises the error where it has served
+        none yet."""
         if not self._has_served:
             raise error
         log.warning("no stage here for now: %s", error)

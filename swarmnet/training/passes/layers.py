@@ -309,9 +309,12 @@ class StageLayers:
             lower_buffers(module, self.dtype, self.plan.exact_buffers)
         total, is_on_host = self.num_parameters, self.update_copies is None
         place: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        if is_on_host:
-            place |= {"device": "cpu", "pin_memory": accelerators.has_pinned_memory(self.device)}
-        values, gradients, sums = torch.empty(total, **place), torch.zeros(total, **place), None
+        values, gradients = (
+            self._host_vectors(total)
+            if is_on_host
+            else (torch.empty(total, **place), torch.zeros(total, **place))
+        )
+        sums = None
         is_apart = self.copies.is_apart and is_on_host
         if is_apart:
             sums = torch.zeros(total, dtype=torch.float32, device=self.device)
@@ -326,6 +329,14 @@ class StageLayers:
                 p.data, p.grad = value, gradient
         held = [p.data for p in self.parameters()] if needs_copies else None
         return Vectors(values, gradients, shard_size, self.parameter_ranges, sums=sums, copies=held)
+
+    def _host_vectors(self, total: int) -> tuple[Tensor, Tensor]:
+        """Parameters, and a gradient that is zero, in the host's memory."""
+        is_pinned = accelerators.has_pinned_memory(self.device)
+        return (
+            torch.empty(total, dtype=torch.float32, pin_memory=is_pinned),
+            torch.zeros(total, dtype=torch.float32, pin_memory=is_pinned),
+        )
 
     def _seeded(
         self, key: StepKey | None, module: nn.Module

@@ -1,0 +1,1 @@
+"""Seats of a machine that compute in processes of their own."""

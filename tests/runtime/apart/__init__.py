@@ -1,0 +1,1 @@
+"""Seats that compute in processes of their own."""
