@@ -3,7 +3,7 @@ says, else what its memory allows. Said to the person in one line."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import UsageError, UserError
@@ -119,7 +119,8 @@ def choose_computing(
         needs = needs.of_rank(*parts)
     is_left = options.optimizer_memory == AUTO and not is_apart
     place = host_place(spec, options) if is_left else options.optimizer_memory
-    free = free_bytes_of(device)
+    smaller = _smallest(devices)
+    free = max(0, free_bytes_of(device) - smaller.by)
     # Ranks with devices of their own share the stage, or each has all of it, or all but some
     # experts; those on CPUs share the memory.
     num_devices = len(devices) if is_apart and num_sharing == 1 else 1
@@ -175,9 +176,34 @@ def choose_computing(
     )
     kept = DEVICE if is_there else host_place(spec, options)
     line = _line(stage, device, computing, choice.needed_bytes, in_flight, left)
+    if smaller.by:
+        line += f"; {smaller.name} is the smallest of its devices, and decides for all"
     if weights != DEVICE:
         line += f"; weights {PLACES[weights]}, from where each layer's come"
     return computing, f"{line}; optimizer state {PLACES[kept]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Smallest:
+    """Of some devices."""
+
+    name: str
+    by: int
+    """Bytes of memory that it has less than the first."""
+
+
+def _smallest(devices: list[str]) -> _Smallest:
+    """Ranks have equal parts: whatever fits into the smallest fits into all."""
+    import torch
+
+    import swarmnet.training.accelerators as accelerators
+
+    sizes = [accelerators.total_bytes(torch.device(name)) for name in devices]
+    known = [(size, name) for size, name in zip(sizes, devices, strict=True) if size is not None]
+    if sizes[0] is None or not known:
+        return _Smallest(devices[0], 0)
+    size, name = min(known)
+    return _Smallest(name, sizes[0] - size)
 
 
 def updates_right_on(device: torch.device, spec: RunSpec) -> bool:

@@ -59,6 +59,17 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Of its memory; None for a CPU, and where it does not say."""
+    asked = getattr(module_of(device.type), "get_device_properties", None)
+    if device.type == CPU or asked is None:
+        return None
+    try:
+        return int(asked(device).total_memory)
+    except (RuntimeError, AssertionError, AttributeError):  # not there, or it has no such number
+        return None
+
+
 def name_of(device: torch.device) -> str:
     """For people: what its maker calls it, and its memory where it says so."""
     module = module_of(device.type)

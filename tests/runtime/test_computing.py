@@ -66,6 +66,32 @@ def test_free_memory_decides_and_the_person_is_told(
     assert computing.activations != "offload"  # to a disk only where somebody wants it
 
 
+def test_the_smallest_of_several_devices_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has an equal part. The first is asked what is free; the others, what they have."""
+    sizes = {"cuda:0": 400e6, "cuda:1": 400e6}
+    monkeypatch.setattr(
+        "swarmnet.runtime.computing.free_bytes_of",
+        lambda device: int(sizes.get(str(device), 64e9) - 10e6),
+    )
+    monkeypatch.setattr(accelerators, "total_bytes", lambda device: int(sizes[str(device)]))
+
+    def chosen() -> tuple[Any, str]:
+        return choose(tmp_path, large(), ["cuda:0", "cuda:1"], precision="fp32", tp=2)
+
+    alike, line = chosen()
+    assert alike.activations == "keep"
+    assert "smallest" not in line
+    sizes["cuda:1"] = 36e6
+    less, line = chosen()
+    assert less.activations != "keep" or less.max_in_flight < alike.max_in_flight
+    assert "; cuda:1 is the smallest of its devices, and decides for all; optimizer state" in line
+    sizes["cuda:1"] = 5e6
+    with pytest.raises(UserError, match=r"needs .* of this machine's memory"):
+        chosen()
+
+
 @pytest.mark.parametrize(
     ("megabytes", "options", "mode", "place"),
     [
