@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 
 from swarmnet.methods.contact import PING
-from swarmnet.methods.update import NORM, REDUCE_TIED, NormRequest, TiedSum
+from swarmnet.methods.update import NORM, REDUCE_TIED, NormReply, NormRequest, TiedSum
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES
 from swarmnet.protocol.update.roster import MAX_TERM
 from swarmnet.swarm.calls import call
+from swarmnet.swarm.update.exchange.norms import Norms
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.hostile.attacker import Attacker, NamedSigner
 from tests.hostile.attacks import Attack
 from tests.hostile.trial import trial
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import SIZES, Swarm, in_virtual_time
 from tests.swarm.update.exchange.test_tied_shards import check, tied_spec
 
@@ -85,6 +88,45 @@ def test_no_norm_is_what_one_says_that_does_not_lead(num_names: int) -> None:
         assert 0 < max(taken) < HUGE, taken
 
     pace = trial(says_huge_norms(num_names), during_s=8.0, look=untouched)
+    print(pace)
+    assert pace.held(), pace
+
+
+@pytest.mark.parametrize("says", [HUGE, 0.0, None])
+def test_no_norm_is_what_one_collector_says(
+    says: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers before anybody can know, or (`None`) never."""
+    taken = list[float]()
+    add = Norms.add
+
+    async def noted(norms: Norms, r: int, j: int, squares: float) -> float:
+        taken.append(await add(norms, r, j, squares))
+        return taken[-1]
+
+    monkeypatch.setattr(Norms, "add", noted)
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        norms = next(iter(swarm.members.values())).peer.exchanges.norms
+        transport: Any = swarm.members[norms.ownership.roots(0)[0]].peer.transport
+        honest = handler_of(transport, NORM.name)
+
+        async def answer(request: Request[Any]) -> Message[Any]:
+            if says is None:
+                await asyncio.get_running_loop().create_future()
+            return Message(NormReply(says or 0.0))
+
+        transport.handle(NORM.name, answer)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            transport.handle(NORM.name, honest)
+
+    def untouched(swarm: Swarm, attacker: Attacker) -> None:
+        assert not swarm.total("norm_missed")
+        assert all(0 < total < HUGE for total in taken)
+
+    pace = trial(attack, during_s=8.0, look=untouched)
     print(pace)
     assert pace.held(), pace
 

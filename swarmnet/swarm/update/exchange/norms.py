@@ -4,13 +4,14 @@ contribution over all shards of a stage.
 Of a shard's sum, the word of its primary counts, as the collector sees who that is (`speakers`).
 
 The gradient is clipped by its norm over all stages, as one machine would (`Norms`). Each primary
-sends the sums of squares of its shards to two *collectors*, whatever their stage: the roots of the
-first stages (the first owners of their shards 0). A collector that has heard of all shards of all
-stages answers with the total, summed in an order that is the same at each. The first answer counts.
-That makes one way there and one back, and two small messages a primary and batch of its shards. One
-collector that all can call is enough. (Where a primary dies and its shard is summed again, they may
-have heard other sums of it: shards are clipped by norms that differ a little then, and each shard
-by the same at all replicas.)
+sends the sums of squares of its shards to three *collectors*, whatever their stage: the roots of
+the first stages (the first owners of their shards 0). A collector that has heard of all shards of
+all stages answers with the total, summed in an order that is the same at each. The first total that
+two of them give counts; a collector goes by its own. That makes one way there and one back, and
+three small messages a primary and batch of its shards. Two collectors that all can call are enough,
+and one that lies can do nothing alone. (Where a primary dies and its shard is summed again, they
+may have heard other sums of it: shards are clipped by norms that differ a little then, and each
+shard by the same at all replicas.)
 
 Where collectors fail, or say nothing for a while, the next in order sum up too. These may never
 hear the sums of primaries that have the total already: so each peer that has it tells all that ask,
@@ -63,8 +64,13 @@ MAX_ASKED = 8
 """Peers at a time that are asked whether they know the total."""
 ROOTS_ASKED = 2
 """Of each stage: its root, and the one that would be root after it."""
-COLLECTORS = 2
+COLLECTORS = 3
 """Peers that sum up at a time."""
+AGREE = 2
+"""So many of them have to say the same, where there are more than that."""
+SAME = 0.01
+"""Relative difference of totals that are the same: where a primary has died, and its shard was
+summed again, collectors may have heard other sums of it."""
 KEPT_ROUNDS = 3
 CONTRIBUTIONS_WAIT_S = 6.0
 """Longest wait for the norms of contributions over all shards; then those of the own shards are
@@ -212,30 +218,39 @@ class Norms:
 
     async def _first_answer(self, request: NormRequest, timeout_s: float) -> float | None:
         """Of the collectors; of those after them too, where they fail or say nothing for a while.
-        None where none of all gives one."""
+        None where none holds."""
 
         async def ask(peer_id: str) -> float:
             if peer_id == self.gossip.own.peer_id:  # others may see other roots
                 return await self._collect(request, peer_id, timeout_s)
             return await self._ask(peer_id, request, timeout_s)
 
-        async def ask_later(peer_id: str) -> float:
-            await asyncio.wait(tasks[:COLLECTORS], timeout=LOOK_LESS_S)
-            return await ask(peer_id)
+        order, own = self._collectors(), self.gossip.own.peer_id
+        wanted = AGREE if len(order) > AGREE else 1
+        heard = dict[str, float]()
 
-        order = self._collectors()
-        tasks = [self._tasks.start(ask(peer_id)) for peer_id in order[:COLLECTORS]]
-        tasks += [self._tasks.start(ask_later(peer_id)) for peer_id in order[COLLECTORS:]]
-        try:
-            for answer in asyncio.as_completed(tasks):
-                try:
-                    return await answer
-                except SwarmnetError as e:
-                    log.debug("norm of round %d: %s", request.round, e)
-        finally:
-            for task in tasks:
-                task.cancel()
-        return None
+        async def hear(peer_id: str, is_late: bool) -> None:
+            if is_late:
+                await asyncio.wait(tasks[:COLLECTORS], timeout=LOOK_LESS_S)
+                if agreed(heard, "", wanted) is not None:
+                    return
+            heard[peer_id] = await ask(peer_id)
+
+        # They go on when the total is here: others may need to hear of the same collectors.
+        tasks = [self._tasks.start(hear(p, i >= COLLECTORS)) for i, p in enumerate(order)]
+        num_collecting = 0
+        for answer in asyncio.as_completed(tasks):
+            try:
+                await answer
+            except SwarmnetError as e:
+                log.debug("norm of round %d: %s", request.round, e)
+                num_collecting += isinstance(e, NotReady)
+            total = agreed(heard, own, wanted)
+            if total is not None:
+                return total
+        if not heard or num_collecting >= AGREE:
+            return None  # what one says whom others cannot confirm yet
+        return min(heard.values(), key=lambda total: abs(total - self.last_total))
 
     async def _ask(self, peer_id: str, request: NormRequest, timeout_s: float) -> float:
         message = Message(request)
@@ -272,12 +287,14 @@ class Norms:
             *(self._ask(peer_id, request, ATTEMPT_S) for peer_id in asked),
             return_exceptions=True,
         )
-        for answer in found:
+        heard = dict[str, float]()
+        for peer_id, answer in zip(asked, found, strict=True):
             if not isinstance(answer, BaseException):
-                return self._take(round_index, answer)
-            if not isinstance(answer, SwarmnetError):
+                heard[peer_id] = answer
+            elif not isinstance(answer, SwarmnetError):
                 raise answer
-        return None
+        total = agreed(heard, own, AGREE if len(asked) > AGREE else 1)
+        return None if total is None else self._take(round_index, total)
 
     async def _on_norm(self, request: Request[NormRequest]) -> Message[NormReply]:
         norm = request.message.body
@@ -346,6 +363,18 @@ class Norms:
                 del known[r]
         for r in [r for r in self._rounds if r < self._oldest]:
             del self._rounds[r]
+
+
+def agreed(heard: Mapping[str, float], own: str, wanted: int) -> float | None:
+    """The total that holds of what peers have given; None where too few say the same. `own`: who
+    asks, which believes itself."""
+    if own in heard:
+        return heard[own]
+    for total in heard.values():
+        same = [t for t in heard.values() if math.isclose(t, total, rel_tol=SAME)]
+        if len(same) >= wanted:
+            return total
+    return None
 
 
 # ---- of contributions ------------------------------------------------------------------------

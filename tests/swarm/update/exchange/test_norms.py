@@ -453,7 +453,7 @@ def test_another_speaks_for_a_primary_that_lives_and_says_nothing() -> None:
             assert await asyncio.gather(*sums) == [7.0] * 3
             took.append(loop.time() - began)
             if r > ROUND:
-                for collector in "ab":
+                for collector in "abc":
                     net.norms[collector].speakers.spoke("x")
         assert took[0] >= USUAL_S
         assert took[1] < USUAL_S / 2
