@@ -4,6 +4,7 @@ that do not follow from them."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet.methods.update import ReduceReply
+from swarmnet.errors import SwarmnetError
+from swarmnet.methods.update import MIRROR, MirrorRequest, ReduceReply
 from swarmnet.methods.update_proof import (
     FINDING,
     GIVEN,
@@ -373,6 +375,43 @@ def test_nobody_is_made_to_look_like_a_liar(tmp_path: Path) -> None:
                         told += 1
             await asyncio.sleep(0.05)
         assert told > 5
+        assert not any(barred_by(swarm)[name] for name in NAMES[:-1])
+
+    in_virtual_time(scenario, spec_of(tmp_path, 20), signer=NamedSigner)
+
+
+def test_who_mirrors_beside_a_primary_makes_no_liar_of_it(tmp_path: Path) -> None:
+    """What it has signed of sums of its own is not kept for those of the primaries that others
+    follow: these would seem to have signed for other contributions."""
+
+    async def scenario(swarm: Swarm) -> None:
+        await until_served(swarm, 0.0)
+        liar = swarm.members[LIAR].peer
+        proofs, stage = liar.exchanges.proofs, liar.exchanges.replica.stage
+        told = 0
+        for _ in range(4):
+            r = max(swarm.rounds())
+            for name in NAMES[:-1]:
+                victim = swarm.members[name].peer
+                for j, size in enumerate(stage.shard_sizes):
+                    steps = victim.exchanges.replica.optimizer.steps(j)
+                    leads = victim.exchanges.ownership.roster(r, j).ballot.primary == LIAR
+                    if leads or steps < 0:
+                        continue
+                    nothing = from_tensor(torch.zeros(size))
+                    sum_ = hash_of(nothing)
+                    said = Summed(proofs.run_id, LIAR, 0, r, 0, j, 5, (), sum_, 64, 1.0, steps)
+                    statement = pack(said)
+                    summed = Proof(statement, NamedSigner(LIAR).sign(SIGNED_AS + statement))
+                    body = MirrorRequest(r, 0, j, 1.0, steps, 64, 1.0, term=5, summed=summed)
+                    message = Message(body, (nothing,))
+                    with contextlib.suppress(SwarmnetError):
+                        await call(liar.transport, name, MIRROR, message, timeout_s=ANSWER_S)
+                    told += 1
+                    kept = victim.exchanges.proofs.summed_of(r, j)
+                    assert kept is None or kept.read(Summed).peer_id != LIAR, (name, r, j)
+            await swarm.until_round(r + 1)
+        assert told > 10
         assert not any(barred_by(swarm)[name] for name in NAMES[:-1])
 
     in_virtual_time(scenario, spec_of(tmp_path, 20), signer=NamedSigner)

@@ -122,12 +122,14 @@ class UpdateAudits:
 
     # ---- as backup: the sum -----------------------------------------------------------------
 
-    def mirrored(self, mirror: MirrorRequest, primary: str, total: Array) -> None:
-        """The primary has this replica make its step. Some sums are made again. Others are believed
-        as yet: what the primary has signed of them is kept."""
+    def mirrored(self, mirror: MirrorRequest, primary: str, total: Array) -> frozenset[str]:
+        """The primary that this replica follows has it make its step. Some sums are made again.
+        Others are believed as yet: what the primary has signed of them is kept. Returns whose
+        contributions are in it; nobody's where that is not signed."""
         r, j, summed = mirror.round, mirror.shard, mirror.summed
+        self.proofs.sums(r, j)  # nothing that was signed of another sum is of this step
         if not self._is_signed_for(j):
-            return
+            return frozenset()
         said: Summed | None = None
         if summed is not None:
             try:
@@ -136,10 +138,11 @@ class UpdateAudits:
                 log.debug("%s: %s", primary[-8:], e)
         if summed is None or said is None or self._is_of_another(said, mirror, primary):
             self._not_shown(primary, j)
-            return
+            return frozenset()
         self.proofs.mirrored(r, j, summed, said)
         if self.draw.is_drawn() and self._num_auditing < MAX_AUDITING:
             self._tasks.start(self._audit(summed, said, total))
+        return frozenset(e.peer_id for e in said.entries if e.factor)
 
     def _is_of_another(self, said: Summed, mirror: MirrorRequest, primary: str) -> bool:
         where = said.run_id, said.peer_id, said.round, said.stage, said.shard, said.term

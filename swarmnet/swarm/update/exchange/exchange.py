@@ -618,6 +618,9 @@ class Exchange:
         self.progress.begins(j, command)
         if isinstance(command, do.FindNorm) and command.total is not None:
             self._calls.sum_ahead(j, command.total.gradient, command.ballot, command.backups)
+        if isinstance(command, do.Repeat):
+            mirror, total, maker = command.step
+            self._books.summed(self.number, j, self._audits.mirrored(mirror, maker, total))
         work = self._steps.work_for(j, command)
         self._tasks.start(self._guarded(j, command.attempt, work))
         if isinstance(command, do.Sum):

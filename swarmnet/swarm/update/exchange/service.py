@@ -303,8 +303,6 @@ class ExchangeService:
             total = request.message.arrays[0]
             check_coded(replica, "sum", self._names.sums, j, total)
         why_not = self.work.fits(mirror)
-        if not why_not:
-            self.audits.mirrored(mirror, remote, total)
         ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
         answer = await self.exchange.now().answer(
             j, lambda call: on.MirrorCame(call, remote, ballot, step, fits=not why_not)
