@@ -49,6 +49,12 @@ class OptimizerStates:
         """By shard, what its state here has come from, see `lineage`."""
         self._fetched: set[int] = set()
         """Shards whose state has come, and has not seen a step since."""
+        self._givers: dict[int, str] = {}
+        """By shard, who gave the state here, until a step with it was found to be its primary's."""
+        self._compared: set[int] = set()
+        """Shards of which a step with such a state is being compared."""
+        self.doubted: dict[str, None] = {}
+        """Who gave a state with which a step was another than the primary's."""
         self.loaded = Condition()
         """The state of a shard has come from another replica, see `take_loaded`."""
         self._loaded: dict[int, None] = {}
@@ -74,7 +80,8 @@ class OptimizerStates:
 
     def holds(self) -> bytes:
         """For the own record: shards whose state is that of the beginning of this round."""
-        held = [j for j in self._applied if self.has_input(j, self.replica.current_exchange)]
+        here = [j for j in self._applied if j not in self._compared]
+        held = [j for j in here if self.has_input(j, self.replica.current_exchange)]
         return bitmap(sorted(held), self.replica.num_shards)
 
     def lineage(self, shard_index: int) -> bytes:
@@ -114,12 +121,14 @@ class OptimizerStates:
                 self.replica.optimizer.create(j)
             self._applied[j] = self.replica.current_exchange - 1
         self._lineages.clear()
+        self._givers.clear()
 
     def restored(self, shards: list[int]) -> None:
         """The replica went on from a checkpoint: it has the state of these shards only."""
         self._fetched.clear()
         self._applied = dict.fromkeys(shards, self.replica.current_exchange - 1)
         self._lineages.clear()
+        self._givers.clear()
 
     async def forget_state(self) -> None:
         """Drops the state of all shards."""
@@ -169,6 +178,7 @@ class OptimizerStates:
                 if is_spoiled:
                     self._spoiled.setdefault(shard_index, round_index)
                 raise
+            self._givers.pop(shard_index, None)
             return CREATED
         return LATE if self._applied.get(shard_index, round_index) < round_index - 1 else WHOLE
 
@@ -203,8 +213,30 @@ class OptimizerStates:
 
         await self.replica.worker.run(work)
 
+    def giver(self, shard_index: int) -> str:
+        """Who gave the state of the shard that is here, as long as nothing shows that it is the
+        one that others have; empty where something does, or it is of this replica's own making."""
+        return self._givers.get(shard_index, "") if shard_index in self._applied else ""
+
+    def is_looked_at(self, shard_index: int) -> None:
+        """A step with a state of another replica is being compared with that of its primary."""
+        self._compared.add(shard_index)
+
+    def looked_at(self, shard_index: int, giver: str, *, is_same: bool | None) -> None:
+        """On the worker. It has been (None: in vain). A state with which another step is made is
+        not kept: it is fetched again, from others first."""
+        self._compared.discard(shard_index)
+        if is_same is None or self._givers.get(shard_index) != giver:
+            return
+        del self._givers[shard_index]
+        if not is_same:
+            self.doubted[giver] = None
+            for known in (self._applied, self._lineages):
+                known.pop(shard_index, None)
+            self._fetched.discard(shard_index)
+
     async def load(
-        self, j: int, body: FetchReply, arrays: tuple[Array, ...], num_forgotten: int
+        self, j: int, body: FetchReply, arrays: tuple[Array, ...], num_forgotten: int, giver: str
     ) -> None:
         """The state of a shard comes from another replica, which was asked for it when
         `num_forgotten` was this. Raises as `Optimizer.load`."""
@@ -217,6 +249,7 @@ class OptimizerStates:
                 same = self.replica.plan.last_exchange(j, body.round) == last
                 self._applied[j] = max(body.round, self.replica.current_exchange if same else 0) - 1
                 self._lineages[j] = body.lineage
+                self._givers[j] = giver
                 self._fetched.add(j)
 
         await self.replica.worker.run(work)

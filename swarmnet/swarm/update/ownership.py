@@ -381,7 +381,7 @@ class Ownership:
             await states.create(j)
             return
         num_forgotten = states.num_forgotten
-        for holder in self.holders(r, j):
+        for holder in sorted(self.holders(r, j), key=states.doubted.__contains__):
             turn = asked.setdefault(holder, asyncio.Semaphore(MAX_ASKED))
             try:
                 async with asyncio.timeout(self.limits.fetch_timeout_s):
@@ -399,7 +399,7 @@ class Ownership:
                     Message(FetchRequest(newest, self.replica.index, j, states.has_come(j))),
                     timeout_s=SHARD_TIMEOUT_S,
                 )
-                await states.load(j, reply.body, reply.arrays, num_forgotten)
+                await states.load(j, reply.body, reply.arrays, num_forgotten, holder)
                 return
             except UserError as e:
                 states.fail(e)

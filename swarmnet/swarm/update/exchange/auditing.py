@@ -72,6 +72,7 @@ MAX_FINDINGS = 4
 MAX_JURIES = 256
 
 _NOT_SHOWN = "not shown"
+_UNLIKE = "gave a result that does not follow from its sum"
 
 Arrays = dict[str, Array]
 """By contributor; "" for the sum."""
@@ -298,14 +299,31 @@ class UpdateAudits:
                 self.proofs.own_tag(exchange, shard) if has_part else None,
                 copy,
                 None if copy is None else self.proofs.summed_of(exchange, shard),
+                "" if copy is None else self.ownership.states.giver(shard),
             )
+            if look.giver:
+                self.ownership.states.is_looked_at(shard)
             self._tasks.start(self._look(look))
 
     async def _look(self, look: _Look) -> None:
         said = self._said(look)
-        why = _NOT_SHOWN
-        if said is not None:
-            why = await self.replica.worker.run(lambda: self._seen(look, said))
+
+        def work() -> str:
+            why, is_same = _NOT_SHOWN, None
+            try:
+                why = _NOT_SHOWN if said is None else self._seen(look, said)
+                has_copy = look.copy is not None and look.copy.parameters is not None
+                is_same = not why if has_copy and why in ("", _UNLIKE) else None
+            finally:
+                if look.giver:
+                    self.ownership.states.looked_at(look.shard, look.giver, is_same=is_same)
+            return why
+
+        why = await self.replica.worker.run(work)
+        if why == _UNLIKE and look.giver not in ("", look.sender):
+            line = "round %d shard %d: the optimizer state that %s gave makes another step than %s"
+            log.warning(line, look.exchange, look.shard, look.giver[-8:], look.sender[-8:])
+            return  # one of the two, and who accuses has to know
         if said is None or why == _NOT_SHOWN:
             self._not_shown(look.sender, look.shard)
             return
@@ -346,7 +364,7 @@ class UpdateAudits:
             return ""
         difference, norm = optimizer.distance(mine, look.parameters), optimizer.sum_of_squares(mine)
         is_same = is_same_update(difference, size, norm**0.5)
-        return "" if is_same else "gave a result that does not follow from its sum"
+        return "" if is_same else _UNLIKE
 
     # ---- two results ------------------------------------------------------------------------
 
@@ -513,3 +531,5 @@ class _Look:
     """Of the same step, as it was made here."""
     summed: Proof | None
     """What that was made with."""
+    giver: str
+    """Of the state that it was made with, where nothing has shown yet that others have the same."""
