@@ -175,6 +175,9 @@ class ShardReply:
     """The result is, to the bit, the one that the caller has made as backup: there is no array."""
     proof: Proof | None = None
     """Of a `Stepped`: what was signed of the result."""
+    summed: Proof | None = None
+    """Of a `Summed`, where the callee has made the result as backup: what its primary has signed of
+    the sum."""
 
     def __post_init__(self) -> None:
         if not -1 <= self.num_tokens < 2**62:

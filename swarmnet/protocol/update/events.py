@@ -107,6 +107,9 @@ class ResultCame:
     result: Handle
     ballot: Ballot
     """That of the push or the `Ask` which it answers."""
+    made: Ballot | None = None
+    """Of the primary whose signature it bears; its sender's own where it bears none. None where
+    that was not looked at: it is of the primary that this replica goes by, or nothing is signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,11 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True)
+class Unled:
+    """This replica has had no primary that lives for as long as a takeover may take."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoodStill:
     """This process stood still for so long that others may have taken it for dead."""
 
@@ -210,6 +218,7 @@ Event = (
     | MirrorFailed
     | DeadlinePassed
     | Again
+    | Unled
     | StoodStill
     | MovedOn
 )

@@ -37,6 +37,8 @@ class ExchangeProgress:
         """By peer and shard, whether it has the optimizer state, by its own word."""
         self._waits = SumWaits()
         self._held_up = HeldUp()
+        self._unled_since: dict[tuple[int, Ballot], float] = {}
+        """By shard and ballot, since when its primary is dead to this replica."""
         self._behind_at: dict[str, float] = {}
         """When a primary was last seen in the exchange before this one."""
 
@@ -109,6 +111,17 @@ class ExchangeProgress:
     ) -> list[str]:
         """As `HeldUp.found`, ascending."""
         return sorted(self._held_up.found(shards, now, longest_s))
+
+    def unled(self, shards: Mapping[int, ShardState], now: float, longest_s: float) -> list[int]:
+        """Shards without a primary for `longest_s`, ascending, each once a ballot."""
+        open_now = {
+            (j, shard.ballot)
+            for j, shard in shards.items()
+            if shard.state in (FOLLOWING, CANVASSING) and shard.is_leaderless()
+        }
+        self._unled_since = {key: self._unled_since.get(key, now) for key in open_now}
+        due = (j for (j, _), since in self._unled_since.items() if now >= since + longest_s)
+        return sorted(j for j in due if not shards[j].is_unled)
 
     def hangs(self, peer_id: str) -> bool:
         """Notes that nobody waits for the work of a peer here any more. False where that was

@@ -76,7 +76,14 @@ def needs_no_takeover(u: ShardState) -> bool:
 
 
 def all_agree(u: ShardState) -> bool:
-    return u.agreed >= set(u.voters())
+    """Who tells a result that nothing shows, and that too few others know of, says nothing against
+    it."""
+    return u.agreed.union(dict(u.claims)) >= set(u.voters())
+
+
+def is_outvoted(u: ShardState) -> bool:
+    """All have answered, and as many have the result of another primary."""
+    return all_agree(u) and is_overthrown(u)
 
 
 def is_complete(u: ShardState) -> bool:
@@ -136,7 +143,7 @@ def lead(u: ShardState) -> None:
 
 
 def canvass(u: ShardState) -> None:
-    u.state, u.agreed = CANVASSING, frozenset()
+    u.state, u.agreed, u.claims = CANVASSING, frozenset(), ()
     give_up_push(u)
     ask_again(u)
 
@@ -308,7 +315,14 @@ def would_promise(u: ShardState, ballot: Ballot) -> bool:
     if not u.is_leaderless():
         u.commands.append(do.LookInto(u.ballot.primary))
         return False
-    return u.successor() != u.me or u.next_ballot() < ballot
+    successor = u.successor()
+    if successor == ballot.primary:
+        return True
+    if u.is_unled:
+        return successor != u.me or u.next_ballot() < ballot
+    if successor != u.me:
+        u.commands.append(do.LookInto(successor))
+    return False
 
 
 def count_agreed(u: ShardState, event: on.Agreed) -> None:
@@ -325,6 +339,8 @@ def denied(u: ShardState, event: on.Denied) -> None:
         leave(u, event)
     elif may_join(u, event.sender, event.ballot):
         go_by(u, event.ballot)
+    elif u.state is CANVASSING and event.ballot.primary not in (u.me, u.ballot.primary):
+        claim(u, event.sender, event.ballot)
     elif u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
         pause(u)
@@ -353,8 +369,7 @@ def note_claim(u: ShardState, event: on.Denied) -> None:
     is_now = event.asked == u.ballot and event.count in (None, u.count)
     if is_now and event.ballot.primary != u.me and event.sender in u.members:
         doubt_all(u, event.sender, event.ballot)
-        u.claims = tuple(sorted({**dict(u.claims), event.sender: event.ballot}.items()))
-        u.promised -= {event.sender}
+        claim(u, event.sender, event.ballot)
 
 
 def no_promise(u: ShardState, event: on.Agreed) -> None:
@@ -396,8 +411,21 @@ def adopt(u: ShardState, event: on.ResultCame) -> None:
     call still brings may part it from the others."""
     if not is_of_now(u, event):
         return
+    if not is_shown(u, event):
+        u.unshown |= {event.sender}
+        push_failed(u, on.PushFailed(event.sender))
+        return
     u.state, u.result = ADOPTED, event.result
     end_with(u, is_own=False)
+
+
+def adopt_if_shown(u: ShardState, event: on.ResultCame) -> None:
+    """The answer to the question before a takeover, or to an announcement. A result that nothing
+    shows is what its teller says of whom it goes by, no more."""
+    if event.made is None or is_shown(u, event):
+        adopt(u, event)
+    elif is_of_now(u, event) and event.sender in u.members:
+        claim(u, event.sender, event.made)
 
 
 def ask_later(u: ShardState, event: on.ResultCame) -> None:
@@ -413,9 +441,9 @@ def count_promise(u: ShardState, event: on.Agreed) -> None:
 
 def adopt_instead(u: ShardState, event: on.ResultCame) -> None:
     """The step that was made here is not the one that holds."""
-    if is_of_now(u, event):
+    if is_of_now(u, event) and is_shown(u, event):
         spoil(u)
-        adopt(u, event)
+    adopt_if_shown(u, event)
 
 
 def push_failed(u: ShardState, event: on.PushFailed) -> None:
@@ -441,6 +469,12 @@ def again(u: ShardState, event: on.Again) -> None:
         ask_all(u)
     else:
         u.asked = frozenset()
+
+
+def wait_no_longer(u: ShardState, event: on.Unled) -> None:
+    u.is_unled = u.is_leaderless()
+    if u.state is CANVASSING:
+        ask_again(u)
 
 
 def remind(u: ShardState) -> None:
@@ -594,12 +628,18 @@ def leads_now(u: ShardState) -> bool:
 
 def may_join(u: ShardState, sender: str, ballot: Ballot) -> bool:
     """A follower that is told of another ballot takes nothing from a primary that lives and leads,
-    unless that one itself says so: by a higher ballot than its own, so after it led."""
+    unless that one itself says so: by a higher ballot than its own, so after it led. From a dead
+    one the next in order takes over, which may also say who has; or the one to which this replica
+    has agreed, which was that then. Where records differ, it may be that nobody leads then: after
+    a while whoever would."""
     if ballot.primary == u.me or sender not in u.members or not is_near(u, ballot):
         return False
     if sender == u.ballot.primary:
         return ballot > u.ballot
-    return u.is_leaderless() and (ballot > u.ballot or not u.is_dead(ballot.primary))
+    if not u.is_leaderless() or (ballot <= u.ballot and u.is_dead(ballot.primary)):
+        return False
+    is_next = u.successor() in (ballot.primary, sender)
+    return is_next or ballot == u.agreed_to or u.is_unled
 
 
 def hear_of(u: ShardState, sender: str, ballot: Ballot) -> None:
@@ -663,6 +703,12 @@ def may_begin(u: ShardState) -> bool:
     return u.roster.may_lead and (has_state(u) or named.issuperset(others))
 
 
+def claim(u: ShardState, peer_id: str, ballot: Ballot) -> None:
+    """It goes by another ballot, or has the result of another primary."""
+    u.claims = tuple(sorted({**dict(u.claims), peer_id: ballot}.items()))
+    u.promised -= {peer_id}
+
+
 def drop_claim(u: ShardState, peer_id: str) -> None:
     u.claims = tuple(item for item in u.claims if item[0] != peer_id)
 
@@ -670,6 +716,20 @@ def drop_claim(u: ShardState, peer_id: str) -> None:
 def is_of_now(u: ShardState, event: on.ResultCame) -> bool:
     """It answers a call under the present ballot, or the question before a takeover."""
     return event.ballot in (u.ballot, u.next_ballot())
+
+
+def is_shown(u: ShardState, event: on.ResultCame) -> bool:
+    """A result is of who may have one: nobody bears witness to itself. It bears the signature of
+    the primary that this replica goes by, or has begun with, or its own; or it is told by that
+    primary, or by the one that comes after a dead one. Who is past the exchange, as others are too,
+    may tell that of a third. And a replica that hears of nobody else has nobody to ask."""
+    made, sender = event.made, event.sender
+    if made is None or made.primary in (u.me, u.ballot.primary, u.roster.ballot.primary):
+        return True
+    if sender == u.ballot.primary or (u.is_leaderless() and sender == u.successor()):
+        return True
+    is_past = sender in u.members and u.members[sender].is_past
+    return (is_past and made.primary != sender) or u.answering() == [sender]
 
 
 def ask_primary(u: ShardState) -> None:
@@ -682,7 +742,7 @@ def go_by(u: ShardState, ballot: Ballot) -> None:
     if u.state in HAS_STEPPED:
         spoil(u)
     u.top = max(u.highest(), ballot)
-    u.claims, u.doubted, u.agreed_to = (), frozenset(), None
+    u.claims, u.doubted, u.agreed_to, u.is_unled = (), frozenset(), None, False
     u.state, u.ballot, u.has_norm = FOLLOWING, ballot, False
     u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None
     u.total, u.result, u.pending, u.unmirrored = None, None, frozenset(), frozenset()

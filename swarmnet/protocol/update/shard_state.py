@@ -66,12 +66,17 @@ class ShardState:
     disowned: frozenset[Ballot] = frozenset()
     """Ballots whose primary has said that it goes by another one: nobody leads by them."""
     claims: tuple[tuple[str, Ballot], ...] = ()
-    """Of a primary: who goes by another ballot, as it has answered; by peer."""
+    """Of a primary: who goes by another ballot, as it has answered; by peer. Of one that asks
+    before a takeover: who goes by one of a third, or tells a result that nothing shows."""
+    unshown: frozenset[str] = frozenset()
+    """Who has told a result that nothing shows: it is not asked any more."""
     doubted: frozenset[tuple[str, Ballot]] = frozenset()
     """Of a primary: who goes by which other ballot, for whose word it has asked all others."""
     agreed_to: Ballot | None = None
     """What it would promise, as it has said since it has had no primary: the one that it had, if
     that answers yet, cannot count on it."""
+    is_unled: bool = False
+    """It has had no primary for long: whoever would lead may."""
     is_kept: bool = False
     """The state that is not here is with a replica that lives: nobody else may begin a new one."""
     has_norm: bool = False
@@ -207,7 +212,8 @@ class ShardState:
 
     def voters(self) -> list[str]:
         """Who is asked before the primary is overthrown: all that answer, but the primary."""
-        return [p for p in self.answering() if p != self.ballot.primary]
+        kept = {self.ballot.primary, *self.unshown}
+        return [p for p in self.answering() if p not in kept]
 
     def living(self) -> list[str]:
         return sorted(p for p, s in self.members.items() if s.is_waited_for)
@@ -217,7 +223,7 @@ class ShardState:
         is coming already it goes on to come. In gossip averaging each has its own."""
         if self.roster.pulls:
             return None
-        past = [p for p in self.living() if self.members[p].is_past]
+        past = [p for p in self.living() if self.members[p].is_past and p not in self.unshown]
         alive = [p for p in past if self.members[p].life == ALIVE]
         found = alive or past
         if self.pushing in found:
@@ -231,7 +237,8 @@ class ShardState:
 
     def told(self) -> str | None:
         """Who lives and has said that the primary does."""
-        return self.host if self.host in self.answering() else None
+        is_there = self.host in self.answering() and self.host not in self.unshown
+        return self.host if is_there else None
 
     def successor(self) -> str:
         """Who takes over from a dead primary: the first in the order that lives."""

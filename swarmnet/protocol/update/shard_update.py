@@ -36,11 +36,12 @@ that live has it, all of them promise the new ballot, and none takes the old pri
 result any more: its backups deny it.
 
 Nobody is believed who says that it has taken over from a primary that lives. A follower leaves its
-primary for two reasons: that one is dead to it, and another one announces itself (`may_join`); or
-that one says that it goes by another ballot (`leave`). A primary leads by no ballot again that it
-has left, so what it says of itself sets its followers free, to a lower ballot too. Where records
-differ, some are led in this way from one that has never led to one that does; who is led round in a
-circle leads itself.
+primary for two reasons: that one is dead to it, and the next in order announces itself
+(`may_join`); or that one says that it goes by another ballot (`leave`). A primary leads by no
+ballot again that it has left, so what it says of itself sets its followers free, to a lower ballot
+too. Where records differ, some are led in this way from one that has never led to one that does;
+who is led round in a circle leads itself. After a death nobody may lead then, for each waits for
+another one: so after a while anybody may (`Unled`).
 
 A primary yields where others are followed by more (`ShardState.overthrown_by`): it asks all, and
 each says by which ballot it goes. Who is named does not count, so one that has taken over in its
@@ -77,6 +78,9 @@ caller (`HUNG` in `Seen`). It may have a result all the same, and more so with o
 backup denies it. So it is asked before a takeover, if it is not the one that is overthrown, and for
 its promise before a result is given out. A process that stood still was dead to the others
 meanwhile: what it was promised before does not count (`StoodStill`).
+
+Who has the result answers with it, and a member may lie. So a result is taken of those who may have
+one (`is_shown`). Of any other counts what it says of its teller: whom that goes by.
 
 Others may take a replica for the primary that does not lead, by old records: nobody leads because
 another one says so. It says by which ballot it goes, and they go there.
@@ -183,9 +187,9 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.ResultCame: _row(
         no,
         following=rules.adopt,
-        canvassing=rules.adopt,
-        gathering=rules.adopt,
-        clipping=rules.adopt,
+        canvassing=rules.adopt_if_shown,
+        gathering=rules.adopt_if_shown,
+        clipping=rules.adopt_if_shown,
         copying=rules.ask_later,
         copied=rules.adopt,
         stepping=rules.adopt_instead,
@@ -217,6 +221,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         no, gathering=rules.expire, stepping=rules.expire_pair, mirroring=rules.expire_pair
     ),
     on.Again: _row(rules.again, decided=no, adopted=no, abandoned=no),
+    on.Unled: _row(no, following=rules.wait_no_longer, canvassing=rules.wait_no_longer),
     on.StoodStill: _row(
         no,
         gathering=rules.doubt,
@@ -246,6 +251,7 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[ShardState], None]], ...]] = {
     ),
     CANVASSING: (
         (rules.needs_no_takeover, rules.stand_back),
+        (rules.is_outvoted, rules.yield_to_most),
         (rules.all_agree, rules.take_over),
     ),
     GATHERING: (

@@ -167,3 +167,26 @@ def test_nobody_is_blamed_for_a_primary_that_lives_or_a_result_that_is_there(
     for now in (10.0, 20.0):
         shard.state = State.ADOPTED if is_over else State.FOLLOWING
         assert held.found({0: shard}, now, 5.0) == set()
+
+
+def test_a_shard_is_unled_after_its_primary_has_been_dead_for_long() -> None:
+    """It is told once. The wait begins anew with another primary, and after one that was back."""
+    progress = ExchangeProgress()
+    first, second = (waiting(Ballot(1, PRIMARY)) for _ in range(2))
+    first.members = second.members = {PRIMARY: MemberStatus(DEAD), NEXT: MemberStatus(ALIVE)}
+    shards = {0: first, 1: second}
+    assert progress.unled(shards, 100.0, LIMIT_S) == []
+    second.ballot = Ballot(2, NEXT)
+    assert progress.unled(shards, 109.9, LIMIT_S) == []
+    assert progress.unled(shards, 110.0, LIMIT_S) == [0]
+    first.is_unled = True
+    assert progress.unled(shards, 111.0, LIMIT_S) == []
+    second.ballot = Ballot(1, PRIMARY)
+    assert progress.unled(shards, 112.0, LIMIT_S) == []
+    second.members = {PRIMARY: MemberStatus(ALIVE)}
+    assert progress.unled(shards, 122.0, LIMIT_S) == []
+    second.members = {PRIMARY: MemberStatus(DEAD)}
+    assert progress.unled(shards, 123.0, LIMIT_S) == []
+    assert progress.unled(shards, 133.0, LIMIT_S) == [1]
+    second.state = State.GATHERING
+    assert progress.unled(shards, 150.0, LIMIT_S) == []

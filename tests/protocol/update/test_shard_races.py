@@ -210,15 +210,21 @@ def test_one_that_is_believed_no_more_does_not_make_others_so() -> None:
 
 
 def test_a_denied_question_ends_the_canvass() -> None:
-    """With one that knows the primary alive it waits there, and with one that knows another
-    primary it goes to that."""
+    """With one that knows the primary alive it waits there. To another primary it goes where all
+    have answered, and as many follow that one."""
     b = replica("b", "abcd")
     sees(b, a=GONE)
     assert do.Push("c", A, has_gradient=False) in b.handle(on.Denied("c", A, B, 0))
     b = replica("b", "abcd")
     sees(b, a=GONE)
-    assert do.Push("d", Ballot(3, "d"), True) in b.handle(on.Denied("c", Ballot(3, "d"), B, 0))
+    assert not b.handle(on.Denied("c", Ballot(3, "d"), B, 0))
+    assert do.Push("d", Ballot(3, "d"), True) in b.handle(on.Denied("d", Ballot(3, "d"), B, 0))
     assert b.shard.ballot == Ballot(3, "d")
+    b = replica("b", "abcd")
+    sees(b, a=GONE)
+    b.handle(on.Denied("d", Ballot(3, "d"), B, 0))
+    b.handle(agreed("c", B, is_final=False))
+    assert b.shard.ballot == B, "nobody else says so"
 
 
 def test_one_whose_state_is_spoiled_leaves_it_to_a_holder_to_begin() -> None:
@@ -277,7 +283,7 @@ def test_the_primary_dies_after_the_mirror() -> None:
 
 
 def test_a_mirrored_step_that_comes_after_a_promise_is_denied() -> None:
-    b = replica("b")
+    b = replica("b", "acb")
     sees(b, a=GONE)
     b.handle(on.Asked("ask", "c", C, is_final=True))
     assert b.shard.ballot == C
@@ -1108,11 +1114,196 @@ def test_a_push_tells_of_a_higher_ballot() -> None:
 
 
 def test_of_two_that_would_lead_the_higher_ballot_has_the_agreement_of_the_other() -> None:
+    """After a while: at first it is the next in order."""
     b = replica("b")
     sees(b, a=GONE)
-    assert b.handle(on.Asked("ask", "c", C, is_final=False)) == [do.Deny("ask", A)]
     higher = A.next_of("c", is_holder=True)
+    assert b.handle(on.Asked("ask", "c", higher, is_final=False)) == [do.Deny("ask", A)]
+    b.handle(on.Unled())
+    assert b.handle(on.Asked("ask", "c", C, is_final=False)) == [do.Deny("ask", A)]
     assert b.handle(on.Asked("ask", "c", higher, is_final=False)) == [do.Agree("ask", higher)]
+
+
+def test_from_a_dead_primary_the_next_in_order_takes_over() -> None:
+    """Nobody else that lives, until it has had the time for that. It may say itself who has."""
+    d_leads = A.next_of("d", is_holder=False)
+    for told in (on.Asked("ask", "d", d_leads, is_final=True), pushed("e", d_leads)):
+        c = replica("c", "abcde")
+        sees(c, a=GONE)
+        assert do.LookInto("b") in c.handle(on.Asked("ask", "d", d_leads, is_final=False))
+        c.handle(told)
+        assert c.shard.ballot == A
+        c.handle(on.Unled())
+        c.handle(told)
+        assert c.shard.ballot == d_leads
+    c = replica("c", "abcde", "abc")
+    sees(c, a=GONE)
+    c.handle(on.Unled())
+    agrees = do.Agree("ask", d_leads)
+    assert c.handle(on.Asked("ask", "d", d_leads, is_final=False)) == [agrees], "c is not next"
+    for said in (pushed("b", d_leads), on.Denied("b", d_leads, A)):
+        for d in (LIVES, GONE):
+            c = replica("c", "abcde")
+            sees(c, a=GONE, d=d)
+            c.handle(said)
+            assert c.shard.ballot == d_leads
+    c = replica("c", "abcde")
+    sees(c, a=GONE, b=GONE)
+    c.handle(on.Again())
+    e = replica("e", "abcde")
+    sees(e, a=GONE, b=GONE)
+    assert do.Agree("ask", C) in e.handle(on.Asked("ask", "c", C, is_final=False))
+    sees(e, a=GONE)
+    e.handle(on.Asked("ask", "c", C, is_final=True))
+    assert e.shard.ballot == C, "b was dead when c asked"
+
+
+def test_from_one_that_has_taken_over_and_lives_nobody_takes_over() -> None:
+    """Not the first in order either, which is back."""
+    c = replica("c")
+    sees(c, a=GONE)
+    c.handle(on.Asked("ask", "b", B, is_final=True))
+    sees(c)
+    higher = B.next_of("a", is_holder=True)
+    found = c.handle(on.Asked("ask", "a", higher, is_final=False))
+    assert found == [do.LookInto("b"), do.Deny("ask", B)]
+    for said in (on.Asked("ask", "a", higher, is_final=True), pushed("a", higher)):
+        c.handle(said)
+        assert c.shard.ballot == B
+
+
+def test_who_knows_of_no_primary_but_the_dead_one_is_asked_after_a_pause() -> None:
+    c = replica("c")
+    sees(c, a=GONE)
+    assert c.handle(on.Denied("b", A, A)) == [do.Pause()]
+
+
+def test_who_waits_long_without_a_primary_is_asked_anew() -> None:
+    b = replica("b")
+    assert not b.handle(on.Unled())
+    assert not b.shard.is_unled, "the primary lives"
+    sees(b, a=GONE)
+    assert ask(("c",), B, is_final=False) in b.handle(on.Unled())
+    assert ask(("c",), B, is_final=False) in b.handle(on.Again()), "an answer may be lost"
+    c = replica("c")
+    sees(c, a=GONE)
+    assert not c.handle(on.Unled()), "it asks nobody, for it is not next"
+
+
+FALSE = Ballot(3, "x")
+
+
+def false_result(sender: str, ballot: Ballot, made: Ballot = FALSE) -> on.ResultCame:
+    return on.ResultCame(sender, "false", ballot, made)
+
+
+def test_a_result_is_not_what_one_says_that_is_asked_for_its_promise() -> None:
+    """It is what that one says of whom it goes by. Shown is what the primary itself has signed."""
+    u = replica("a", "abcx")
+    u.handle(pushed("b"))
+    u.handle(pushed("c"))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    u.handle(on.ClipKnown(1))
+    assert u.shard.state is STEPPING
+    u.handle(on.Stepped("result", 1))
+    u.handle(false_result("x", A))
+    assert u.shard.state is MIRRORING
+    u.handle(on.Confirmed("b", 1))
+    assert u.shard.state is DECIDED
+    assert u.shard.result == "result"
+    u = mirroring()
+    u.handle(false_result("c", A, made=A))
+    assert u.shard.state is ADOPTED, "it has signed that itself"
+
+
+def test_a_result_of_another_primary_is_taken_where_as_many_have_it() -> None:
+    u = mirroring()
+    u.handle(on.StoodStill())
+    u.handle(false_result("c", Ballot(7, "a"), made=B))
+    u.handle(false_result("stranger", A, made=B))
+    assert not u.shard.claims, "of another question, and of no member"
+    u.handle(false_result("b", A, made=B))
+    assert u.shard.state is MIRRORING
+    u.handle(false_result("c", A, made=B))
+    assert (u.shard.state, u.shard.ballot) == (FOLLOWING, B)
+
+
+def test_the_result_of_a_primary_that_hung_and_went_on_is_taken() -> None:
+    """By who has taken over from it, though nobody else tells of that yet."""
+    b = replica("b")
+    sees(b, a=HANGS)
+    b.handle(agreed("c", B, is_final=False))
+    b.handle(pushed("c", B))
+    b.handle(on.Summed("sum", 1))
+    b.handle(on.ClipKnown(1))
+    assert b.shard.state is STEPPING
+    b.handle(false_result("a", B, made=A))
+    assert b.shard.state is ADOPTED
+
+
+def test_before_a_takeover_a_result_is_that_of_the_dead_primary_or_of_most() -> None:
+    for made, holds in ((A, True), (FALSE, False)):
+        b = replica("b", "abcx")
+        sees(b, a=GONE)
+        b.handle(false_result("x", B, made))
+        assert (b.shard.state is ADOPTED) == holds
+    b.handle(agreed("c", B, is_final=False))
+    assert b.shard.ballot == B
+    b = replica("b", "abcx")
+    sees(b, a=GONE)
+    b.handle(false_result("x", B))
+    b.handle(false_result("c", B))
+    assert b.shard.ballot == FALSE, "c says so too"
+    b = replica("b", "abcdx")
+    sees(b, a=GONE, d=GONE)
+    b.handle(false_result("x", B, made=Ballot(3, "d")))
+    assert b.shard.state is CANVASSING, "c has not answered"
+    b = replica("b", "abx")
+    sees(b, a=GONE)
+    b.handle(false_result("x", B))
+    assert b.shard.state is ADOPTED, "there is nobody else to ask"
+
+
+def test_where_a_follower_waits_it_takes_what_the_primary_has_signed() -> None:
+    """Whoever says that a dead primary lives is asked once. The next in order is believed, and who
+    is past the exchange about a third."""
+    for made, holds in ((A, True), (FALSE, False)):
+        b = replica("b", "abcx")
+        sees(b, a=GONE)
+        b.handle(on.Denied("x", A, B, 0))
+        b.handle(false_result("x", A, made))
+        assert (b.shard.state is ADOPTED) == holds
+    b = replica("b", "abcdx")
+    sees(b, a=GONE)
+    b.handle(on.Denied("x", A, B, 0))
+    assert ask(("c", "d", "x"), B, is_final=False) in b.handle(on.Denied("x", Ballot(3, "d"), A))
+    b = replica("b", "abcx")
+    sees(b, a=GONE)
+    b.handle(on.Denied("x", A, B, 0))
+    b.handle(false_result("x", A))
+    b.handle(on.Denied("x", A, B, 0))  # asked before
+    assert b.shard.told() is None
+    assert "x" not in b.shard.voters()
+    c = replica("c")
+    c.handle(false_result("a", A, made=B))
+    assert c.shard.state is ADOPTED, "its primary has it of another one"
+    c = replica("c")
+    sees(c, a=GONE)
+    c.handle(on.Asked("ask", "b", B, is_final=True))
+    sees(c)
+    c.handle(false_result("a", B))
+    assert c.shard.state is FOLLOWING, "the next in order is nobody while the primary lives"
+    c = replica("c", "abcx")
+    sees(c, a=GONE)
+    c.handle(false_result("b", A, made=B))
+    assert c.shard.state is ADOPTED
+    for made, holds in ((B, True), (FALSE, False)):
+        c = replica("c", "abcxd")
+        sees(c, a=GONE, b=GONE, x=PAST)
+        c.handle(false_result("x", A, made))
+        assert (c.shard.state is ADOPTED) == holds
+    assert c.shard.past() is None
 
 
 def test_only_the_primary_of_a_ballot_mirrors_a_step() -> None:
@@ -1500,7 +1691,7 @@ def test_a_primary_that_leads_anew_is_followed() -> None:
 def test_without_a_primary_a_lower_ballot_is_followed_if_that_ones_primary_lives() -> None:
     c = replica("c", "abcd")
     sees(c, a=GONE, b=GONE)
-    c.handle(pushed("d", B))
+    c.handle(on.Denied("d", B, C, 0))
     assert c.shard.ballot == B, "a higher one, whose primary lives to another one"
     c.handle(pushed("d", A))
     assert c.shard.ballot == B

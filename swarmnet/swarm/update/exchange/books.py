@@ -77,6 +77,7 @@ class Books:
         *,
         is_copy: bool = False,
         proof: Proof | None = None,
+        summed: Proof | None = None,
     ) -> ShardReply:
         """What a contributor is told with its result. `coming`: the round that begins with it."""
         return ShardReply(
@@ -86,6 +87,7 @@ class Books:
             self.norm(exchange),
             is_copy,
             proof,
+            summed,
         )
 
     def norm(self, exchange: int) -> float:

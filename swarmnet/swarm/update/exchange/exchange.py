@@ -143,6 +143,7 @@ class Exchange:
     ) -> None:
         self.number = number
         self._audits = audits
+        self._proofs = proofs
         self._gossip = gossip
         self._ownership = ownership
         self._states = ownership.states
@@ -372,6 +373,9 @@ class Exchange:
         awake_s = self._gossip.liveness.awake_s()
         for peer_id in self.progress.holding_up(shards, awake_s, waits.sum_s + waits.lease_s):
             self._mute(peer_id)
+        # All find a death within a lease, and then the next in order takes over.
+        for j in self.progress.unled(shards, awake_s, waits.lease_s + waits.usual_s):
+            self.feed(j, on.Unled())
 
     def _hangs(self, peer_id: str) -> None:
         """Nobody waits for the work of a peer here any more."""
@@ -470,13 +474,14 @@ class Exchange:
                 continue
             try:
                 result = await self._arrived(j, call.target, told, values)
+                made = await self._maker(j, call.target, call.ballots[j], told, values)
             except Exception as e:
                 if not isinstance(e, SwarmnetError):
                     log.exception("round %d shard %d: a result was not read", self.number, j)
                 self._push_failed(call, j, e)
                 continue
             if self._calls.ends(call, j):
-                self.feed(j, on.ResultCame(call.target, result, call.ballots[j]))
+                self.feed(j, on.ResultCame(call.target, result, call.ballots[j], made))
 
     def _push_failed(self, call: PushCall, shard: int, error: Exception) -> None:
         if not self._calls.ends(call, shard):
@@ -517,24 +522,43 @@ class Exchange:
                 raise
             kept = parameters if self._put is not None else None
             result = Result(values, told.counted, parameters=kept)
-        self._books.heard(self.number, j, told)
         has_given = self._calls.tokens.get(j, 0) > 0
         is_primary = sender == shard.ballot.primary
-        self._audits.came(
-            self.number,
-            j,
-            sender,
-            told,
-            values,
-            parameters,
-            copy=copy,
-            is_primary=is_primary,
-            has_given=has_given,
-        )
+
+        def taken() -> None:
+            self._books.heard(self.number, j, told)
+            self._audits.came(
+                self.number,
+                j,
+                sender,
+                told,
+                values,
+                parameters,
+                copy=copy,
+                is_primary=is_primary,
+                has_given=has_given,
+            )
+
+        result.taken = taken
         return result
+
+    async def _maker(
+        self, j: int, sender: str, ballot: Ballot, told: ShardReply, values: Array | None
+    ) -> Ballot | None:
+        """Of a result, as `ResultCame` has it. `ballot`: that of the call which it answers."""
+        if values is None or sender == ballot.primary:
+            return None
+        made = await self._proofs.maker(self.number, j, sender, told, values)
+        if made is not None and made.primary == sender:
+            line = "round %d shard %d: %s tells a result that bears no other signature"
+            log.debug(line, self.number, j, sender[-8:])
+        return made
 
     def _adopt(self, j: int, result: Result | None) -> None:
         if result is not None:
+            taken, result.taken = result.taken, None
+            if taken is not None:
+                taken()
             self.results[j] = result
         self._steps.forget(j)
         self._calls.forget(j)
@@ -607,10 +631,11 @@ class Exchange:
         """`ballot`: that of the call which it answers."""
         try:
             result = await self._arrived(shard, member, told, values)
+            made = await self._maker(shard, member, ballot, told, values)
         except SwarmnetError as e:
             log.warning("round %d: of no use from %s: %s", self.number, member[-8:], e)
         else:
-            self.feed(shard, on.ResultCame(member, result, ballot))
+            self.feed(shard, on.ResultCame(member, result, ballot, made))
 
     # ---- sums and steps ---------------------------------------------------------------------
 

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
+
 from swarmnet.errors import NotReady, ProtocolViolation
+from swarmnet.methods.update import ShardReply
 from swarmnet.methods.update_proof import (
     MAX_ENTRIES,
     MAX_PROOF_BYTES,
@@ -26,9 +29,10 @@ from swarmnet.methods.update_proof import (
 )
 from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.protocol.update.members import BEHIND_ROUNDS
+from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.receipts import hash_of
-from swarmnet.swarm.replica.replica import Replica
+from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.wire import Array, pack
 
 Key = tuple[int, int]
@@ -62,6 +66,9 @@ class Proofs:
     primary whose step it is."""
     _stepped: dict[Key, Proof] = field(default_factory=dict)
     """What came with the result, or went with it."""
+    _copied: dict[Key, Proof] = field(default_factory=dict)
+    """What its primary has signed of the sum of a step that was made here as backup, as long as
+    nothing came with that one's result."""
 
     @property
     def run_id(self) -> str:
@@ -170,7 +177,7 @@ class Proofs:
     def sums(self, exchange: int, shard: int) -> None:
         """A sum is made here: what was signed of an earlier one does not hold. None of its results
         has been given out."""
-        for known in (self._summed, self._entries, self._stepped):
+        for known in (self._summed, self._entries, self._stepped, self._copied):
             known.pop((exchange, shard), None)
 
     def behind(
@@ -265,12 +272,62 @@ class Proofs:
 
     def mirrored(self, exchange: int, shard: int, summed: Proof, said: Summed) -> None:
         """As backup: the step is made with this."""
-        self._summed[exchange, shard] = summed
+        self._summed[exchange, shard] = self._copied[exchange, shard] = summed
         self._entries[exchange, shard] = said.entries
 
     def came(self, exchange: int, shard: int, stepped: Proof) -> None:
         """It came with the result that is taken."""
         self._stepped[exchange, shard] = stepped
+        self._copied.pop((exchange, shard), None)
+
+    def copied_of(self, exchange: int, shard: int) -> Proof | None:
+        """What shows whose step it was, of a result that was made here as backup."""
+        return self._copied.get((exchange, shard))
+
+    async def maker(
+        self, exchange: int, shard: int, sender: str, told: ShardReply, values: Array
+    ) -> Ballot | None:
+        """The ballot of the primary whose signature a result bears that another replica tells; of
+        its teller where it bears none; None where nothing is signed of the shard. Where the codes
+        of the result are gone, the digest in the record of one more shows it: its own."""
+        if follows_tied(self.replica, shard):
+            return None
+
+        def work() -> Ballot:
+            return self._signer(exchange, shard, told, values) or Ballot(0, sender)
+
+        found = await self.replica.worker.run(work)
+        if found.primary != sender or values.dtype != "float32":
+            return found
+        digest = await self.replica.worker.run(lambda: xxhash.xxh3_64_digest(values.data))
+        now, plan = asyncio.get_running_loop().time(), self.replica.plan
+        for other in self.gossip.view.known(self.replica.index, now):
+            is_after = plan.parameter_version(other.round) == exchange + 1
+            if is_after and other.peer_id != sender and other.digest(shard) == digest:
+                return Ballot(0, other.peer_id)
+        return found
+
+    def _signer(self, exchange: int, shard: int, told: ShardReply, values: Array) -> Ballot | None:
+        """On the worker: who has signed the result, or the sum with which another one has made the
+        same step."""
+        where = self.run_id, exchange, self.replica.index, shard
+        try:
+            said = None if told.proof is None else told.proof.read(Stepped)
+            summed = None if told.summed is None else told.summed.read(Summed)
+        except ProtocolViolation:
+            return None
+        if said is None or told.proof is None or said.result != hash_of(values):
+            return None
+        if (said.run_id, said.round, said.stage, said.shard) != where:
+            return None
+        if not self.is_signed(told.proof, said.peer_id):
+            return None
+        if summed is None or told.summed is None or hash_of_proof(told.summed) != said.total:
+            return Ballot(said.term, said.peer_id)
+        if (summed.run_id, summed.round, summed.stage, summed.shard) != where:
+            return None
+        is_shown = self.is_signed(told.summed, summed.peer_id)
+        return Ballot(summed.term, summed.peer_id) if is_shown else None
 
     def summed_of(self, exchange: int, shard: int) -> Proof | None:
         """What the step here was made with."""
@@ -287,7 +344,13 @@ class Proofs:
     def finish_round(self, exchange: int) -> None:
         """Forgets exchanges that nobody asks about any more."""
         oldest = exchange - BEHIND_ROUNDS
-        tables: list[dict[Key, Any]] = [self._given, self._entries, self._summed, self._stepped]
+        tables: list[dict[Key, Any]] = [
+            self._given,
+            self._entries,
+            self._summed,
+            self._stepped,
+            self._copied,
+        ]
         for known in (*tables, self._own):
             for key in [k for k in known if k[0] < oldest]:
                 del known[key]

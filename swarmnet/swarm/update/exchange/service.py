@@ -189,7 +189,8 @@ class ExchangeService:
         if self.books.takes_copy(asked, j, remote, digest):
             return self.books.told(asked, j, remote, is_copy=True, proof=proof), None
         values = await self.work.copy_of(asked, j, answer.result, is_whole=push.is_whole)
-        return self.books.told(asked, j, remote, proof=proof), values
+        summed = self.proofs.copied_of(asked, j)
+        return self.books.told(asked, j, remote, proof=proof, summed=summed), values
 
     async def _tell_sums(self, request: Request, push: ReduceRequest) -> None:
         """Who has waited long hears which sums are made here: the rest is up to other stages."""
@@ -211,8 +212,9 @@ class ExchangeService:
             raise Stale(f"round {current} is over here", round=replica.current_exchange)
         if changes % 2 or changes != replica.transitions.changes:
             raise NotReady("a new round is being opened here")
-        proof = self.proofs.stepped_of(asked, j)
-        return self.books.told(asked, j, remote, coming=current, proof=proof), values
+        proof, summed = self.proofs.stepped_of(asked, j), self.proofs.copied_of(asked, j)
+        told = self.books.told(asked, j, remote, coming=current, proof=proof, summed=summed)
+        return told, values
 
     def _is_leaving(self, peer_id: str) -> bool:
         record = self.gossip.view.get(peer_id)
@@ -275,7 +277,8 @@ class ExchangeService:
             await self.work.complete(asked, j, answer.result)
             proof = self.proofs.stepped(asked, j, exchange.ballot(j).term, answer.result.hash)
             values = await self.work.copy_of(asked, j, answer.result)
-            return ballot, (self.books.told(asked, j, remote, proof=proof), values)
+            summed = self.proofs.copied_of(asked, j)
+            return ballot, (self.books.told(asked, j, remote, proof=proof, summed=summed), values)
         assert isinstance(answer, do.Agree | do.Deny)
         return answer.ballot, None
 

@@ -94,6 +94,8 @@ class Result:
     """Makes the values, where the step was followed here and the primary's result is to come."""
     is_audited: bool = False
     """It is made all the same, to be compared with that."""
+    taken: Callable[[], None] | None = None
+    """What is done once it is adopted, where it came from another replica."""
 
     @property
     def is_coded(self) -> bool:

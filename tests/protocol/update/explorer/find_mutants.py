@@ -56,7 +56,9 @@ EXPLORED |= {
     "one that another takes for a holder": SMALL["one that another takes for a holder"],
     "a crash and a lost message": SMALL["a crash and a lost message"],
 }
-SAME: dict[str, str] = {}
+SAME: dict[str, str] = {
+    "condition adopt_if_shown event.made_is_None false": "`is_shown` says so too",
+}
 """Mutants that nothing finds, and why."""
 
 

@@ -280,7 +280,10 @@ class Interned:
         """What the liar answers to a call, at once."""
         caller, kind, liar = message.call[:3]
         answer: Any = on.PushFailed(liar)
-        if self.scenario.denies:
+        if self.scenario.tells and kind in ("ask", "push"):
+            own = false_ballot(liar)
+            answer = on.ResultCame(liar, (own, ("false",)), ballot_of(message.call), own)
+        elif self.scenario.denies:
             answer = denial(liar, false_ballot(liar), message.call)
         elif kind == "ask":
             is_final, count = question_of(message.call)

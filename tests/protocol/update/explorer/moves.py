@@ -8,6 +8,7 @@ from typing import Any
 
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import DEAD, HUNG, Ballot
+from swarmnet.protocol.update.shard_state import CANVASSING, FOLLOWING
 from tests.protocol.update.explorer.interned import (
     BITS,
     GONE,
@@ -200,8 +201,21 @@ class Moves(Interned):
         if found is None:
             events = list(dict.fromkeys(self.locals.all[local].under_way))
             found = tuple(pair for event in events for pair in self.happenings(local, event))
+            found += self.waits_of(local)
             self.under_way[local] = found
         return found
+
+    def waits_of(self, local: int) -> tuple[tuple[str, Outcome], ...]:
+        """Without a primary, time passes. Where one lies it passes too soon for that."""
+        machine = self.machines[local]
+        if machine is None or self.scenario.liar:
+            return ()
+        u = machine.shard
+        if u.state not in (FOLLOWING, CANVASSING) or u.is_unled or not u.is_leaderless():
+            return ()
+        actor = self.actor(local)
+        actor.handle(on.Unled())
+        return (("late", self.outcome(actor)),)
 
     def happenings(self, local: int, event: Any) -> list[tuple[str, Outcome]]:
         def happen(take: Callable[[Actor, Any], None] = Actor.happen) -> Outcome:

@@ -57,6 +57,12 @@ SMALL = {
     "a liar that denies": Scenario(
         peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1, denies=True
     ),
+    "a liar that tells results": Scenario(
+        peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1, tells=True
+    ),
+    "a liar that tells results, and a crash": Scenario(
+        peers="abcx", tokens=(1, 1, 1, 0), liar="x", tells=True, crashes=1
+    ),
     "the only owner's process stops": Scenario(
         peers="ab", tokens=(1, 1), replication=1, stops="a", slow_sums=True, deadlines=1
     ),
@@ -90,6 +96,9 @@ DEEP = {
     ),
     "two lies, and a loss": Scenario(
         peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=2, denies=True, drops=1
+    ),
+    "a liar that takes over from a dead primary": Scenario(
+        peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1, tells=True, crashes=1
     ),
     "a lie where one takes another for a holder": Scenario(
         peers="abcx",

@@ -69,11 +69,13 @@ class Scenario:
     """A peer that lives and never closes its round. Deadlines pass then."""
     liar: str = ""
     """A peer, the last one, that says what it likes: it lives, has no tokens, and takes part in
-    nothing. It gives no result."""
+    nothing."""
     lies: int = 0
     """Calls of it, whatever they say."""
     denies: bool = False
     """It answers that it goes by a ballot of its own. Otherwise it agrees to everything."""
+    tells: bool = False
+    """It answers with a result of its own making."""
     cut: str = ""
     """Two peers that cannot reach each other, ever."""
     returns: bool = False
@@ -143,6 +145,12 @@ class Outcome(NamedTuple):
 def step_of(event: on.Stepped) -> Any:
     """(ballot, sum)."""
     return event.result
+
+
+def made_by(result: Any) -> Ballot:
+    """Of the primary that has signed a result, or the sum that it was made with."""
+    found: Ballot = result[0]
+    return found
 
 
 def question_of(call: Any) -> tuple[bool, int]:
@@ -307,7 +315,7 @@ class Actor:
                 for p in backups:
                     self.mirror(p, total, ballot, attempt)
             case do.Give(call, result):
-                self.answer(call, on.ResultCame(me, result, ballot_of(call)))
+                self.answer(call, on.ResultCame(me, result, ballot_of(call), made_by(result)))
             case do.Agree(call, ballot):
                 self.answer(call, on.Agreed(me, ballot, *question_of(call)))
             case do.Deny(call, ballot):
@@ -446,7 +454,9 @@ def settle(actor: Actor) -> None:
     if u.state is not GATHERING:
         u.is_expired = False
     if u.state not in (GATHERING, CLIPPING) and u.state not in HAS_STEPPED:
-        u.claims, u.doubted, u.has_stood_still = (), frozenset(), False
+        u.doubted, u.has_stood_still = frozenset(), False
+        if u.state is not CANVASSING:
+            u.claims = ()
     if u.state is not CLIPPING and u.state not in HAS_STEPPED:
         u.promised, u.asked, u.senders, u.total = frozenset(), frozenset(), frozenset(), None
         u.lost = frozenset()
