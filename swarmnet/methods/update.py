@@ -58,6 +58,9 @@ class ReduceRequest:
     it does not say."""
     signatures: tuple[bytes, ...] = ()
     """Of each array, by the contributor (`update_proof.Contribution`)."""
+    late: tuple[int, ...] = ()
+    """By shard, how many of the tokens are of contributions that were late in the exchange before;
+    empty where none is."""
 
     def __post_init__(self) -> None:
         num_shards = len(self.shards)
@@ -72,7 +75,11 @@ class ReduceRequest:
         _check_ballots(self.terms, self.primary)
         if len(set(self.shards)) < len(self.shards):
             raise ValueError("a shard twice")
-        check_indices(self.round, self.stage, *self.shards, *self.num_tokens)
+        check_indices(self.round, self.stage, *self.shards, *self.num_tokens, *self.late)
+        if self.late and len(self.late) != num_shards:
+            raise ValueError("not for each shard what was late")
+        if any(late > n for late, n in zip(self.late, self.num_tokens)):
+            raise ValueError("more tokens that were late than tokens")
         if max(self.num_tokens) > MAX_TOKENS:
             raise ValueError("more tokens than there can be")
 
@@ -178,9 +185,14 @@ class ShardReply:
     summed: Proof | None = None
     """Of a `Summed`, where the callee has made the result as backup: what its primary has signed of
     the sum."""
+    late: int = 0
+    """How many of the tokens are of contributions that were late in the exchange before."""
+    is_late: bool = False
+    """The contribution is not in the parameters: the callee brings it into the shard's next
+    exchange."""
 
     def __post_init__(self) -> None:
-        if not -1 <= self.num_tokens < 2**62:
+        if not -1 <= self.num_tokens < 2**62 or not 0 <= self.late <= max(0, self.num_tokens):
             raise ValueError("a number of tokens is out of range")
         _check_norm(self.norm)
 
@@ -243,9 +255,13 @@ class MirrorRequest:
     """XXH3-64 of the sum, where that was sent ahead (`sums`): there is no array then."""
     summed: Proof | None = None
     """Of a `Summed`: what the primary signs of the sum."""
+    late: int = 0
+    """How many of the tokens are of contributions that were late in the exchange before."""
 
     def __post_init__(self) -> None:
-        check_indices(self.round, self.stage, self.shard, self.steps, self.num_tokens)
+        check_indices(self.round, self.stage, self.shard, self.steps, self.num_tokens, self.late)
+        if self.late > self.num_tokens:
+            raise ValueError("more tokens that were late than tokens")
         _check_ballots((self.term,), "")
         check_lineage(self.sum_digest)
         _check_norm(self.norm)

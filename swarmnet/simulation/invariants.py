@@ -7,7 +7,8 @@ there.
 1. A microbatch of round r meets only the parameters of round r, and its backward the same as its
    forward.
 2. No optimizer step contains a microbatch twice, or one of another round, and no optimizer state
-   sees two steps of one round; sums are what their microbatches add up to.
+   sees two steps of one round; sums are what their microbatches add up to. In mode `local` a step
+   may contain microbatches of the exchange before, that were not in the step of that one.
 3. What a stage averaged in a round was committed by a feeder. Committed = averaged + lost, exactly,
    by the peers' own books too, and no loss is told twice.
    Where replicas make steps of their own, no two of a stage have the same microbatch in theirs.
@@ -32,7 +33,7 @@ from typing import Any
 
 from swarmnet.ports import StepKey
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
-from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, SyncPlan
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, SyncPlan
 from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.simulation.islands import Islands, parts
 from swarmnet.simulation.stage import Gradient, check_sum
@@ -83,6 +84,8 @@ class Books:
     """Path by microbatch id, as the feeders say."""
     averaged: dict[tuple[int, int], list[frozenset[int]]] = field(default_factory=dict)
     """(stage, shard): the microbatches of every aggregate that an optimizer step used."""
+    late: dict[tuple[int, int], list[frozenset[int]]] = field(default_factory=dict)
+    """The same of those that were in the steps of the next exchange."""
     own: dict[int, dict[int, str]] = field(default_factory=dict)
     """By stage: microbatch id to the peer that made an own step with it."""
     losses: dict[int, list[Loss]] = field(default_factory=dict)
@@ -203,8 +206,10 @@ class InvariantMonitor:
         twice = sorted(key for key, times in gradient.ids.items() if times != 1)
         if twice:
             self.fail(f"{where}: counted {gradient.ids[twice[0]]} times: {twice[0]}")
-        window = self.plan.window(shard, round)
-        if any(key[0] not in window for key in gradient.ids):
+        window, before = self.plan.window(shard, round), range(0)
+        if self.plan.mode == LOCAL and window.start:
+            before = self.plan.window(shard, window.start - 1)
+        if any(key[0] not in window and key[0] not in before for key in gradient.ids):
             self.fail(f"{where}: a gradient of another round")
         if not check_sum(stage_index, shard, gradient):
             self.fail(f"{where}: the sum is not that of its microbatches")
@@ -212,9 +217,13 @@ class InvariantMonitor:
         if self._stepped.get(state, -1) >= round:
             self.fail(f"{where}: a second step of this round")
         self._stepped[state] = round
-        for r in window:
+        for r in (*before, *window):
             ids = frozenset(key[1] for key in gradient.ids if key[0] == r)
-            known = self._book(r).averaged.setdefault((stage_index, shard), [])
+            if r in before and not ids:
+                continue
+            book = self._book(r)
+            of = book.late if r in before else book.averaged
+            known = of.setdefault((stage_index, shard), [])
             if ids not in known:
                 known.append(ids)
                 if len(known) > 1:
@@ -323,8 +332,10 @@ class InvariantMonitor:
             return least
         if self.plan.mode in (DELAYED, AUTO):  # an exchange may run beside the round
             return max(0, least - 1)
-        shards = range(self.num_shards)
-        return min(self.plan.last_exchange(j, least) + 1 for j in shards)
+        last = [self.plan.last_exchange(j, least) for j in range(self.num_shards)]
+        if self.plan.mode == LOCAL and least < self.plan.rounds:  # what is late is in the next one
+            last = [self.plan.last_exchange(j, e) for j, e in enumerate(last)]
+        return min(last) + 1
 
     def _check_queues(self, member: Member) -> None:
         replica, limits = member.peer.replica, member.peer.limits
@@ -426,9 +437,11 @@ class InvariantMonitor:
         for s in range(self.num_stages):
             for j in range(self.num_shards):
                 results = book.averaged.get((s, j), [])
-                averaged = max(
-                    results, key=lambda ids: (len(ids), sorted(ids)), default=frozenset()
-                )
+                averaged = _most(results)
+                late = _most(book.late.get((s, j), []))
+                if twice := averaged & late:
+                    self.fail(f"round {r} stage {s} shard {j}: averaged twice: {min(twice)}")
+                averaged |= late
                 extra = sorted(averaged - committed)
                 if extra and self.keeps_books:
                     self.fail(
@@ -454,7 +467,9 @@ class InvariantMonitor:
         off."""
         # Where shards take turns, the peers' books are about the first one.
         shards = range(1 if self.plan.is_local else self.num_shards)
-        results = [[b.averaged.get((s, j), []) for b in books] for j in shards]
+        results = [
+            [of.get((s, j), []) for b in books for of in (b.averaged, b.late)] for j in shards
+        ]
         if self._finishing or any(len(sums) > 1 for shard in results for sums in shard):
             return  # not told yet; or two halves of a swarm have different books
         committed = sum(len(b.committed) for b in books)
@@ -495,3 +510,8 @@ class InvariantMonitor:
             f"{' closed' if m.peer.replica and m.peer.replica.closed else ''}"
             for m in list(self.members.values())[:16]
         )
+
+
+def _most(results: Iterable[frozenset[int]]) -> frozenset[int]:
+    """Of different aggregates, the one of the most microbatches."""
+    return max(results, key=lambda ids: (len(ids), sorted(ids)), default=frozenset())

@@ -12,7 +12,7 @@ Like `reference.ReferenceTrainer`, they use nothing that a stage or a shard is m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -189,9 +189,17 @@ class LocalReference:
             n: [0] * len(self._common[s]) for s, own in self.replicas.stages.items() for n in own
         }
         """By replica and shard: tokens since the shard's last outer step."""
+        self._late: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+        """By stage and shard: tokens and changes for the next outer step."""
 
-    def step(self, round_index: int, paths: Mapping[int, Sequence[str]]) -> float:
-        """One round; `paths` as in `Replicas.step`. Returns the mean loss, nats per token."""
+    def step(
+        self,
+        round_index: int,
+        paths: Mapping[int, Sequence[str]],
+        late: Collection[tuple[str, int]] = (),
+    ) -> float:
+        """One round; `paths` as in `Replicas.step`. `late`: replicas and shards whose change counts
+        in the next outer step. Returns the mean loss, nats per token."""
         loss = self.replicas.step(round_index, paths)
         for name, replica in self.replicas.by_name.items():
             self._tokens[name] = [t + replica.tokens for t in self._tokens[name]]
@@ -200,7 +208,7 @@ class LocalReference:
         for stage, shards in self._common.items():
             due = [j for j in range(len(shards)) if is_plain or self._is_turn(j, round_index)]
             if due:
-                self._exchange(stage, due, is_plain)
+                self._exchange(stage, due, is_plain, late)
         return loss
 
     def _is_turn(self, shard: int, round_index: int) -> bool:
@@ -212,19 +220,23 @@ class LocalReference:
             sync.local_steps
         ) == 0
 
-    def _exchange(self, stage: int, due: Sequence[int], is_plain: bool) -> None:
+    def _exchange(
+        self, stage: int, due: Sequence[int], is_plain: bool, late: Collection[tuple[str, int]]
+    ) -> None:
         replicas, shards = self.replicas.stages[stage], self._common[stage]
         flats = {n: _flat(r) for n, r in replicas.items()}
         pieces = {n: flat.split(self._spec.sync.shard_parameters) for n, flat in flats.items()}
         for j in due:
-            total = sum(self._tokens[n][j] for n in replicas)
+            shard, parts = shards[j], self._late.pop((stage, j), [])
+            for n in replicas:
+                part = self._tokens[n][j], shard.detach() - pieces[n][j].detach()
+                where = self._late.setdefault((stage, j), []) if (n, j) in late else parts
+                where.append(part)
+            total = sum(tokens for tokens, _ in parts)
             if not total:
                 continue
-            shard = shards[j]
             with torch.no_grad():
-                change = sum(
-                    (shard - pieces[n][j]) * (self._tokens[n][j] / total) for n in replicas
-                )
+                change = sum(part * (tokens / total) for tokens, part in parts)
                 shard.grad = torch.as_tensor(change)
                 if is_plain:
                     shard.sub_(shard.grad)

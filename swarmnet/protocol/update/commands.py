@@ -48,6 +48,9 @@ class Give:
 
     call: Call
     result: Handle
+    is_late: bool = False
+    """The contribution that the call has brought, if any, is not in it: this replica brings it into
+    the shard's next exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,11 @@ class Sum:
     senders: frozenset[str]
     """All who are told that they were counted."""
     absent: tuple[str, ...]
-    """Members that live and are not waited for any longer."""
+    """Members that live, and were waited for in vain."""
     attempt: int
     """To be given back with `Summed`: what an earlier attempt brings does not count."""
+    late: tuple[str, ...] = ()
+    """Members that live, and for which nobody waits beside a quorum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,12 @@ class SetDeadline:
 
 
 @dataclass(frozen=True, slots=True)
+class SetGrace:
+    """Send `GracePassed` when those that are about as fast as the quorum have had the time for
+    their contributions."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Send `Again` after the usual pause between two tries."""
 
@@ -192,6 +203,7 @@ Command = (
     | Spoiled
     | Abandon
     | SetDeadline
+    | SetGrace
     | Pause
     | LookInto
 )

@@ -180,6 +180,11 @@ class DeadlinePassed:
 
 
 @dataclass(frozen=True, slots=True)
+class GracePassed:
+    """The grace is over that contributions have beside a quorum."""
+
+
+@dataclass(frozen=True, slots=True)
 class Again:
     """The pause before another try is over."""
 
@@ -217,6 +222,7 @@ Event = (
     | Refused
     | MirrorFailed
     | DeadlinePassed
+    | GracePassed
     | Again
     | Unled
     | StoodStill

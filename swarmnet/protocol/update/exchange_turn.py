@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from swarmnet.protocol.sync_modes import SyncPlan
+from swarmnet.protocol.update.members import BEHIND_ROUNDS
 
 
 class Turn(Enum):
@@ -24,6 +25,13 @@ def turn_of(plan: SyncPlan, shard_index: int, asked: int, current: int) -> Turn:
     if asked > current:
         return Turn.TO_COME
     return Turn.LAST if asked == plan.last_exchange(shard_index, current) else Turn.OVER
+
+
+def may_be_asked(plan: SyncPlan, shard_index: int, exchange: int, ended: int) -> bool:
+    """Whether a straggler may ask about an exchange of a shard, when exchange `ended` is over: as
+    long as no later one has changed the shard."""
+    last = plan.last_exchange(shard_index, ended + 1)
+    return exchange >= min(last, ended - BEHIND_ROUNDS)
 
 
 def has_not_begun(exchange: int, told: object) -> bool:

@@ -135,6 +135,12 @@ class ExchangeWaits:
         is known yet, a slow peer must not be suspected."""
         return self.contributions_due_s if self._measured_s else self._longest_s
 
+    def grace_s(self, passed_s: float) -> float:
+        """Beside a quorum: how much longer a primary waits for the contributions of others, when
+        that has come `passed_s` after its own. Whose link is half as fast as the quorum's is in
+        time, and so is who closes the round as late as can be usual."""
+        return max(passed_s, self.closing_s)
+
     @property
     def sum_s(self) -> float:
         """For the word that a sum is made, at a primary that lives: it waits for contributions from

@@ -9,17 +9,19 @@ the exchange's rounds on. Only where that one dies, or is suspected, in those ve
 be reported twice or not at all.
 
 In mode `local` a sample counts as averaged when the own step that it is in was part of an exchange:
-books are closed once an exchange, by the first shard."""
+books are closed once an exchange, by the first shard. What lacks in one may be late, and is in the
+next one then. So where tokens lack, the books are closed with those of the next exchange."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.slots import SlotPlan
-from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL, SyncPlan
 
 SETTLED_ROUNDS = 2
 """A feeder's record has the counters of a round for at least so many rounds more."""
@@ -35,7 +37,27 @@ class Loss:
     stage: int
     counted_tokens: int
     averaged_tokens: int
+    """In this exchange, or late and in the next one."""
     lost_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What an exchange counted, and the tokens of it that are in its result."""
+
+    exchange: int
+    samples: int
+    tokens: int
+    fresh: int
+
+    def loss(self, stage: int, late: int) -> Loss:
+        """`late`: of its tokens, those that are in the next result."""
+        averaged = self.fresh + late
+        tokens = max(
+            self.tokens, averaged
+        )  # what is averaged was counted: a record has yet to come
+        lost = round(self.samples * (tokens - averaged) / tokens) if tokens else 0
+        return Loss(self.exchange, stage, tokens, averaged, lost)
 
 
 @dataclass
@@ -49,12 +71,15 @@ class LostSamples:
     _next: int | None = None
     _counted: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Samples and tokens by round."""
-    _averaged: dict[int, int] = field(default_factory=dict)
-    """Tokens by exchange."""
+    _averaged: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By exchange: tokens of its rounds, and of those of the exchange before."""
+    _open: _Counted | None = None
+    """An exchange in which tokens lack that may be in the next one."""
 
-    def averaged(self, exchange: int, num_tokens: int) -> None:
-        """An exchange is done: so many tokens are behind its result."""
-        self._averaged[exchange] = num_tokens
+    def averaged(self, exchange: int, num_tokens: int, late: int = 0) -> None:
+        """An exchange is done: so many tokens are behind its result. `late`: of them, those of the
+        exchange before."""
+        self._averaged[exchange] = num_tokens - late, late
         for old in sorted(self._averaged)[:-KEPT_EXCHANGES]:
             del self._averaged[old]
 
@@ -73,20 +98,21 @@ class LostSamples:
         last = round_index - 1 if over else round_index - SETTLED_ROUNDS
         told = []
         for r in range(max(self._next, last - KEPT_EXCHANGES), last + 1):
-            loss = self._close(r, plan, now)
-            if loss is not None and self._tells(plan.window(0, r), plan, own, now, has_just_left):
-                told.append(loss)
+            for loss in self._close(r, plan, now):
+                if self._tells(plan.window(0, loss.round), plan, own, now, has_just_left):
+                    told.append(loss)
             self._next = r + 1
         return told
 
-    def _close(self, r: int, plan: SyncPlan, now: float) -> Loss | None:
-        """The books of an exchange; None where there is none of that number, or not all of it is
-        known here."""
+    def _close(self, r: int, plan: SyncPlan, now: float) -> Iterator[Loss]:
+        """The books of an exchange, and of the one before, as far as they can be closed; none where
+        there is no exchange of that number, or not all of it is known here."""
         state = progress.round_progress(self.view, r, now, self.slots.of(r))
         samples = state.num_flights * self.samples_per_microbatch
         self._counted[r] = (samples, state.tokens)
         if not plan.is_due(0, r):
-            return None
+            return
+        before, self._open = self._open, None
         window = plan.window(0, r)
         averaged = self._averaged.pop(r, None)
         known = all(q in self._counted for q in window)
@@ -94,11 +120,18 @@ class LostSamples:
         tokens = sum(self._counted.get(q, (0, 0))[1] for q in window)
         for q in [q for q in self._counted if q <= r]:
             del self._counted[q]
-        if averaged is None or not known:
-            return None
-        tokens = max(tokens, averaged)  # what is averaged was counted: a record has yet to come
-        lost = round(samples * (tokens - averaged) / tokens) if tokens else 0
-        return Loss(r, self.stage, tokens, averaged, lost)
+        if averaged is None:
+            return
+        fresh, late = averaged
+        if before is not None and before.exchange == window.start - 1:
+            yield before.loss(self.stage, late)
+        if not known:
+            return
+        counted = _Counted(r, samples, tokens, fresh)
+        if plan.mode == LOCAL and r < plan.rounds - 1 and fresh < tokens:
+            self._open = counted
+        else:
+            yield counted.loss(self.stage, 0)
 
     def _tells(
         self, window: range, plan: SyncPlan, own: Record, now: float, has_just_left: bool

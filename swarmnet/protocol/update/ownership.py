@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 from swarmnet.protocol.membership.records import Record, bitmap
-from swarmnet.protocol.sync_modes import SyncPlan
+from swarmnet.protocol.sync_modes import LOCAL, SyncPlan
 from swarmnet.protocol.timing import PATIENCE_S
+from swarmnet.protocol.update import robust
 from swarmnet.protocol.update.placement import Placement, weights_from
 from swarmnet.protocol.update.roster import Roster, first_ballot
 
 CUT_WEIGHT = 1e-6
 """By this the weight of an owner shrinks for each replica of its stage that it cannot call, and
 that of a root for each replica."""
+SLOW_PART = 0.25
+"""In mode `local`, of the median weight: who has less leads behind all others. A round of own steps
+waits for all results, and for no contribution of such a link."""
+LEAST_QUORUM = 2
 OUT_OF_REACH_S = PATIENCE_S
 """So long, a replica that lacks a shard's state waits for a holder that is cut off from it: as a
 rule, a relay joins them earlier (tests/swarm/membership/test_relaying.py)."""
@@ -32,6 +38,30 @@ def fit(candidates: Sequence[Record], cuts: Mapping[str, int]) -> dict[str, floa
     are not, with whom everybody can exchange gradients."""
     weights = weights_from(candidates)
     return {p: w * CUT_WEIGHT ** cuts.get(p, 0) for p, w in weights.items()}
+
+
+def without_slow(weights: Mapping[str, float]) -> dict[str, float]:
+    """Weights of possible owners, those with far slower uplinks behind the others."""
+    if not weights:
+        return {}
+    least = SLOW_PART * median(weights.values())
+    return {p: w if w >= least else w * CUT_WEIGHT for p, w in weights.items()}
+
+
+def quorum(plan: SyncPlan, exchange: int, rule: str, members: Sequence[Record]) -> int:
+    """`Roster.quorum` of an exchange of the whole stage. All are waited for in a warm-up, which has
+    one every round, in the last, after which there is none, and in one before that by less than
+    half of the usual rounds: what is late would not come in time, or be far larger than what others
+    have. And where somebody's uplink is unknown: one that is slow might lead, and would be late
+    itself with what it has taken. A robust rule needs as many as can have a majority, where there
+    are so many."""
+    steps = plan.steps_until_due(exchange)
+    if plan.mode != LOCAL or steps < 2 or exchange + steps // 2 >= plan.rounds - 1:
+        return 0
+    if any(r.upload_bytes_per_s <= 0 for r in members):
+        return 0
+    is_mean = rule == robust.MEAN or len(members) < robust.MIN_CONTRIBUTORS
+    return LEAST_QUORUM if is_mean else robust.MIN_CONTRIBUTORS
 
 
 def holders(
@@ -89,6 +119,7 @@ def first_roster(
     is_holder: bool,
     may_lead: bool,
     clips: bool,
+    quorum: int = 0,
 ) -> Roster:
     """The roles in the update of a shard, as an exchange begins. The primary is the first of those
     that hold the state (`known`, of `order`); where none does, the first of all, which then starts
@@ -104,6 +135,7 @@ def first_roster(
         is_holder=is_holder,
         may_lead=may_lead,
         clips=clips,
+        quorum=quorum,
     )
 
 

@@ -47,6 +47,11 @@ def whole_count(tokens: int, num_counted: int, num_slots: int) -> int:
     return math.ceil(tokens * max(num_slots, num_counted) / num_counted)
 
 
+def room_for(counted: int) -> int:
+    """The most tokens that all contributors may claim, where the feeders have counted so many."""
+    return math.floor(counted * TOKEN_SLACK)
+
+
 def fair_tokens(claims: Mapping[str, int], counted: int) -> dict[str, int]:
     """The token counts to believe.
 
@@ -54,7 +59,7 @@ def fair_tokens(claims: Mapping[str, int], counted: int) -> dict[str, int]:
     among honest peers. Beyond that a claim is false, and the largest claims are cut down to one
     level at which the sum fits. `counted` = 0: unknown, all claims are accepted.
     """
-    room = math.floor(counted * TOKEN_SLACK)
+    room = room_for(counted)
     if counted <= 0 or sum(claims.values()) <= room:
         return dict(claims)
     left = room

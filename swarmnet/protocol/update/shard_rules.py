@@ -89,7 +89,12 @@ def is_outvoted(u: ShardState) -> bool:
 def is_complete(u: ShardState) -> bool:
     given = sum(num_tokens for _, (num_tokens, _) in u.parts)
     is_whole = not u.waits_for() and given >= u.counted
-    return u.begun is not None and (u.is_expired or is_whole)
+    is_enough = u.is_graced and u.has_quorum()
+    return u.begun is not None and (u.is_expired or is_whole or is_enough)
+
+
+def may_grace(u: ShardState) -> bool:
+    return u.begun is not None and not u.has_grace and u.has_quorum()
 
 
 def is_mirrored(u: ShardState) -> bool:
@@ -129,7 +134,7 @@ def must_ask_back(u: ShardState) -> bool:
 def lead(u: ShardState) -> None:
     """It is the primary of the ballot that it goes by."""
     u.state = GATHERING
-    u.is_expired = u.has_stood_still = False
+    u.is_expired = u.has_stood_still = u.has_grace = u.is_graced = False
     u.claims, u.doubted = (), frozenset()
     give_up_push(u)
     if u.begun is not None:
@@ -192,13 +197,20 @@ def push(u: ShardState) -> None:
     u.commands.append(do.Push(u.pushing, u.ballot, has_gradient))
 
 
+def grace(u: ShardState) -> None:
+    u.has_grace = True
+    u.commands.append(do.SetGrace())
+
+
 def close(u: ShardState) -> None:
     """Nothing comes into the sum any more."""
     u.state, u.has_norm = CLIPPING, False
+    missing = tuple(u.waits_for())
+    absent, late = (missing, ()) if u.is_expired else ((), missing)
     u.senders = frozenset(p for p, _ in u.parts)
     parts = tuple((p, n, g) for p, (n, g) in u.parts if g is not None)
     u.attempt += 1
-    u.commands.append(do.Sum(parts, u.senders, tuple(u.waits_for()), u.attempt))
+    u.commands.append(do.Sum(parts, u.senders, absent, u.attempt, late))
     u.promised, u.asked, u.lost = u.senders, frozenset(), u.dead()
     u.parts = ()
 
@@ -261,7 +273,7 @@ def deny(u: ShardState, event: on.Pushed | on.Asked) -> None:
 
 
 def give(u: ShardState, event: on.Pushed | on.Asked) -> None:
-    u.commands.append(do.Give(event.call, u.result))
+    u.commands.append(do.Give(event.call, u.result, u.is_late(event.sender)))
 
 
 def hold(u: ShardState, event: on.Pushed | on.Asked) -> None:
@@ -595,6 +607,10 @@ def expire(u: ShardState, event: on.DeadlinePassed) -> None:
     u.is_expired = u.begun is not None
 
 
+def end_grace(u: ShardState, event: on.GracePassed) -> None:
+    u.is_graced = u.has_grace
+
+
 def doubt(u: ShardState, event: on.StoodStill) -> None:
     """Whoever has contributed may follow another primary by now. It is asked before the result is
     given out."""
@@ -807,5 +823,5 @@ def end_with(u: ShardState, *, is_own: bool) -> None:
     u.begun = None if u.begun is None else (u.begun[0], None)  # its gradient is not needed any more
     give_up_push(u)
     u.commands.append(do.Adopt(u.result, is_own))
-    u.commands += [do.Give(call, u.result) for _, call in u.calls]
+    u.commands += [do.Give(call, u.result, u.is_late(sender)) for sender, call in u.calls]
     u.calls = ()

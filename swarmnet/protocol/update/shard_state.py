@@ -96,6 +96,10 @@ class ShardState:
     """There will be an `Again`."""
     is_expired: bool = False
     """Members that live are not waited for any longer."""
+    has_grace: bool = False
+    """Of a primary that gathers: there has been a quorum, so there will be a `GracePassed`."""
+    is_graced: bool = False
+    """It has come: a quorum is enough."""
     lacking: frozenset[str] = frozenset()
     """Who has nothing to contribute after all."""
     served: frozenset[str] = frozenset()
@@ -145,6 +149,22 @@ class ShardState:
             and peer_id not in self.lacking
             and status.declared != 0
         ]
+
+    def has_quorum(self) -> bool:
+        """Of a primary that gathers: enough has come for what is late to count in the next
+        exchange. That is more than half of the tokens, as far as they are known. Who has declared
+        none yet may have as many as the largest contribution."""
+        came = [num_tokens for _, (num_tokens, _) in self.parts if num_tokens]
+        if not self.roster.quorum or len(came) < self.roster.quorum:
+            return False
+        declared = [self.members[p].declared for p in self.waits_for()]
+        return sum(came) > sum(max(came) if n is None else n for n in declared)
+
+    def is_late(self, sender: str) -> bool:
+        """Of a contribution that comes: it is not in the result that was made here. Only who made
+        it can tell: so nobody else brings it into the next exchange, and it counts once."""
+        is_taken = self.state is DECIDED and self.roster.quorum > 0
+        return is_taken and sender not in self.senders
 
     def awaited(self) -> list[str]:
         """Backups that live and have not confirmed their copy; in gossip averaging the partner,
@@ -256,10 +276,17 @@ class ShardState:
     def highest(self) -> Ballot:
         return max(self.top, self.ballot)
 
+    def is_for_primary(self) -> bool:
+        """The own contribution goes to the primary of the present ballot, though others may have
+        the result: late, it counts by way of that one."""
+        has_gradient = self.begun is not None and self.begun[1] is not None
+        is_another = self.ballot.primary != self.me and not self.is_leaderless()
+        return has_gradient and is_another and self.roster.quorum > 0
+
     def target(self) -> str:
         """Whose answer to a push is the result."""
         past = self.past()
-        if past is not None:
+        if past is not None and not self.is_for_primary():
             return past
         if not self.is_dead(self.ballot.primary):
             return self.ballot.primary

@@ -220,6 +220,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.DeadlinePassed: _row(
         no, gathering=rules.expire, stepping=rules.expire_pair, mirroring=rules.expire_pair
     ),
+    on.GracePassed: _row(no, gathering=rules.end_grace),
     on.Again: _row(rules.again, decided=no, adopted=no, abandoned=no),
     on.Unled: _row(no, following=rules.wait_no_longer, canvassing=rules.wait_no_longer),
     on.StoodStill: _row(
@@ -258,6 +259,7 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[ShardState], None]], ...]] = {
         (rules.is_elsewhere, rules.stand_back),
         (rules.is_overthrown, rules.yield_to_most),
         (rules.is_complete, rules.close),
+        (rules.may_grace, rules.grace),
     ),
     CLIPPING: (
         (rules.is_elsewhere, rules.stand_back),

@@ -35,11 +35,12 @@ from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.calls import Contribution, LongCalls
 from swarmnet.swarm.update.exchange.coded import coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Behind, Exchange, PresentExchange
+from swarmnet.swarm.update.exchange.late import LateContributions
 from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.service import ExchangeService
-from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
+from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork, rule_of
 from swarmnet.swarm.update.exchange.speakers import Speakers
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
@@ -115,6 +116,9 @@ class Exchanges:
             self.books,
             self.proofs,
         )
+        self.late = LateContributions(
+            gossip, replica, self.books, rule_of(settings.aggregation, replica.plan)
+        )
         self.tied = TiedShards(
             gossip, replica, settings.num_stages, self.ownership, speakers, self.pace
         )
@@ -128,6 +132,7 @@ class Exchanges:
             self.tied,
             self.proofs,
             self.audits,
+            self.late,
             self._tasks,
         )
         self._service = ExchangeService(
@@ -142,6 +147,7 @@ class Exchanges:
             self.tied,
             self.proofs,
             self.audits,
+            self.late,
             self._exchange,
             self._tasks,
         )
@@ -201,7 +207,7 @@ class Exchanges:
         # Where shards take turns, the first one stands for all.
         averaged = self.books.least_tokens(r, [0] if self.plan.is_local else shards)
         if averaged is not None:
-            self.lost.averaged(r, averaged)
+            self.lost.averaged(r, averaged, self.books.late_behind(r, 0))
         took_s = started.s(self.gossip.liveness.awake_s())
         known = exchange.progress
         is_usual = has_others and declared > 0 and known.is_usual
@@ -328,6 +334,7 @@ class Exchanges:
         """What this replica has of the optimizer belongs to parameters that do not hold: drops it,
         to fetch it from those whose parameters do."""
         await self.states.forget_state()
+        self.late.forget()
         self.norms.forget()
         self.forget_results()
 

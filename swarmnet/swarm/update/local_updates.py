@@ -130,7 +130,7 @@ class LocalUpdates:
 
     @property
     def is_owing(self) -> bool:
-        return any(self.local.tokens)
+        return any(self.local.tokens) or self.exchanges.late.has_any
 
     def is_ready_ahead(self, round_index: int) -> bool:
         return False
@@ -171,11 +171,11 @@ class LocalUpdates:
         self.local.exchanged(range(self.replica.num_shards))
 
     async def _part(self, j: int) -> Contribution:
-        num_tokens = self.local.tokens[j] if self.replica.synced else 0
-        if not num_tokens:
-            return 0, None
-        change = await self.replica.worker.run(lambda: self.local.change(j, float(num_tokens)))
-        return num_tokens, change
+        num_tokens, change = self.local.tokens[j] if self.replica.synced else 0, None
+        if num_tokens:
+            change = await self.replica.worker.run(lambda: self.local.change(j, float(num_tokens)))
+        late = self.exchanges.late
+        return await late.contribution(self.exchanges.current, j, num_tokens, change)
 
     # ---- newcomers --------------------------------------------------------------------------
 
@@ -185,6 +185,7 @@ class LocalUpdates:
         self._have = {}
         self._takes_newer = True
         self._forget_steps()  # of a checkpoint that was loaded, and that others have gone on from
+        self.exchanges.late.forget()
 
     async def settles(self, round_index: int) -> bool:
         """Whether all common parameters of a round are here, to begin with it. Then they stay as

@@ -29,14 +29,14 @@ from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
 from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.pipeline import progress
-from swarmnet.protocol.sync_modes import GOSSIP
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.protocol.update import members as taking_part
 from swarmnet.protocol.update import ownership as rules
 from swarmnet.protocol.update.members import Hung
 from swarmnet.protocol.update.placement import Placement, placed, short_of_owners
 from swarmnet.protocol.update.roster import ALIVE, SUSPECT, MemberStatus, Roster
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.replica.replica import Replica, follows_tied
+from swarmnet.swarm.replica.replica import Replica, decides_tied, follows_tied
 from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S, SHARD_TIMEOUT_S
@@ -230,13 +230,17 @@ class Ownership:
 
     def _placement(self, round_index: int) -> Placement:
         candidates = self.members.candidates(self.replica.index, round_index)
-        weights = rules.fit(candidates, num_cuts(candidates))
+        weights = self._weights(candidates)
         return placed(
             self.replica.index,
             self.replica.num_shards,
             tuple(weights.items()),
             self.settings.replication,
         )
+
+    def _weights(self, candidates: Sequence[Record]) -> dict[str, float]:
+        weights = rules.fit(candidates, num_cuts(candidates))
+        return rules.without_slow(weights) if self.replica.plan.mode == LOCAL else weights
 
     def _order(self, round_index: int, shard_index: int) -> tuple[str, ...]:
         """Peers that may be a shard's primary, the first choice first; those about to leave come
@@ -277,7 +281,7 @@ class Ownership:
 
         def placement() -> Placement:
             there = self.members.candidates(stage_index, round_index)
-            weights = tuple(rules.fit(there, num_cuts(there)).items())
+            weights = tuple(self._weights(there).items())
             num_shards = self.members.num_shards(stage_index)
             return placed(stage_index, num_shards, weights, self.settings.replication)
 
@@ -315,8 +319,15 @@ class Ownership:
             clips=self.settings.grad_clip_norm > 0
             and not self.replica.plan.is_local
             and not follows_tied(self.replica, shard_index),
+            quorum=self._quorum(round_index, shard_index),
         )
         return rules.without(roster, self.gossip.view.is_barred)
+
+    def _quorum(self, r: int, j: int) -> int:
+        if follows_tied(self.replica, j) or decides_tied(self.replica, j):
+            return 0
+        members = self.members.contributors(r)
+        return rules.quorum(self.replica.plan, r, self.settings.aggregation, members)
 
     def _ranked(self, r: int, j: int, has_state: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Peers that may be the primary, and those of them that hold the state; in order."""

@@ -168,3 +168,8 @@ def test_who_is_about_to_bring_the_state_of_a_checkpoint_is_waited_for() -> None
     assert not brings_state(replace(record, state=ACTIVE), 7)
     assert not brings_state(replace(record, restorable=()), 7)
     assert not brings_state(replace(record, digests=b""), 7), "it has nothing in place yet"
+
+
+def test_a_grace_is_as_long_as_the_quorum_took_and_as_closing_takes() -> None:
+    assert NOTHING_KNOWN.grace_s(7.0) == 7.0
+    assert NOTHING_KNOWN.grace_s(0.5) == NOTHING_KNOWN.closing_s == 2.0

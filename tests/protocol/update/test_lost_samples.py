@@ -9,7 +9,7 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.progress import RoundProgress
 from swarmnet.protocol.slots import SlotPlan
-from swarmnet.protocol.sync_modes import GOSSIP, ZERO, SyncPlan
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL, ZERO, SyncPlan
 from swarmnet.protocol.update.lost_samples import Loss, LostSamples
 
 NOW = 100.0
@@ -102,3 +102,21 @@ def test_when_the_run_is_over_all_books_are_closed(counted: list[int]) -> None:
     books.opened(97, PLAN, own, NOW, has_just_left=False)
     books.opened(100, PLAN, own, NOW, has_just_left=False)
     assert counted == [97, 98, 99]
+
+
+@pytest.mark.parametrize(("late", "lost"), [(60, 0), (30, 2), (0, 5)])
+def test_what_lacks_may_be_late_so_the_next_exchange_tells_what_is_lost(
+    counted: list[int], late: int, lost: int
+) -> None:
+    """Of 200 tokens of two rounds 140 are in their exchange. The next one lacks nothing of its
+    own, and the last is closed with the run."""
+    plan = SyncPlan(LOCAL, 6, local_steps=2)
+    own = replica("own", round=5)
+    books = books_of(own)
+    books.averaged(1, 140)
+    books.averaged(3, 200 + late, late)
+    books.averaged(5, 150)
+    told = [books.opened(r, plan, own, NOW, has_just_left=False) for r in range(7)]
+    assert [loss for losses in told[:5] for loss in losses] == []
+    assert told[5] == [Loss(1, 0, 200, 140 + late, lost), Loss(3, 0, 200, 200, 0)]
+    assert told[6] == [Loss(5, 0, 200, 150, 4)]

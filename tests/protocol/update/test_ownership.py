@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE, Record, bitmap
-from swarmnet.protocol.sync_modes import ZERO, SyncPlan
-from swarmnet.protocol.update import ownership
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL, ZERO, SyncPlan
+from swarmnet.protocol.update import ownership, robust
 from swarmnet.protocol.update.ownership import OUT_OF_REACH_S
 from swarmnet.protocol.update.placement import Placement
 from swarmnet.protocol.update.roster import Roster, first_ballot
@@ -119,3 +119,39 @@ def test_state_is_spare_when_all_owners_say_that_they_have_it_in_this_round() ->
     assert not is_spare(replica("a", [0]))
     assert not is_spare(replica("a", [0]), replica("b", [0], ROUND - 1)), "before the step"
     assert not ownership.is_spare(0, [], {}.get, PLAN, ROUND), "nobody owns it"
+
+
+def test_a_far_slower_uplink_leads_behind_all_others() -> None:
+    """A half does not matter, and where all are alike nobody is slow."""
+    weights = {"a": 8.0, "b": 8.0, "c": 4.0, "d": 1.0}
+    found = ownership.without_slow(weights)
+    assert found == weights | {"d": 1.0 * ownership.CUT_WEIGHT}
+    assert ownership.without_slow({"a": 1.0, "b": 1.0}) == {"a": 1.0, "b": 1.0}
+    assert ownership.without_slow({}) == {}
+
+
+def measured(num: int, unknown: int = 0) -> list[Record]:
+    rates = [0.0] * unknown + [1e6] * (num - unknown)
+    return [Record(f"{i}", "run", 1, 1, upload_bytes_per_s=rate) for i, rate in enumerate(rates)]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "quorum"),
+    [(2, 0), (9, 2), (89, 2), (94, 0), (95, 0), (99, 0)],
+    ids=["warm-up", "usual", "with half left", "short of that", "shortly before", "last"],
+)
+def test_where_a_later_exchange_has_what_is_late_a_quorum_is_enough(
+    exchange: int, quorum: int
+) -> None:
+    plan = SyncPlan(LOCAL, 100, local_steps=10, warmup_rounds=5)
+    assert ownership.quorum(plan, exchange, robust.MEAN, measured(6)) == quorum
+    for mode in (ZERO, GOSSIP):
+        other = SyncPlan(mode, 100, local_steps=10)
+        assert ownership.quorum(other, exchange, robust.MEAN, measured(6)) == 0
+
+
+def test_a_quorum_is_for_known_uplinks_and_has_a_majority_for_robust_rules() -> None:
+    plan = SyncPlan(LOCAL, 100, local_steps=10)
+    assert ownership.quorum(plan, 9, robust.MEAN, measured(6, unknown=1)) == 0
+    assert ownership.quorum(plan, 9, robust.MEDIAN_CLIP, measured(6)) == robust.MIN_CONTRIBUTORS
+    assert ownership.quorum(plan, 9, robust.MEDIAN_CLIP, measured(3)) == ownership.LEAST_QUORUM

@@ -1796,3 +1796,112 @@ def test_of_two_other_primaries_the_one_with_more_followers_leads() -> None:
 def test_who_joins_waits_for_the_next_one_that_may_lead() -> None:
     c = replica("c", "abcd", may_lead=False)
     assert do.Push("d", A, has_gradient=False) in sees(c, a=GONE, b=GONE)
+
+
+# ---- a quorum -----------------------------------------------------------------------------------
+
+
+def declares(num_tokens: int) -> MemberStatus:
+    return MemberStatus(declared=num_tokens)
+
+
+def quorum() -> ShardUpdate:
+    """The primary of three, with its own contribution and that of b."""
+    u = replica("a", quorum=2)
+    assert do.SetGrace() in u.handle(pushed("b"))
+    return u
+
+
+def test_a_primary_goes_on_with_a_quorum_after_a_grace() -> None:
+    """Not with its own contribution alone, nor as soon as the quorum is there."""
+    u = ShardUpdate("a", replica("a", quorum=2).shard.roster)
+    u.handle(on.Seen({"b": declares(0), "c": declares(1)}))
+    assert do.SetGrace() not in u.handle(on.Begun(5, "gradient of a"))
+    assert do.SetGrace() not in u.handle(pushed("b", num_tokens=0))
+    u = quorum()
+    assert u.shard.state is GATHERING
+    (made,) = u.handle(on.GracePassed())
+    assert isinstance(made, do.Sum)
+    assert [p for p, _, _ in made.parts] == ["a", "b"]
+    assert (made.absent, made.late) == ((), ("c",))
+
+
+def test_a_grace_begins_when_the_primary_has_closed_the_round() -> None:
+    roster = Roster(A, tuple("abcd"), ("a", "b"), ("a", "b"), is_holder=True, quorum=2)
+    u = ShardUpdate("a", roster)
+    sees(u)
+    for sender in "bc":
+        assert do.SetGrace() not in u.handle(pushed(sender))
+    assert not u.handle(on.GracePassed())
+    assert do.SetGrace() in u.handle(on.Begun(1, "gradient of a"))
+    assert u.shard.state is GATHERING
+
+
+def test_what_is_late_is_less_than_what_has_come() -> None:
+    """One with as many tokens is waited for; the deadline is for all."""
+    u = quorum()
+    u.handle(on.Seen({"b": declares(1), "c": declares(2)}))
+    assert not u.handle(on.GracePassed())
+    (made,) = u.handle(on.DeadlinePassed())
+    assert isinstance(made, do.Sum)
+    assert (made.absent, made.late) == (("c",), ())
+
+
+def test_all_are_waited_for_without_a_quorum() -> None:
+    u = replica("a")
+    assert do.SetGrace() not in u.handle(pushed("b"))
+    assert not u.handle(on.GracePassed())
+    assert u.shard.state is GATHERING
+
+
+def test_who_made_a_result_brings_what_is_late_into_the_next_exchange() -> None:
+    """And nobody else: it does not know what is in the result."""
+    a = quorum()
+    (made,) = a.handle(on.GracePassed())
+    assert isinstance(made, do.Sum)
+    a.handle(on.Summed("sum", made.attempt))
+    a.handle(on.ClipKnown(made.attempt))
+    assert not a.handle(pushed("c")), "it waits for the result"
+    a.handle(on.Stepped("result", made.attempt))
+    a.handle(on.Confirmed("b", made.attempt))
+    given = a.handle(agreed("c", A, is_final=True))
+    assert a.shard.state is DECIDED
+    assert do.Give("push of b", "result") in given
+    assert do.Give("push of c", "result", is_late=True) in given
+    assert a.handle(pushed("c")) == [do.Give("push of c", "result", is_late=True)]
+    assert a.handle(pushed("b")) == [do.Give("push of b", "result")]
+
+    b = replica("b", quorum=2)
+    b.handle(result_of("a", ballot=A))
+    assert b.shard.state is ADOPTED
+    assert b.handle(pushed("c")) == [do.Give("push of c", "result")]
+
+
+def test_where_all_are_waited_for_what_is_too_late_is_lost() -> None:
+    a = replica("a")
+    a.handle(pushed("b"))
+    (made,) = a.handle(on.DeadlinePassed())
+    assert isinstance(made, do.Sum)
+    a.handle(on.Summed("sum", made.attempt))
+    a.handle(on.ClipKnown(made.attempt))
+    a.handle(on.Stepped("result", made.attempt))
+    a.handle(on.Confirmed("b", made.attempt))
+    a.handle(agreed("c", A, is_final=True))
+    assert a.shard.state is DECIDED
+    assert a.handle(pushed("c")) == [do.Give("push of c", "result")]
+
+
+def test_what_is_late_goes_to_the_primary_though_others_have_the_result() -> None:
+    """As long as that lives. Who has nothing to give takes the result from anybody."""
+    for quorum_of, target in ((2, "a"), (0, "b")):
+        u = replica("c", quorum=quorum_of)
+        assert u.shard.pushing == "a"
+        sees(u, b=PAST)
+        assert u.shard.pushing == target
+    u = replica("c", "abcd", quorum=2)
+    sees(u, a=GONE, d=PAST)
+    assert u.shard.pushing == "d"
+    u = ShardUpdate("c", replica("c", quorum=2).shard.roster)
+    sees(u, b=PAST)
+    u.handle(on.Begun(0, None))
+    assert u.shard.pushing == "b"

@@ -7,12 +7,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from swarmnet.methods.update import ShardReply
 from swarmnet.methods.update_proof import Proof
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update import robust
-from swarmnet.protocol.update.members import BEHIND_ROUNDS
+from swarmnet.protocol.update.exchange_turn import may_be_asked
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings
@@ -36,6 +37,10 @@ class Books:
         """By exchange and shard."""
         self._senders: dict[tuple[int, int], frozenset[str]] = {}
         """By exchange and shard: of sums that were made here."""
+        self._brought: dict[tuple[int, int], dict[str, int]] = {}
+        """By exchange and shard, by contributor: of its tokens, those that were late before."""
+        self._late: dict[tuple[int, int], int] = {}
+        """By exchange and shard: of the tokens behind the result, those that were late before."""
         self._counted: dict[int, int] = {}
         """In mode `local`: tokens that rounds counted, by the word of the feeders."""
         self._copies: dict[tuple[int, int], dict[str, bytes]] = {}
@@ -44,8 +49,30 @@ class Books:
 
     def summed(self, exchange: int, shard: int, senders: frozenset[str]) -> None:
         """A sum has been made here."""
-        self._senders[(exchange, shard)] = senders
-        self._copies.pop((exchange, shard), None)
+        key = exchange, shard
+        self._senders[key] = senders
+        brought = self._brought.get(key, {})
+        self._late[key] = sum(n for p, n in brought.items() if p in senders)
+        self._copies.pop(key, None)
+
+    def brings(self, exchange: int, shard: int, contributor: str, late: int) -> None:
+        """So many tokens of a contribution were late in the exchange before."""
+        if late:
+            self._brought.setdefault((exchange, shard), {})[contributor] = late
+
+    def brought(self, exchange: int, shard: int, contributor: str) -> int:
+        """As it was said with `brings`."""
+        return self._brought.get((exchange, shard), {}).get(contributor, 0)
+
+    def late_behind(self, exchange: int, shard: int) -> int:
+        """Of the tokens behind a result, or behind the sum that was made here, those that were late
+        in the exchange before."""
+        key = exchange, shard
+        return min(self._late.get(key, 0), max(0, self._tokens.get(key, 0)))
+
+    def tokens_behind(self, exchange: int, shard: int) -> int:
+        """Behind a result; 0 where that is not known."""
+        return max(0, self._tokens.get((exchange, shard), 0))
 
     def copied(self, exchange: int, shard: int, backup: str, digest: bytes) -> None:
         """A backup has made the step too."""
@@ -57,14 +84,17 @@ class Books:
         copy = self._copies.get((exchange, shard), {}).pop(remote, b"")
         return copy == digest != b""
 
-    def stepped(self, exchange: int, shard: int, num_tokens: int) -> None:
-        """So many tokens are behind a result."""
+    def stepped(self, exchange: int, shard: int, num_tokens: int, late: int | None = None) -> None:
+        """So many tokens are behind a result. `late`: of them, as a primary says, those that were
+        late in the exchange before; None where the sum was made here."""
         self._tokens[(exchange, shard)] = num_tokens
+        if late is not None:
+            self._late[(exchange, shard)] = late
 
     def heard(self, exchange: int, shard: int, told: ShardReply) -> None:
         """What came with a result."""
         if told.num_tokens >= 0:
-            self._tokens[(exchange, shard)] = told.num_tokens
+            self.stepped(exchange, shard, told.num_tokens, told.late)
         if told.norm >= 0:
             self.norms.heard(exchange, told.norm)
 
@@ -78,8 +108,10 @@ class Books:
         is_copy: bool = False,
         proof: Proof | None = None,
         summed: Proof | None = None,
+        is_late: bool = False,
     ) -> ShardReply:
-        """What a contributor is told with its result. `coming`: the round that begins with it."""
+        """What a contributor is told with its result. `coming`: the round that begins with it;
+        `is_late`: its contribution counts in the next one."""
         return ShardReply(
             exchange + 1 if coming is None else coming,
             remote in self._senders.get((exchange, shard), ()),
@@ -88,6 +120,8 @@ class Books:
             is_copy,
             proof,
             summed,
+            self.late_behind(exchange, shard),
+            is_late,
         )
 
     def norm(self, exchange: int) -> float:
@@ -126,8 +160,22 @@ class Books:
         plan = self.replica.plan
         if not plan.is_local:
             return self._whole_count(exchange)
-        known = [self._counted.get(q, 0) for q in plan.window(shard, exchange)]
+        window = plan.window(shard, exchange)
+        counted = self._counted_of(window)
+        return counted + self._left_out(shard, window.start - 1) if counted else 0
+
+    def _counted_of(self, window: range) -> int:
+        known = [self._counted.get(q, 0) for q in window]
         return sum(known) if all(known) else 0
+
+    def _left_out(self, shard: int, exchange: int) -> int:
+        """What an exchange counted that is not behind its result may be late, and come with the
+        next one; as far as is known."""
+        tokens = self._tokens.get((exchange, shard), UNKNOWN)
+        if tokens == UNKNOWN:
+            return 0
+        fresh = tokens - self.late_behind(exchange, shard)
+        return max(0, self._counted_of(self.replica.plan.window(shard, exchange)) - fresh)
 
     def _counted_in(self, round_index: int) -> int:
         return self._progress(round_index).tokens
@@ -144,7 +192,14 @@ class Books:
 
     def finish_round(self, exchange: int) -> None:
         """Forgets exchanges that no replica asks about any more."""
-        oldest = exchange - BEHIND_ROUNDS
-        self._tokens = {key: n for key, n in self._tokens.items() if key[0] >= oldest}
-        self._senders = {key: p for key, p in self._senders.items() if key[0] >= oldest}
-        self._copies = {key: p for key, p in self._copies.items() if key[0] >= oldest}
+        plan = self.replica.plan
+        books: tuple[dict[tuple[int, int], Any], ...] = (
+            self._tokens,
+            self._senders,
+            self._brought,
+            self._late,
+            self._copies,
+        )
+        for known in books:
+            for r, j in [key for key in known if not may_be_asked(plan, key[1], key[0], exchange)]:
+                del known[r, j]

@@ -44,6 +44,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import TOGETHER_S
+from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import check_result, coded_bytes
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.proofs import Proofs
@@ -176,10 +177,12 @@ class ExchangeCalls:
         pace: ExchangePace,
         progress: ExchangeProgress,
         proofs: Proofs,
+        books: Books,
         tasks: Tasks,
     ) -> None:
         self._exchange = exchange
         self._proofs = proofs
+        self._books = books
         self._gossip = gossip
         self._replica = replica
         self._states = states
@@ -300,12 +303,19 @@ class ExchangeCalls:
             is_whole=not self._replica.synced,
             follows=tuple(self._states.is_before(j, self._exchange) for j in shards),
             signatures=tuple(signatures.values()),
+            late=self._late_in(shards) if given else (),
         )
         message = Message(request, tuple(given.values()))
         reply = await self._calls.call(
             call.target, REDUCE, message, lambda told: self._heard(call.target, told.body)
         )
         return self._results_in(shards, reply.body.shards, reply.arrays)
+
+    def _late_in(self, shards: Sequence[int]) -> tuple[int, ...]:
+        """Of the own contributions to these, the tokens that were late in the exchange before."""
+        own = self._gossip.own.peer_id
+        late = tuple(self._books.brought(self._exchange, j, own) for j in shards)
+        return late if any(late) else ()
 
     def _heard(self, primary: str, told: ReduceProgress) -> None:
         """What a primary says before there is a result."""

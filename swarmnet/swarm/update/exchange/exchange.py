@@ -48,6 +48,7 @@ from swarmnet.swarm.update.exchange.calls import (
     has_not_begun,
     shard_in,
 )
+from swarmnet.swarm.update.exchange.late import LateContributions
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.shard_work import Before, Put, Result, ShardWork, Total
@@ -79,6 +80,7 @@ class PresentExchange:
     tied: TiedShards
     proofs: Proofs
     audits: UpdateAudits
+    late: LateContributions
     tasks: Tasks
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class PresentExchange:
             self.tied,
             self.proofs,
             self.audits,
+            self.late,
         )
         return self._known
 
@@ -140,8 +143,10 @@ class Exchange:
         tied: TiedShards,
         proofs: Proofs,
         audits: UpdateAudits,
+        late: LateContributions,
     ) -> None:
         self.number = number
+        self._late = late
         self._audits = audits
         self._proofs = proofs
         self._gossip = gossip
@@ -155,7 +160,15 @@ class Exchange:
         self.sums = SumsHere()
         """For the steps that others' primaries have this replica make."""
         self._calls = ExchangeCalls(
-            number, gossip, replica, ownership.states, pace, self.progress, proofs, self._tasks
+            number,
+            gossip,
+            replica,
+            ownership.states,
+            pace,
+            self.progress,
+            proofs,
+            books,
+            self._tasks,
         )
         self._steps = Steps(number, replica, work, books, tied, self._tasks)
         self._pauses = Pauses(RETRY_S, LOOK_LESS_S)
@@ -419,10 +432,12 @@ class Exchange:
                 self._pause(j)
             case do.SetDeadline():
                 self._set_deadline(j)
+            case do.SetGrace():
+                self._tasks.start(self._end_grace(j))
             case do.LookInto(peer_id):
                 self._gossip.liveness.probe(peer_id)
-            case do.Adopt(result, _):
-                self._adopt(j, result)
+            case do.Adopt(result, is_own):
+                self._adopt(j, result, is_own=is_own)
             case do.Spoiled():
                 self._states.spoil(j, self.number)
                 log.info("round %d shard %d: another primary's step holds", self.number, j)
@@ -507,10 +522,11 @@ class Exchange:
         copy: Result | None = shard.result if shard.state is State.COPIED else None
         if copy is not None and copy.rest is not None and not copy.is_audited:
             copy = None  # there is nothing to compare with
+        counted = told.counted or told.is_late
         if values is None:
             if copy is None or copy.values is None or copy.parameters is None:
                 raise NotReady("the copy was given up")  # and is not told of again
-            result = replace(copy, counted=told.counted)
+            result = replace(copy, counted=counted)
             values, parameters = copy.values, copy.parameters
         else:
             try:
@@ -521,7 +537,7 @@ class Exchange:
                 self.refresh()
                 raise
             kept = parameters if self._put is not None else None
-            result = Result(values, told.counted, parameters=kept)
+            result = Result(values, counted, parameters=kept)
         has_given = self._calls.tokens.get(j, 0) > 0
         is_primary = sender == shard.ballot.primary
 
@@ -554,12 +570,15 @@ class Exchange:
             log.debug(line, self.number, j, sender[-8:])
         return made
 
-    def _adopt(self, j: int, result: Result | None) -> None:
+    def _adopt(self, j: int, result: Result | None, *, is_own: bool) -> None:
         if result is not None:
             taken, result.taken = result.taken, None
             if taken is not None:
                 taken()
             self.results[j] = result
+        shard = self._machines[j].shard
+        if is_own and shard.roster.quorum:
+            self._late.decided(self.number, j, shard.senders)
         self._steps.forget(j)
         self._calls.forget(j)
         self._work.adopted(self.number, j)
@@ -755,6 +774,16 @@ class Exchange:
         del self._deadlines[j]
         self.feed(j, on.DeadlinePassed())
 
+    async def _end_grace(self, j: int) -> None:
+        """Waits beside a quorum, in time awake."""
+        now, began = self._gossip.liveness.awake_s(), self._begun_at
+        passed_s = 0.0 if began is None else Since(began).s(now)
+        end = Deadline.after(now, self._pace.waits().grace_s(passed_s))
+        while not end.is_over(now):
+            await asyncio.sleep(end.left_s(now))
+            now = self._gossip.liveness.awake_s()
+        self.feed(j, on.GracePassed())
+
     def _awaited(self, j: int) -> list[str]:
         shard = self._machines[j].shard
         return shard.waits_for() if shard.state is State.GATHERING else []
@@ -828,6 +857,7 @@ class Steps:
             before.lineage,
             ballot.term,
             summed=before.summed,
+            late=self._books.late_behind(self._number, shard),
         )
 
     async def _sum(self, j: int, command: do.Sum) -> list[on.Event]:
@@ -835,6 +865,9 @@ class Steps:
         if command.absent:
             names = ", ".join(p[-8:] for p in command.absent)
             log.info("round %d shard %d: went on without %s", self._number, j, names)
+        if command.late:
+            names = ", ".join(p[-8:] for p in command.late)
+            log.info("round %d shard %d: late, for the next one: %s", self._number, j, names)
         self._attempts[j] = command.attempt
         is_whole = not decides_tied(self._replica, j)
         total = await self._work.total(self._number, j, command.parts, is_whole=is_whole)

@@ -28,7 +28,7 @@ from swarmnet.methods.update_proof import (
     Summed,
 )
 from swarmnet.protocol.sync_modes import GOSSIP
-from swarmnet.protocol.update.members import BEHIND_ROUNDS
+from swarmnet.protocol.update.exchange_turn import may_be_asked
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.receipts import hash_of
@@ -343,7 +343,7 @@ class Proofs:
 
     def finish_round(self, exchange: int) -> None:
         """Forgets exchanges that nobody asks about any more."""
-        oldest = exchange - BEHIND_ROUNDS
+        plan = self.replica.plan
         tables: list[dict[Key, Any]] = [
             self._given,
             self._entries,
@@ -352,8 +352,8 @@ class Proofs:
             self._copied,
         ]
         for known in (*tables, self._own):
-            for key in [k for k in known if k[0] < oldest]:
-                del known[key]
+            for r, j in [key for key in known if not may_be_asked(plan, key[1], key[0], exchange)]:
+                del known[r, j]
 
 
 def tag_of(said: Contribution) -> bytes:

@@ -47,6 +47,7 @@ from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.calls import MAX_SHARED_CALL_BYTES, Told
 from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution, coded_bytes
 from swarmnet.swarm.update.exchange.exchange import PresentExchange
+from swarmnet.swarm.update.exchange.late import LateContributions
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
@@ -71,6 +72,7 @@ class ExchangeService:
     tied: TiedShards
     proofs: Proofs
     audits: UpdateAudits
+    late: LateContributions
     exchange: PresentExchange
     tasks: Tasks
 
@@ -166,8 +168,11 @@ class ExchangeService:
     ) -> Told:
         """One shard for one contributor."""
         remote, asked = request.remote, push.round
-        if await self._turn(asked, j) is Turn.LAST:
-            return await self._straggler(asked, j, remote)
+        turn = await self._turn(asked, j)
+        if push.late:
+            self.books.brings(asked, j, remote, push.late[push.shards.index(j)])
+        if turn is Turn.LAST:
+            return await self._straggler(asked, j, remote, num_tokens, gradient)
         exchange = self.exchange.now()
         if not may_contribute(self.gossip.view.get(remote), self.replica.index):
             ballot = exchange.ballot(j)  # a newcomer waits for the result, and raises no ballot
@@ -181,16 +186,27 @@ class ExchangeService:
         )
         if not isinstance(answer, do.Give):
             raise _redirect(j, answer)
+        is_late = answer.is_late and await self._is_taken(asked, j, remote, num_tokens, gradient)
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
         await self.work.complete(asked, j, answer.result)
         digest = b"" if push.is_whole else answer.result.digest
         proof = self.proofs.stepped(asked, j, exchange.ballot(j).term, answer.result.hash)
         if self.books.takes_copy(asked, j, remote, digest):
-            return self.books.told(asked, j, remote, is_copy=True, proof=proof), None
+            told = self.books.told(asked, j, remote, is_copy=True, proof=proof, is_late=is_late)
+            return told, None
         values = await self.work.copy_of(asked, j, answer.result, is_whole=push.is_whole)
         summed = self.proofs.copied_of(asked, j)
-        return self.books.told(asked, j, remote, proof=proof, summed=summed), values
+        told = self.books.told(asked, j, remote, proof=proof, summed=summed, is_late=is_late)
+        return told, values
+
+    async def _is_taken(
+        self, exchange: int, j: int, sender: str, num_tokens: int, gradient: Array | None
+    ) -> bool:
+        """What has come late counts in the shard's next exchange."""
+        if gradient is None:
+            return False
+        return await self.late.take(exchange, j, sender, num_tokens, gradient)
 
     async def _tell_sums(self, request: Request, push: ReduceRequest) -> None:
         """Who has waited long hears which sums are made here: the rest is up to other stages."""
@@ -202,9 +218,17 @@ class ExchangeService:
                 untold.discard(j)
             await asyncio.sleep(LOOK_LESS_S)
 
-    async def _straggler(self, asked: int, j: int, remote: str) -> tuple[ShardReply, Array]:
+    async def _straggler(
+        self,
+        asked: int,
+        j: int,
+        remote: str,
+        num_tokens: int = 0,
+        gradient: Array | None = None,
+    ) -> tuple[ShardReply, Array]:
         """The parameters of this round are what it lacks."""
         self.pace.durations.straggled(remote)
+        is_late = await self._is_taken(asked, j, remote, num_tokens, gradient)
         replica = self.replica
         current, changes = replica.current_exchange, replica.transitions.changes
         values = await self.work.present(j)
@@ -213,7 +237,9 @@ class ExchangeService:
         if changes % 2 or changes != replica.transitions.changes:
             raise NotReady("a new round is being opened here")
         proof, summed = self.proofs.stepped_of(asked, j), self.proofs.copied_of(asked, j)
-        told = self.books.told(asked, j, remote, coming=current, proof=proof, summed=summed)
+        told = self.books.told(
+            asked, j, remote, coming=current, proof=proof, summed=summed, is_late=is_late
+        )
         return told, values
 
     def _is_leaving(self, peer_id: str) -> bool:

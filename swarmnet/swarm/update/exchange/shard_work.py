@@ -406,7 +406,7 @@ class ShardWork:
         """The same step as the primary's, bit for bit; or its part that is (`Optimizer.follow`)."""
         before = Before(mirror.scale, mirror.steps, mirror.lineage)
         result = await self._step(mirror.round, mirror.shard, gradient, before, is_copy=True)
-        self._books.stepped(mirror.round, mirror.shard, mirror.num_tokens)
+        self._books.stepped(mirror.round, mirror.shard, mirror.num_tokens, mirror.late)
         if mirror.norm >= 0:
             self._norms.heard(mirror.round, mirror.norm)
         self._makers[mirror.shard] = maker

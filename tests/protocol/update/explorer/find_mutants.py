@@ -55,9 +55,15 @@ EXPLORED |= {
     "each its own primary": SMALL["each its own primary"],
     "one that another takes for a holder": SMALL["one that another takes for a holder"],
     "a crash and a lost message": SMALL["a crash and a lost message"],
+    "a quorum": SMALL["a quorum"],
+    "a quorum and a mute contributor": SMALL["a quorum and a mute contributor"],
+    "a quorum and a lost message": SMALL["a quorum and a lost message"],
+    "a quorum and a crash": SMALL["a quorum and a crash"],
+    "a quorum, where records differ": SMALL["a quorum, where records differ"],
 }
 SAME: dict[str, str] = {
     "condition adopt_if_shown event.made_is_None false": "`is_shown` says so too",
+    "condition is_for_primary self.begun_is_not_None true": "asked where this replica has begun",
 }
 """Mutants that nothing finds, and why."""
 

@@ -105,21 +105,32 @@ def check_end(net: Interned, world: int) -> None:
     results = {local.result for local in found if local.result is not None}
     if net.scenario.pulls:
         return
+    if not is_parted(net, world):
+        check_counted(results, found)
     if len(results) > 1 and not is_parted(net, world):
         raise Broken(f"two results: {results}")
     if net.scenario.loses_nothing:
-        check_samples(net, results)
+        check_samples(net, results, found)
     if results and not is_parted(net, world):
         check_moments(net, world, found, results.pop())
 
 
-def check_samples(net: Interned, results: set[Any]) -> None:
-    """Where no time has passed and nobody has died, every contribution is in the sum: whatever
-    records or a liar have said, to refuse it was a delay."""
-    due = tuple(p for p, n in zip(net.peers, net.scenario.tokens) if n)
+def check_counted(results: set[Any], found: list[Local]) -> None:
+    """No contribution is in the result and in the next exchange too, or in that twice."""
+    counted = [p for _, total in results for p in total or ()]
+    counted += [p for local in found for p in local.carried]
+    if len(counted) > len(set(counted)):
+        raise Broken(f"counted twice: {counted}")
+
+
+def check_samples(net: Interned, results: set[Any], found: list[Local]) -> None:
+    """Where no time has passed and nobody has died, every contribution is in the sum, or late and
+    in the next one: whatever records or a liar have said, to refuse it was a delay."""
+    due = [p for p, n in zip(net.peers, net.scenario.tokens) if n]
+    late = [p for local in found for p in local.carried]
     for _, total in results:
-        if (total or ()) != due:
-            raise Broken(f"the sum has {total}, and {due} have given")
+        if sorted((*(total or ()), *late)) != due:
+            raise Broken(f"the sum has {total}, late are {late}, and {due} have given")
 
 
 def check_moments(net: Interned, world: int, found: list[Local], result: Any) -> None:

@@ -12,12 +12,15 @@ from functools import cache
 from typing import Any
 
 from swarmnet.protocol.update import shard_rules, shard_state, shard_update
-from swarmnet.protocol.update.shard_state import ShardState
+from swarmnet.protocol.update.shard_state import ShardState, State
 from tests.protocol.update.explorer.small_world import Broken
 
 MOST_ROUNDS = 300
 STATE_RULES = (
     "waits_for",
+    "has_quorum",
+    "is_late",
+    "is_for_primary",
     "is_leaderless",
     "rivals",
     "overthrown_by",
@@ -223,6 +226,8 @@ def _broken_rules(name: str) -> tuple[Any, Any]:
     exec(code, names)
     if module is shard_rules:
         return types.SimpleNamespace(**names), None
+    # What the methods compare with is the states of the tables, not a second set of the same names.
+    names.update((n, v) for n, v in vars(shard_state).items() if isinstance(v, State))
     return shard_rules, _with_methods(names["ShardState"])
 
 

@@ -67,6 +67,14 @@ SMALL = {
         peers="ab", tokens=(1, 1), replication=1, stops="a", slow_sums=True, deadlines=1
     ),
     "a primary's process stops": Scenario(peers="ab", tokens=(1, 1), stops="a"),
+    "a quorum": Scenario(quorum=2),
+    "a quorum and a crash": Scenario(quorum=2, crashes=1),
+    "a quorum and a lost message": Scenario(quorum=2, drops=1),
+    "a quorum and a false suspicion": Scenario(quorum=2, suspicions=1),
+    "a quorum and a mute contributor": Scenario(quorum=2, mute="c"),
+    "a quorum and a backup that cannot step": Scenario(quorum=2, failures=1),
+    "a quorum, where records differ": Scenario(quorum=2, primaries="aba"),
+    "a quorum, and each its own primary": Scenario(quorum=2, primaries="abc"),
     "a pair": Scenario(
         peers="ab", tokens=(1, 1), pulls=True, clips=False, crashes=1, drops=1, suspicions=1
     ),
@@ -114,6 +122,10 @@ DEEP = {
     ),
     "the only owner's device hangs, for two": Scenario(replication=1, hangs="a"),
     "the only owner's process stops, for two": Scenario(replication=1, stops="a"),
+    "a quorum of four peers": Scenario(peers="abcd", tokens=(1, 1, 1, 1), quorum=2),
+    "a quorum, a crash and a loss": Scenario(quorum=2, crashes=1, drops=1),
+    "a quorum, where records differ, and a crash": Scenario(quorum=2, primaries="aba", crashes=1),
+    "a quorum, and one of two owners stops": Scenario(quorum=2, stops="a"),
     "four peers and a crash": Scenario(peers="abcd", tokens=(1, 1, 1, 1), crashes=1),
     "four peers and a loss": Scenario(peers="abcd", tokens=(1, 1, 1, 1), drops=1),
 }

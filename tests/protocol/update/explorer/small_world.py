@@ -78,6 +78,8 @@ class Scenario:
     """It answers with a result of its own making."""
     cut: str = ""
     """Two peers that cannot reach each other, ever."""
+    quorum: int = 0
+    """Contributions with which a primary may go on, at any time after they are there."""
     returns: bool = False
     """Who crashes comes back at once, and takes no part: it is no member any more."""
     clips: bool = True
@@ -100,7 +102,9 @@ class Scenario:
         """All that have tokens live, and are waited for."""
         faults = self.crashes + self.suspicions + self.deadlines + self.failures + self.strays
         others = self.hangs or self.stops or self.mute or self.cut or self.pulls
-        return not faults and not others
+        # Who has led in its own eyes only has pushed to nobody when another one's result comes.
+        goes_on = self.quorum and self.primaries
+        return not faults and not others and not goes_on
 
 
 class Message(NamedTuple):
@@ -130,6 +134,8 @@ class Local(NamedTuple):
     result: Any
     group: frozenset[str]
     """With a result: whom it was not parted from when it came to it."""
+    carried: tuple[str, ...] = ()
+    """Whose late contributions it brings into the next exchange."""
 
 
 class Outcome(NamedTuple):
@@ -194,6 +200,7 @@ class Actor:
         self.is_told_spoiled = local.is_told_spoiled
         self.result = local.result
         self.group = local.group
+        self.carried = local.carried
         self.sent: list[Message] = []
 
     @property
@@ -219,6 +226,7 @@ class Actor:
             self.is_told_spoiled,
             self.result,
             self.group,
+            self.carried,
         )
 
     def see(self, member: str, status: MemberStatus | None) -> None:
@@ -314,7 +322,9 @@ class Actor:
             case do.Mirror(total, backups, ballot, attempt):
                 for p in backups:
                     self.mirror(p, total, ballot, attempt)
-            case do.Give(call, result):
+            case do.Give(call, result, is_late):
+                if is_late:
+                    self.carry(call)
                 self.answer(call, on.ResultCame(me, result, ballot_of(call), made_by(result)))
             case do.Agree(call, ballot):
                 self.answer(call, on.Agreed(me, ballot, *question_of(call)))
@@ -330,8 +340,8 @@ class Actor:
     def carry_out_here(self, command: Any) -> None:
         """What concerns nobody else."""
         match command:
-            case do.Sum(parts, senders, absent, attempt):
-                self.check_sum(parts, senders, absent)
+            case do.Sum(parts, senders, absent, attempt, late):
+                self.check_sum(parts, senders, (*absent, *late))
                 summed = on.Summed(tuple(p for p, _, _ in parts) or None, attempt)
                 if self.scenario.slow_sums:
                     self.later(summed)
@@ -355,8 +365,18 @@ class Actor:
             case do.SetDeadline():
                 if self.scenario.deadlines or self.scenario.mute:
                     self.later(on.DeadlinePassed())
+            case do.SetGrace():
+                self.later(on.GracePassed())
             case do.Pause():
                 self.later(on.Again())
+
+    def carry(self, call: Any) -> None:
+        """A late contribution. Who pushes the same again is known."""
+        sender, kind = call[:2]
+        has_gradient = kind == "push" and call[4]
+        n = self.scenario.tokens[self.scenario.peers.index(sender)]
+        if has_gradient and n and sender not in self.carried:
+            self.carried = tuple(sorted((*self.carried, sender)))
 
     def tokens(self) -> int:
         return self.scenario.tokens[self.scenario.peers.index(self.me)]
@@ -407,6 +427,7 @@ def start(scenario: Scenario) -> list[Actor]:
             me in holders or scenario.pulls,
             clips=scenario.clips,
             pulls=scenario.pulls,
+            quorum=scenario.quorum,
         )
         seen = [MemberStatus(life=DEAD if {me, p} == set(scenario.cut) else "alive") for p in peers]
         applied = UNTOUCHED if me in holders or scenario.pulls else None
@@ -440,8 +461,9 @@ def settle(actor: Actor) -> None:
         kept = ShardState(u.me, u.roster, u.ballot, u.state, u.result)
         if u.state not in (ABANDONED, COPIED):
             kept.ballot = u.roster.ballot
-        for held in ("calls", "copied_for", "pushing"):
-            setattr(kept, held, getattr(u, held))
+        held = ("calls", "copied_for", "pushing", *(("senders",) if u.roster.quorum else ()))
+        for name in held:
+            setattr(kept, name, getattr(u, name))
         actor.machine.shard = kept
         own = actor.own
         actor.seen = [None] * len(actor.seen)
@@ -452,7 +474,8 @@ def settle(actor: Actor) -> None:
     if u.state is not CANVASSING:
         u.agreed = frozenset()
     if u.state is not GATHERING:
-        u.is_expired = False
+        u.is_expired = u.has_grace = u.is_graced = False
+        actor.under_way = [e for e in actor.under_way if not isinstance(e, on.GracePassed)]
     if u.state not in (GATHERING, CLIPPING) and u.state not in HAS_STEPPED:
         u.doubted, u.has_stood_still = frozenset(), False
         if u.state is not CANVASSING:
