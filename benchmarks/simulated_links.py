@@ -31,6 +31,10 @@ swarm.
 512 samples of 1,024 tokens a round in microbatches of 16, and at the boundaries a width of 1,024 or
 a subspace of 160. `--layer-s` is what a stage takes for the forward and backward pass of a
 microbatch: it is assumed, and small beside the links here. Nothing is said about the loss.
+
+`slow`: mode `local`, one stage of 16 million parameters in `int8`, an exchange every ten rounds of
+60 samples. Six machines with 20 Mbit/s up, of which one may have a tenth of that; and the others
+without it. The first 300 s do not count: the rates of links are measured in them.
 """
 
 from __future__ import annotations
@@ -51,9 +55,11 @@ from benchmarks.assignments import ADAPTIVE, STATIC, SWARM, with_assignment
 from peer.commands.simulate import run_scenario, scenario_of
 from peer.options import SimulateOptions
 from swarmnet.protocol.codecs import INT4, INT6, INT8, NONE
-from swarmnet.protocol.sync_modes import DELAYED, ZERO
+from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO
 from swarmnet.simulation.breakdown import EXCHANGE, WORKING
 from swarmnet.simulation.coding import CPU, GPU
+from swarmnet.simulation.invariants import Bounds
+from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
 
@@ -140,7 +146,39 @@ class Published:
         return replace(scenario_of(options), sizes=self.sizes, paired_links=self.paired_links)
 
 
-Cell = SimulateOptions | Compared | Published
+@dataclass(frozen=True)
+class Uplinks:
+    """The setting of `slow`."""
+
+    num_fast: int
+    num_slow: int
+
+    def scenario(self) -> Scenario:
+        fast = Link(2.5e6, 12.5e6, 0.01)
+        slow = replace(fast, up_bytes_per_s=fast.up_bytes_per_s / 10)
+        num = self.num_fast + self.num_slow
+        return Scenario(
+            peers=num,
+            max_peers=num,
+            stages=1,
+            link=fast,
+            links=(fast,) * 2 + (slow,) * self.num_slow,
+            global_batch=60,
+            samples_per_microbatch=1,
+            service_s=1.0,
+            speed_ratio=1.0,
+            sync_mode=LOCAL,
+            local_steps=10,
+            warmup_s=300.0,
+            until_s=900.0,
+            sizes=Sizes(num_shards=16, shard_parameters=1 << 20, update_codec=INT8),
+            bounds=Bounds(converge_s=1800.0, progress_s=3600.0),
+            check_s=2.0,
+            keep_log=False,
+        )
+
+
+Cell = SimulateOptions | Compared | Published | Uplinks
 
 
 @dataclass(frozen=True)
@@ -201,6 +239,8 @@ def command(cell: Cell) -> str:
     """For a shell."""
     if isinstance(cell, Published):
         return f"python benchmarks/simulated_links.py protocol  # {cell}"
+    if isinstance(cell, Uplinks):
+        return f"python benchmarks/simulated_links.py slow  # {cell}"
     text, options = "swarmnet simulate", cell
     if isinstance(cell, Compared):
         text, options = f"python benchmarks/assignments.py {cell.assignment}", cell.options
@@ -216,7 +256,7 @@ def simulated(cell: Cell) -> Values:
     """The result, without its curves."""
     if isinstance(cell, Compared):
         scenario = with_assignment(scenario_of(cell.options), cell.assignment)
-    elif isinstance(cell, Published):
+    elif isinstance(cell, Published | Uplinks):
         scenario = cell.scenario()
     else:
         scenario = scenario_of(cell)
@@ -344,12 +384,31 @@ def protocol(layer_s: float = LAYER_S) -> Table:
     return Table(head, tuple(rows), columns)
 
 
+def slow() -> Table:
+    """One uplink of a tenth, in mode `local`."""
+
+    def columns(cells: Sequence[Values]) -> list[str]:
+        values, without = cells
+        rate = values["samples_per_s"]
+        part = f"{rate / without['samples_per_s']:.2f}"
+        return [f"{rate:.2f}", part, f"{values['samples_lost']}"]
+
+    five = Uplinks(5, 0)
+    rows = (
+        Row("five", (five, five)),
+        Row("five, and one with a tenth of the uplink", (Uplinks(5, 1), five)),
+        Row("six", (Uplinks(6, 0), five)),
+    )
+    return Table(("machines", "samples/s", "of five", "samples lost"), rows, columns)
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "reach": reach,
     "swarm": swarm,
     "homes": homes,
     "churn": churn,
     "protocol": protocol,
+    "slow": slow,
 }
 
 
