@@ -68,7 +68,9 @@ PAGE = """# What grows in processes that stay
 
 `python benchmarks/soak.py --folder soak`, then `--show --write`, on two x86-64 cores with other
 work. The first lines of the program say what it does and how a slope is found; samples of the
-first {warm_up} newcomers or rounds of a piece are left out.
+first {warm_up} newcomers or rounds of a piece are left out. A process remembers peers for minutes
+after they have gone, and members of its run longer: what a few hundred newcomers leave says little
+of the slopes.
 
 {tables}
 ![memory](soak.svg)
