@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarmnet.errors import FinalError, ProtocolViolation, UserError
-from swarmnet.protocol.membership.seats import split_seat
+from swarmnet.protocol.membership.peer_ids import split_seat
 
 PRIVATE_HEAD = b"\x08\x01\x12\x40"
 """Protobuf of PrivateKey: type Ed25519, 64 bytes of data (seed, public key)."""

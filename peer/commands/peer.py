@@ -14,7 +14,7 @@ from peer.machine.limits import LIMITS_FILE, change_limits
 from peer.machine.memory_cap import MemoryCap, stage_needs, tree_bytes
 from peer.options import LimitOptions, OutputOptions
 from swarmnet.errors import UsageError
-from swarmnet.protocol.membership.seats import MAX_SEATS
+from swarmnet.protocol.membership.peer_ids import MAX_SEATS
 from swarmnet.protocol.resource_limits import TOLD
 from swarmnet.runtime.joining.ready import ready_target
 from swarmnet.runtime.options import AUTO_STAGES, PeerChoices, PeerOptions

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError, UsageError, UserError
-from swarmnet.protocol.membership.peer_ids import machine_of
-from swarmnet.protocol.membership.seats import MAX_SEATS, Room, room_for
+from swarmnet.protocol.membership.peer_ids import MAX_SEATS, machine_of
+from swarmnet.protocol.membership.seats import Room, room_for
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.state_dir import SEAT_FOLDER
 from swarmnet.spec import RunSpec

@@ -16,8 +16,7 @@ from swarmnet.methods.contact import MEET, TICKET
 from swarmnet.protocol.dialing.addresses import full_address, peer_of
 from swarmnet.protocol.dialing.dial_book import at_seen_host
 from swarmnet.protocol.dialing.zones import target_of
-from swarmnet.protocol.membership.peer_ids import machine_of
-from swarmnet.protocol.membership.seats import seat_id, split_seat
+from swarmnet.protocol.membership.peer_ids import machine_of, seat_id, split_seat
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.transport.base import (

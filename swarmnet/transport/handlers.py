@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from swarmnet.errors import NotReady, RemoteError, SwarmnetError, Unsupported
-from swarmnet.protocol.membership.seats import seat_id
+from swarmnet.protocol.membership.peer_ids import seat_id
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import Envelope, Gate, Handler, Request
 from swarmnet.transport.calls.heads import Route, as_remote

@@ -28,7 +28,7 @@ import torch
 from swarmnet.errors import SwarmnetError
 from swarmnet.identity import Identity
 from swarmnet.methods.state import FetchRequest
-from swarmnet.protocol.membership.seats import seat_id
+from swarmnet.protocol.membership.peer_ids import seat_id
 from swarmnet.runtime.counted import COUNTED_FILE, read_counted
 from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.joining.ready import Ready, read_ready_file

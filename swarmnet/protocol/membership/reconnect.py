@@ -74,10 +74,10 @@ class Reconnect:
         """Whether it is time to look again which members are missing."""
         return self._looked.is_older(now, every_s)
 
-    def look(self, missing: Mapping[str, Sequence[str]], now: float) -> None:
-        """`missing`: addresses of the members that are remembered and not seen, by peer id; the
-        first `MAX_ROWS` of them are looked for, so those seen last should come first. One whose
-        addresses have changed is dialled at once."""
+    def look(self, missing: Mapping[str, Sequence[str]], now: float) -> list[Row]:
+        """Those that are not looked for any more. `missing`: addresses of the members that are
+        remembered and not seen, by peer id; the first `MAX_ROWS` of them are looked for, so those
+        seen last should come first. One whose addresses have changed is dialled at once."""
         self._looked.begin(now)
         rows: dict[str, Row] = {}
         for peer_id, addresses in missing.items():
@@ -89,7 +89,9 @@ class Reconnect:
             elif row.addresses != tuple(addresses):
                 row.addresses, row.rest_s = tuple(addresses), 0.0
             rows[peer_id] = row
+        over = [row for peer_id, row in self._rows.items() if peer_id not in rows]
         self._rows = rows
+        return over
 
     def next(self, now: float) -> Row | None:
         """The member to dial now, or None. The dial counts as under way until `ended`."""

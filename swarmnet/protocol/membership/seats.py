@@ -1,9 +1,4 @@
-"""Several stages on one machine: the ids of its seats, and the number of seats that it takes.
-
-A machine that serves K stages has K seats. Each seat is a peer to all others, with a record, a
-stage and an id of its own. The first has the machine's peer id, the others that id, a slash and the
-number of the seat: `12D3Koo.../1`. One key signs for all of them, and one channel carries them all.
-"""
+"""Several stages on one machine: the number of seats that it takes."""
 
 from __future__ import annotations
 
@@ -12,32 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.membership.peer_ids import SEPARATOR, machine_of
+from swarmnet.protocol.membership.peer_ids import MAX_SEATS, machine_of
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.membership.view import View
 
-MAX_SEATS = 64
-"""Seats of one machine at most, the first included."""
 MEMORY_PART = 0.7
 """Part of the free memory that all stages of a machine may take together."""
-
-
-def seat_id(machine: str, seat: int) -> str:
-    """The peer id of a machine's seat, counted from 0."""
-    return f"{machine}{SEPARATOR}{seat}" if seat else machine
-
-
-def split_seat(peer_id: str) -> tuple[str, int]:
-    """The machine's peer id and the number of the seat. Raises `ProtocolViolation` where the text
-    is not what `seat_id` returns: a seat has exactly one name."""
-    machine, separator, text = peer_id.partition(SEPARATOR)
-    if not separator:
-        return machine, 0
-    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 2 else 0
-    if not 0 < number < MAX_SEATS or text != str(number):
-        raise ProtocolViolation(f"{peer_id[:80]!r} is no seat of a machine")
-    return machine, number
 
 
 def stages_beside(view: View, own_peer_id: str, num_stages: int, now: float) -> frozenset[int]:

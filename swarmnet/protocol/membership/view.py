@@ -23,6 +23,7 @@ from swarmnet.protocol.membership.indices import (
     RoundCounters,
     StageIndex,
 )
+from swarmnet.protocol.membership.peer_ids import MAX_SEATS, seat_id
 from swarmnet.protocol.membership.reach import Reach
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -85,6 +86,10 @@ class View:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def has_machine(self, machine: str) -> bool:
+        """Whether there is a record of one of its seats."""
+        return any(seat_id(machine, k) in self._records for k in range(MAX_SEATS))
 
     @property
     def silence_s(self) -> float:

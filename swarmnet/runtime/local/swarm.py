@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError, UsageError
-from swarmnet.protocol.membership.seats import MAX_SEATS
+from swarmnet.protocol.membership.peer_ids import MAX_SEATS
 from swarmnet.runtime.joining.starting import Run, start_run
 from swarmnet.runtime.local.processes import PEER_COMMAND, STOP_STEPS, PeerProcesses
 from swarmnet.runtime.observing import JoinRun, RunObserver, Say, join_run, with_invite

@@ -55,7 +55,8 @@ class Reconnecting:
                     missing = missing_members(
                         self._gossip.view, self._own_machine, self._remembered(), now
                     )
-                    self._table.look(missing, now)
+                    for row in self._table.look(missing, now):
+                        self._forget(row)
                 row = self._table.next(now)
                 if row is not None:
                     self._tasks.start(self._try(row))
@@ -79,6 +80,14 @@ class Reconnecting:
             log.debug("%s was looked for: %s", peer_id[-8:], e)
         finally:
             self._table.ended(row, loop.time())
+            if row not in self._table.rows():
+                self._forget(row)
+
+    def _forget(self, row: Row) -> None:
+        """Nobody looks for it any more, and where it is was learned here: that goes, unless there
+        is a record of it."""
+        if not row.is_trying and not self._gossip.view.has_machine(row.peer_id):
+            self._gossip.transport.forget(row.peer_id)
 
     def is_looking(self) -> bool:
         """Whether some remembered peer has not been tried at all yet."""

@@ -31,7 +31,6 @@ from swarmnet.protocol.membership.records import (
     Stamp,
 )
 from swarmnet.protocol.membership.run_bounds import ANY_RUN, RunBounds
-from swarmnet.protocol.membership.seats import MAX_SEATS, seat_id
 from swarmnet.protocol.membership.stranger_room import StrangerRoom, kept_bytes
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.condition import Condition
@@ -535,5 +534,5 @@ class KnownRecords:
     def _forget_machine(self, peer_id: str) -> None:
         """The record of a peer is gone: where its machine is found too, unless it has others."""
         machine = machine_of(peer_id)
-        if not any(self._view.get(seat_id(machine, k)) for k in range(MAX_SEATS)):
+        if not self._view.has_machine(machine):
             self._transport.forget(machine)

@@ -7,7 +7,7 @@ from typing import Any
 
 from swarmnet.errors import ProtocolViolation, Refused, RemoteError, remote_error
 from swarmnet.printable import printable
-from swarmnet.protocol.membership.seats import MAX_SEATS
+from swarmnet.protocol.membership.peer_ids import MAX_SEATS
 from swarmnet.transport.frames import Head
 from swarmnet.wire import Message
 

@@ -123,6 +123,8 @@ def test_those_seen_last_are_kept() -> None:
     table = Reconnect(random.Random(0))
     table.look({f"p{i}": ("/x",) for i in range(MAX_ROWS + 9)}, 0.0)
     assert [row.peer_id for row in table.rows()] == [f"p{i}" for i in range(MAX_ROWS)]
+    over = table.look({f"p{i}": ("/x",) for i in range(9, MAX_ROWS + 9)}, 1.0)
+    assert [row.peer_id for row in over] == [f"p{i}" for i in range(9)]
 
 
 def _next(table: Reconnect, now: float) -> Row:

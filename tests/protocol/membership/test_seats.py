@@ -14,9 +14,9 @@ from swarmnet.protocol.membership.assignment import (
     is_worth_it,
     propose_move,
 )
-from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.peer_ids import MAX_SEATS, machine_of, seat_id, split_seat
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
-from swarmnet.protocol.membership.seats import MAX_SEATS, room_for, seat_id, split_seat
+from swarmnet.protocol.membership.seats import room_for
 from swarmnet.protocol.membership.view import View
 from tests.protocol.making import record
 from tests.transport.streams import identity

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from swarmnet.identity import Identity
+from swarmnet.protocol.membership.peer_ids import seat_id
 from swarmnet.protocol.membership.publishers import MAX_PUBLISHED, PUBLISHERS, published_for
 from swarmnet.protocol.membership.records import ACTIVE, LEFT, OBSERVER_STAGE, Record
-from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.simulation.clock import run as run_virtual
