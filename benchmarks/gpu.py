@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                      # on a GPU: bf16, a stage of Llama 3.2 1B's shape
     python benchmarks/gpu.py --compile --codec int8
     python benchmarks/gpu.py --tiny --device cpu  # does the script run?
+    python benchmarks/gpu.py --ranks 2            # the stage cut over two GPUs, as `--tp 2` does it
     python benchmarks/gpu.py --swarm [--compile]  # real peers, beside transformers' Llama
 
 (a) plain: forward and backward of the stage's layers, their inputs and output gradients on the
@@ -25,6 +26,8 @@ import asyncio
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -43,6 +46,8 @@ from swarmnet.training.device import DeviceThread
 from swarmnet.training.models.base import build_layer
 from swarmnet.training.models.llama import decoder_flops, head_flops
 from swarmnet.training.models.registry import model_plan, split_stages
+from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 
@@ -213,6 +218,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--codec", choices=tuple(BOUNDARY_CODECS), default=NONE)
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--ranks", type=int, default=1, help="devices that share the stage")
     parser.add_argument("--swarm", action="store_true", help="real peers on this device")
     parser.add_argument("--samples", type=int, default=4, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=16)
@@ -222,6 +228,10 @@ def main() -> None:
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if options.device != "cpu" and has_gpu else "cpu")
+    if options.ranks > 1 and device.type == "cuda" and torch.cuda.device_count() < options.ranks:
+        parser.error(f"this machine has {torch.cuda.device_count()} GPUs, not {options.ranks}")
+    if options.ranks > 1 and options.compile:
+        parser.error("layers are compiled for one rank: leave --compile or --ranks out")
     if options.device == "cuda" and not has_gpu:
         parser.error("no GPU that torch can use; --device cpu --tiny proves the script")
     if device.type == "cpu" and not options.tiny:
@@ -232,7 +242,30 @@ def main() -> None:
         return
     spec = make_spec(options)
     computing = Computing(precision, options.activations or "keep", options.compile)
-    stage = build_stage(spec, STAGE, device=device, computing=computing)
+    with on_ranks(options.ranks, device, spec) as group:
+        if group is None:
+            stage = build_stage(spec, STAGE, device=device, computing=computing)
+        else:
+            stage = build_parallel_stage(spec, STAGE, group, computing)
+        compare_stage(options, spec, stage, device)
+
+
+@contextmanager
+def on_ranks(num_ranks: int, device: torch.device, spec: RunSpec) -> Iterator[LocalGroup | None]:
+    """The ranks, on devices of their own; None for one."""
+    if num_ranks == 1:
+        yield None
+        return
+    devices = [f"cuda:{i}" for i in range(num_ranks)] if device.type == "cuda" else None
+    with closing(LocalGroup(num_ranks, devices=devices, options=rank_options(spec))) as group:
+        yield group
+
+
+def compare_stage(
+    options: argparse.Namespace, spec: RunSpec, stage: TorchStage, device: torch.device
+) -> None:
+    """(a) and (b)."""
+    computing, precision = stage.computing, stage.computing.precision
     layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[STAGE]
     flops = (
         len(layers)
@@ -260,7 +293,8 @@ def main() -> None:
         median_s = statistics.median(seconds)
         mfu = flops * total / median_s / peak
         print(f"{name:6} {tokens / median_s:12,.0f} tokens/s   MFU {mfu:.3f}")
-    print(f"peer / plain: {statistics.median(plain) / statistics.median(ours):.3f}")
+    on = f", on {options.ranks} ranks" if options.ranks > 1 else ""
+    print(f"peer{on} / plain: {statistics.median(plain) / statistics.median(ours):.3f}")
 
 
 if __name__ == "__main__":
