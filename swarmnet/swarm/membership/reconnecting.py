@@ -55,8 +55,8 @@ class Reconnecting:
                     missing = missing_members(
                         self._gossip.view, self._own_machine, self._remembered(), now
                     )
-                    for row in self._table.look(missing, now):
-                        self._forget(row)
+                    for given_up in self._table.look(missing, now):
+                        self._forget(given_up)
                 row = self._table.next(now)
                 if row is not None:
                     self._tasks.start(self._try(row))
