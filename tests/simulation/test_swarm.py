@@ -287,8 +287,8 @@ def test_books_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch, error: 
     """A replica that is one microbatch off in what is behind an update."""
     averaged = LostSamples.averaged
 
-    def wrong(books: LostSamples, exchange: int, num_tokens: int) -> None:
-        averaged(books, exchange, num_tokens + error)
+    def wrong(books: LostSamples, exchange: int, num_tokens: int, late: int) -> None:
+        averaged(books, exchange, num_tokens + error, late)
 
     monkeypatch.setattr(LostSamples, "averaged", wrong)
     broken = simulate(Scenario(seed=3, peers=6, stages=3, rounds=6, until_s=120.0)).broken
