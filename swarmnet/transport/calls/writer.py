@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import selector_events
 
 from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 from swarmnet.transport.base import Traffic
@@ -51,6 +52,10 @@ class Writer:
         self._remote = remote
         self._is_direct = is_direct
         self._transport: asyncio.Transport | None = None
+        self._keeps_buffers = False
+        """`writelines` of asyncio's own stream over a socket copies nothing from Python 3.12 on, so
+        that what changes later would be sent; and it does not say that the stream is full, up to
+        3.12.8 and 3.13.1 (https://github.com/python/cpython/issues/127655)."""
         self._is_open = True
         self._is_paused = False
         self._is_pumping = False
@@ -65,6 +70,7 @@ class Writer:
         """Writes to this stream from now on."""
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport = transport
+        self._keeps_buffers = type(transport).__module__ == selector_events.__name__
 
     def narrow(self, is_narrow: bool) -> None:
         """`is_narrow`: the stream gets no more while anything that was written waits; what it takes
@@ -134,7 +140,10 @@ class Writer:
                         self._pacer.wait_background(self)
                     return
                 self._written_bytes += sum(map(len, buffers))  # before: it may be full at once
-                self._transport.writelines(buffers)
+                if self._keeps_buffers:
+                    self._transport.write(b"".join(buffers))
+                else:
+                    self._transport.writelines(buffers)
         finally:
             self._is_pumping = False
             self._tell_waiting()
