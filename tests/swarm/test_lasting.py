@@ -4,24 +4,36 @@ that have been there, whatever it is for. A new table is looked at here without 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnet.methods.records import RECORDS, Records, SignedRecord
-from swarmnet.protocol.membership.records import JOINING, LEFT, OBSERVER_STAGE, Record
+from swarmnet.protocol.membership.peer_ids import seat_id
+from swarmnet.protocol.membership.reconnect import MAX_ROWS
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEFT, OBSERVER_STAGE, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.calls import call
 from swarmnet.swarm.membership import records
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.libp2p.known_peers import KnownPeers
+from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, pack
-from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.harness import OpenSigner, Swarm, in_virtual_time, tiny_spec
 from tests.swarm.tables import table_sizes
 from tests.transport.loopback import LoopbackCarrier, LoopbackHub
 from tests.transport.streams import identity
 
 FORGET_S = 20.0
+LOOKED_FOR_S = 20 * LOOK_LESS_S
 ROOM = 100
 """Entries by which a table may be larger: a few rounds, members that are looked for."""
 
@@ -132,3 +144,55 @@ def test_no_table_of_a_transport_grows_with_those_that_have_been_there() -> None
             await lasting.close()
 
     asyncio.run(main())
+
+
+class Book:
+    """A transport, with the addresses that it was told."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.known: dict[str, tuple[str, ...]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        self.known[peer_id] = tuple(addresses)
+
+    def forget(self, peer_id: str) -> None:
+        self.known.pop(peer_id, None)
+
+
+def remembered_from(first: int) -> dict[str, Sequence[str]]:
+    """As many members as are looked for."""
+    names = [f"m{i}" for i in range(first, first + MAX_ROWS)]
+    return {name: (f"/ip4/10.0.0.1/tcp/4001/p2p/{name}",) for name in names}
+
+
+def test_where_a_member_was_is_forgotten_when_nobody_looks_for_it() -> None:
+    """Its addresses are learned with each try. A peer that lasts has looked for thousands."""
+    generations = [remembered_from(MAX_ROWS * i) for i in range(4)]
+
+    async def main() -> None:
+        book: Any = Book(MemoryHub().transport("a"))
+        book.set_run("r")
+        own = Record("a", "r", 1, 0, state=ACTIVE)
+        gossip = Gossip(book, View("a"), OpenSigner(), own, random.Random(0))
+        now: list[dict[str, Sequence[str]]] = [{}]
+        looking = Reconnecting(gossip, random.Random(1), lambda: now[0])
+        life = asyncio.ensure_future(looking.run())
+        for generation in generations:
+            now[0] = generation
+            await asyncio.sleep(LOOKED_FOR_S)
+            assert book.known.keys() <= generation.keys()
+            assert len(book.known) > MAX_ROWS // 2, "they were looked for"
+        kept = next(iter(generations[-1]))
+        record = Record(seat_id(kept, 1), "r", 1, 0, state=ACTIVE)
+        gossip.view.merge(record, asyncio.get_running_loop().time())
+        now[0] = {}
+        await asyncio.sleep(LOOKED_FOR_S)
+        assert list(book.known) == [kept], "there is a record of one of its seats"
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+
+    run_virtual(main())
