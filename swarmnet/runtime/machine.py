@@ -52,11 +52,15 @@ def build_machine(
     it. `apart`: what builds this seat's stages elsewhere: then it shares no device.
 
     Raises `DataError`, `SpecError` or `UserError`."""
+    from swarmnet.training.cores import CORES
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
     from swarmnet.training.models.registry import model_plan, stage_costs
 
-    if options.threads:
-        set_num_threads(options.threads)
+    if beside is None:
+        if options.threads:
+            set_num_threads(options.threads)
+        if apart is None and choose_devices(spec, options)[0] == "cpu":
+            CORES.keep_for_device()
     run, spec = spec, spec.with_builder(options.model_builder(spec))
     build, build_local = _builders(spec, options, group, apart)
     if beside is not None:

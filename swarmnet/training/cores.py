@@ -1,10 +1,16 @@
-"""Long vectors, part by part, on the cores that the device leaves free.
+"""Whose the cores are: of the device while it has a pass to make, else of long vectors.
+
+Where a CPU is the device, operations of its thread have all the threads that torch has
+(`--threads`), and those of every other thread one. This is not only fair. OpenMP keeps the threads
+that an operation has had; where a process has more of them than the machine has cores, GNU's
+library lets them sleep at the end of each loop, and a pass of small operations takes 1.5 times as
+long (`benchmarks/device_threads.py`).
 
 A pass over a vector is cut into parts that stay in a processor's cache, so that what is done to a
 part one thing after the other reads and writes main memory once. Between two rounds the device
-waits for the update, and helpers work on it, one for each thread that torch has (`--threads`).
-Where a CPU is the device, they leave as soon as it has a pass to make, which has all those threads:
-then the thread that makes the update goes on alone.
+waits for the update, and helpers work on it, one for each of those threads. Where a CPU is the
+device, they leave as soon as it has a pass to make: then the thread that makes the update goes on
+alone.
 
 The numbers are the same, whoever works on a part. Cores are the process's, and so is what this
 module knows of them.
@@ -32,7 +38,7 @@ PART_APART = 1 << 23
 MOST_HELPERS = 16
 """More of them wait for the interpreter and for memory, and not for numbers."""
 
-Work = Callable[[slice], None]
+Work = Callable[[slice], object]
 """On a part of a vector. Parts are worked on in any order, by several threads."""
 
 
@@ -45,6 +51,50 @@ class Cores:
         self._share = 1.0
         self._waiting = SimpleQueue[_Turns]()
         self._num_started = 0
+        self._num_devices = 0
+        self._num_threads: int | None = None
+        """Of the device's operations, where a CPU is the device."""
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that an operation of the device has, and helpers that there may be."""
+        return self._num_threads or torch.get_num_threads()
+
+    def keep_for_device(self, num_threads: int | None = None) -> None:
+        """Operations of a device's thread will have so many threads, as many as those of this
+        thread have where it is None. Those of this thread, and of all that are started later, have
+        one. Best before the first operation: what this thread has had stays with it."""
+        with self._lock:
+            self._num_threads = num_threads or self.num_threads
+        torch.set_num_threads(1)
+
+    @contextlib.contextmanager
+    def for_device(self) -> Iterator[Callable[[], None]]:
+        """In this context a device's thread is started, which begins by calling what comes of
+        it."""
+        self.keep_for_device()
+        with self._lock:
+            self._num_devices += 1
+        num_threads, is_taken = self.num_threads, threading.Event()
+
+        def take() -> None:
+            torch.get_num_threads()  # else the first operation takes over what was set last
+            torch.set_num_threads(num_threads)
+            is_taken.set()
+
+        yield take
+        is_taken.wait()
+        torch.set_num_threads(1)  # for what is started later
+
+    def device_closed(self) -> None:
+        """Nobody works on a device of `for_device` any more: the thread that says so gets back what
+        it had, unless there is another device."""
+        with self._lock:
+            self._num_devices -= 1
+            if self._num_devices or self._num_threads is None:
+                return
+            num_threads, self._num_threads = self._num_threads, None
+        torch.set_num_threads(num_threads)
 
     @contextlib.contextmanager
     def pass_at_work(self) -> Iterator[None]:
@@ -65,7 +115,7 @@ class Cores:
     @property
     def num_helpers(self) -> int:
         """Threads that may work now in place of the one that asks; 0 where they were no help."""
-        num_helpers = min(int(torch.get_num_threads() * self._share), MOST_HELPERS)
+        num_helpers = min(int(self.num_threads * self._share), MOST_HELPERS)
         return 0 if self._num_passes or num_helpers < 2 else num_helpers
 
     def over(self, num_numbers: int, work: Work, *, in_parts: bool = True) -> None:
@@ -74,6 +124,19 @@ class Cores:
         num_helpers = self.num_helpers if num_numbers >= LEAST_SHARED else 0
         size = _part_size(num_numbers, num_helpers) if in_parts else max(num_numbers, 1)
         parts = [slice(a, min(a + size, num_numbers)) for a in range(0, num_numbers, size)]
+        self._share_out(parts, work, num_helpers)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a @ b` of matrices in the host's memory, rows of it by helpers. Its bits depend on how
+        many there are."""
+        out = a.new_empty(a.shape[0], b.shape[1])
+        num_helpers = self.num_helpers if out.numel() >= LEAST_SHARED else 0
+        size = -(-len(out) // max(num_helpers, 1))
+        parts = [slice(i, min(i + size, len(out))) for i in range(0, len(out), size)]
+        self._share_out(parts, lambda rows: torch.mm(a[rows], b, out=out[rows]), num_helpers)
+        return out
+
+    def _share_out(self, parts: list[slice], work: Work, num_helpers: int) -> None:
         wanted = min(num_helpers, len(parts))
         if wanted < 2:
             for part in parts:
@@ -93,8 +156,8 @@ class Cores:
         threads: torch gives each the number of threads that was set last, and that of a helper is
         one for a moment."""
         with self._lock:
-            num_threads = torch.get_num_threads()
-            wanted = min(num_threads, MOST_HELPERS) if num_threads > 1 else 0
+            before = torch.get_num_threads()
+            wanted = min(self.num_threads, MOST_HELPERS) if self.num_threads > 1 else 0
             if wanted <= self._num_started:
                 return
             while self._num_started < wanted:
@@ -103,7 +166,7 @@ class Cores:
                 name, arguments = f"helper-{self._num_started}", (is_ready,)
                 threading.Thread(target=self._main, args=arguments, name=name, daemon=True).start()
                 is_ready.wait()
-            torch.set_num_threads(num_threads)
+            torch.set_num_threads(before)
 
     def _main(self, is_ready: threading.Event) -> None:
         torch.get_num_threads()  # else the first operation takes over what was set last

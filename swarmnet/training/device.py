@@ -159,8 +159,16 @@ class WorkerThread:
     """A thread that does one piece of work at a time, by priority, then by age. For averaging,
     digests and data, or for the disk, it is a `ports.Worker`; a `DeviceThread` has one too."""
 
-    def __init__(self, name: str = "averaging", *, has_cores: bool = False) -> None:
-        """`has_cores`: its passes are the work of this machine's cores (`cores`)."""
+    def __init__(
+        self,
+        name: str = "averaging",
+        *,
+        has_cores: bool = False,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        """`has_cores`: its passes are the work of this machine's cores (`cores`). `begin`: the
+        first thing that the thread does."""
+        self._begin = begin
         self._has_cores = has_cores
         self.busy_s = 0.0
         self.num_waiting = 0
@@ -257,6 +265,8 @@ class WorkerThread:
             self._heap = kept
 
     def _main(self) -> None:
+        if self._begin is not None:
+            self._begin()
         while (item := self._next()) is not None:
             pause_s = self._do(item)
             del item  # do not keep its tensors alive while waiting
@@ -420,7 +430,12 @@ class DeviceThread(DeviceSeat):
     def __init__(self, *, has_cores: bool = True) -> None:
         """`has_cores`: as of `WorkerThread`; not where the device is no CPU."""
         CORES.prepare()
-        super().__init__(WorkerThread("device", has_cores=has_cores))
+        self._has_cores = has_cores
+        if not has_cores:
+            super().__init__(WorkerThread("device"))
+            return
+        with CORES.for_device() as begin:
+            super().__init__(WorkerThread("device", has_cores=True, begin=begin))
 
     @property
     def busy_s(self) -> float:
@@ -444,6 +459,9 @@ class DeviceThread(DeviceSeat):
     async def close(self) -> None:
         """As `WorkerThread.close`."""
         await self._thread.close()
+        if self._has_cores:
+            self._has_cores = False
+            CORES.device_closed()
 
 
 def _worked(item: _Item) -> Any:

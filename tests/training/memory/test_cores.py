@@ -135,6 +135,70 @@ print(set(found[:-1]), found[-1], torch.get_num_threads())
     assert done.stdout.strip() == "{1} 3 3"
 
 
+def test_operations_of_the_device_alone_have_threads() -> None:
+    """Also of a device that comes later; where none is left, all is as before."""
+    script = """
+import asyncio, threading, torch
+from swarmnet.training.cores import CORES
+from swarmnet.training.device import DeviceThread, WorkerThread
+torch.set_num_threads(3)
+
+def of_new_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+async def main():
+    worker, device = WorkerThread(), DeviceThread()
+    for _ in range(2):
+        print(
+            await device.run("other", torch.get_num_threads),
+            await worker.run(torch.get_num_threads),
+            torch.get_num_threads(),
+            of_new_thread(),
+            CORES.num_helpers,
+        )
+        torch.ones(100_000).exp()
+        await device.run("other", torch.ones(100_000).exp)
+    second = DeviceThread()
+    await device.close()
+    print(await second.run("other", torch.get_num_threads), torch.get_num_threads())
+    await second.close()
+    await second.close()
+    apart = DeviceThread(has_cores=False)
+    print(await apart.run("other", torch.get_num_threads), torch.get_num_threads())
+    await apart.close()
+    await worker.close()
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines() == ["3 1 1 1 3", "3 1 1 1 3", "3 1", "3 3"]
+
+
+def test_rows_of_a_product_are_shared(four: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    names, mm = set[str](), torch.mm
+
+    def named(*args: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        names.add(threading.current_thread().name)
+        return mm(*args, out=out)
+
+    monkeypatch.setattr(torch, "mm", named)
+    for rows in (1, 3, 4, 257):
+        a, b = torch.randn(rows, 40, generator=generator), torch.randn(40, 30, generator=generator)
+        torch.testing.assert_close(four.product(a, b), a @ b)
+    assert threading.current_thread().name in names  # a single row
+    names.clear()
+    monkeypatch.setattr(cores, "LEAST_SHARED", 10_000)
+    four.product(a, b[:, :10])
+    assert names == {threading.current_thread().name}
+
+
 def test_what_work_raises_is_raised_and_nothing_runs_on(four: Cores) -> None:
     running = set[int]()
 
