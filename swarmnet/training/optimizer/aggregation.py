@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from swarmnet.training.cores import Work, over
+
 TRIM_FRACTION = 0.25
 """Of the contributions, that are dropped at each end of a coordinate (at least one)."""
 CLIP_ITERATIONS = 3
@@ -53,11 +55,14 @@ def trimmed_mean(contributions: Sequence[Tensor], tokens: Sequence[int]) -> Tens
     drop = trimmed(len(contributions))
     weights = torch.tensor(tokens, dtype=torch.float32)
     out = torch.empty_like(contributions[0])
-    for part in _pieces(out.numel()):
+
+    def work(part: slice) -> None:
         ordered, places = _per_token(contributions, tokens, part).sort(dim=0, stable=True)
         kept = slice(drop, len(contributions) - drop)
         kept_weights = weights[places[kept]]
         out[part] = (ordered[kept] * kept_weights).sum(dim=0) / kept_weights.sum(dim=0)
+
+    _over(out, work)
     return out.mul_(float(sum(tokens)))
 
 
@@ -88,9 +93,13 @@ def centered_clip(
             n / total * (1.0 if d <= radius else radius / d)
             for n, d in zip(tokens, distances, strict=True)
         ]
-        for part in _pieces(center.numel()):
+        weights = torch.tensor(scales).unsqueeze(1)
+
+        def work(part: slice, weights: Tensor = weights) -> None:
             differences = _per_token(contributions, tokens, part) - center[part]
-            center[part] += (torch.tensor(scales).unsqueeze(1) * differences).sum(dim=0)
+            center[part] += (weights * differences).sum(dim=0)
+
+        _over(center, work)
     return center.mul_(total)
 
 
@@ -98,9 +107,12 @@ def _median(contributions: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
     """By coordinate, of the gradients per token; the mean of the middle two at even numbers."""
     out = torch.empty_like(contributions[0])
     low, high = (len(contributions) - 1) // 2, len(contributions) // 2
-    for part in _pieces(out.numel()):
+
+    def work(part: slice) -> None:
         ordered = _per_token(contributions, tokens, part).sort(dim=0).values
         out[part] = (ordered[low] + ordered[high]) / 2
+
+    _over(out, work)
     return out
 
 
@@ -115,6 +127,16 @@ def _distance(contribution: Tensor, num_tokens: int, center: Tensor) -> float:
 def _per_token(contributions: Sequence[Tensor], tokens: Sequence[int], part: slice) -> Tensor:
     """(contributors, elements of the piece)."""
     return torch.stack([g[part] / n for g, n in zip(contributions, tokens, strict=True)])
+
+
+def _over(vector: Tensor, work: Work) -> None:
+    """Has all of it worked on, piece by piece, by helpers too (`cores`)."""
+
+    def whole(part: slice) -> None:
+        for piece in _pieces(part.stop - part.start):
+            work(slice(part.start + piece.start, part.start + piece.stop))
+
+    over(vector, whole)
 
 
 def _pieces(num_elements: int) -> Iterator[slice]:

@@ -28,6 +28,7 @@ import swarmnet.training.accelerators as accelerators
 from swarmnet.ports import Rest
 from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import OptimizerSpec
+from swarmnet.training.cores import CORES
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.matrices import ITERATIONS
 from swarmnet.training.optimizer.rates import learning_rate
@@ -187,7 +188,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / torch.linalg.vector_norm(x).clamp(min=LEAST_NORM)
+    product = CORES.product if x.is_cpu else torch.mm
     for _ in range(ITERATIONS):
-        products = x @ x.T
-        x = a * x + (b * products + c * (products @ products)) @ x
+        products = product(x, x.T)
+        x = a * x + product(b * products + c * product(products, products), x)
     return (x.T if is_tall else x).clone(memory_format=torch.contiguous_format)

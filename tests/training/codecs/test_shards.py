@@ -22,7 +22,6 @@ from swarmnet.training.codecs.shards import (
     encode_shard,
     shard_codec_of,
 )
-from swarmnet.training.cores import CORES
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.optimizer.outer import OuterNesterov
 from swarmnet.training.optimizer.shards import ShardedAdamW
@@ -209,9 +208,10 @@ def test_helpers_change_no_bit(codec: str, monkeypatch: pytest.MonkeyPatch) -> N
         return [bytes(a.data) for a in made]
 
     alone = all_made()
+    monkeypatch.setattr(cores, "CORES", cores.Cores())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    assert CORES.num_helpers == 3
+    assert cores.CORES.num_helpers == 3
     assert all_made() == alone
     shards = shard_codec_of(codec, [size])
     values[-1] = math.nan

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from swarmnet.training import cores
 from swarmnet.training.optimizer import aggregation
 from swarmnet.training.optimizer.aggregation import centered_clip, scaled_sum, trimmed, trimmed_mean
 
@@ -83,6 +84,21 @@ def test_pieces_change_nothing_and_repeats_are_bit_equal(rule, monkeypatch) -> N
     assert all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))
     monkeypatch.setattr(aggregation, "PIECE", 7)
     torch.testing.assert_close(rule(parts, [3, 5, 7, 9, 11]), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_helpers_change_no_bit(rule, monkeypatch) -> None:
+    parts, _ = honest([3, 5, 7, 9, 11], 2)
+    monkeypatch.setattr(aggregation, "PIECE", 7)
+    monkeypatch.setattr(cores, "PART", 14)
+    monkeypatch.setattr(cores, "GRAIN", 7)
+    alone = rule(parts, [3, 5, 7, 9, 11])
+    monkeypatch.setattr(cores, "LEAST_SHARED", 0)
+    monkeypatch.setattr(cores, "CORES", cores.Cores())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert cores.CORES.num_helpers == 3
+    assert torch.equal(rule(parts, [3, 5, 7, 9, 11]), alone)
 
 
 def test_the_trimmed_mean_by_hand() -> None:
