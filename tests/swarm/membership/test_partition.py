@@ -42,7 +42,8 @@ def test_two_sides_that_went_on_alone_agree_again(
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
-            swarm.start(f"peer-{i}", stage=i % 2)
+            # A round takes longer than to hear of each other: so the sides meet in one.
+            swarm.start(f"peer-{i}", stage=i % 2, speed=0.2)
         await swarm.until_round(5)
         pairs = [(f"peer-{a}", f"peer-{b}") for a in (0, 1) for b in (2, 3)]
         for a, b in pairs:
