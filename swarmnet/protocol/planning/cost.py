@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from swarmnet.protocol.planning.exchange import exchanged_bytes
+from swarmnet.protocol.planning.exchange import auto_shard_parameters, exchanged_bytes
 from swarmnet.protocol.planning.flow import (
     IN_FLIGHT_PER_REPLICA,
     carried,
@@ -190,8 +190,20 @@ class Costs:
         flops = sum(x.muon_flops for x in self.job.layers[first:end])
         if self.job.update.mode not in (LOCAL, GOSSIP):
             flops /= num_replicas
-        seconds = self.parameters(first, end) / machine.update_parameters_per_s
+        parameters = self.parameters(first, end)
+        seconds = parameters / machine.update_parameters_per_s
+        seconds += self._num_exchanged(parameters) * machine.shard_s
         return seconds + flops / machine.exact_flops_per_s
+
+    def _num_exchanged(self, parameters: int) -> float:
+        """Shards of a stage that a round waits for, on average."""
+        update = self.job.update
+        if update.mode in (DELAYED, AUTO):
+            return 0.0
+        num_shards = -(
+            -parameters // (update.shard_parameters or auto_shard_parameters(parameters))
+        )
+        return num_shards / update.local_steps if update.mode in (LOCAL, GOSSIP) else num_shards
 
     def exchanged_bytes(
         self, parameters: int, replicas: Sequence[Machine], muon: int = 0

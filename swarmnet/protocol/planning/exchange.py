@@ -14,9 +14,19 @@ from swarmnet.protocol.codecs import (
 )
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 
+AUTO_SHARDS = 64
+"""Of the largest stage, about, where the spec leaves their size open: enough to spread over dozens
+of replicas, few enough that a digest of each fits into a record."""
+MIN_SHARD_PARAMETERS = 16_384
+"""Of a shard whose size the spec leaves open."""
 OFFERED_VECTORS = 4
 """In mode `gossip`, from each partner to the other: parameters, their change, two moments; of what
 Muon steps one moment less."""
+
+
+def auto_shard_parameters(num_parameters: int) -> int:
+    """Of a shard, where the largest stage has so many."""
+    return max(MIN_SHARD_PARAMETERS, -(-num_parameters // AUTO_SHARDS))
 
 
 def number_bytes(codec: str) -> float:

@@ -43,6 +43,8 @@ class Machine:
     """That each microbatch takes beside what its samples do."""
     update_parameters_per_s: float = float("inf")
     """That the end of a round steps and codes there."""
+    shard_s: float = 0.0
+    """That each shard of a stage takes there at the end of a round, beside its numbers."""
     exact_flops_per_s: float = float("inf")
     """That products of matrices in fp32 reach there."""
     memory: Hashable = None
@@ -89,6 +91,8 @@ class Update:
     codec: str
     replication: int
     local_steps: int
+    shard_parameters: int = 0
+    """Of a shard; 0 where the program chooses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from swarmnet.errors import SpecError, UserError, one_line
 from swarmnet.protocol.planning.cuts import split_layers
+from swarmnet.protocol.planning.exchange import auto_shard_parameters
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.base import (
     LayerBuilder,
@@ -30,10 +31,6 @@ from swarmnet.training.models.matrices import cut_whole, matrix_parameters, muon
 from swarmnet.training.models.routing import ROUTED_FAMILIES
 from swarmnet.training.models.subspace import subspace_plan
 
-AUTO_SHARDS = 64
-"""Shards of the largest stage where the spec leaves their size open: enough to spread over
-dozens of replicas, few enough that a digest of each fits into a record."""
-MIN_SHARD_PARAMETERS = 16_384
 SHARD_MULTIPLE = 1_024
 
 
@@ -138,15 +135,14 @@ def stage_costs(plan: ModelPlan, num_stages: int) -> list[float]:
 
 
 def shard_parameters(spec: RunSpec, plan: ModelPlan) -> int:
-    """Parameters of a shard: what the spec says, else about `AUTO_SHARDS` for the largest stage."""
+    """Parameters of a shard: what the spec says, else as it suits the largest stage."""
     if spec.sync.shard_parameters:
         return spec.sync.shard_parameters
     largest = max(
         num_parameters(describe_parameters(layers))
         for layers in split_stages(plan, spec.pipeline.num_stages)
     )
-    wanted = max(MIN_SHARD_PARAMETERS, -(-largest // AUTO_SHARDS))
-    return -(-wanted // SHARD_MULTIPLE) * SHARD_MULTIPLE
+    return -(-auto_shard_parameters(largest) // SHARD_MULTIPLE) * SHARD_MULTIPLE
 
 
 def tied_elements(plan: ModelPlan, num_stages: int, stage_index: int) -> int:

@@ -40,6 +40,22 @@ def test_the_bubble_is_that_of_gpipe(stages: int, microbatches: int) -> None:
     assert found.tokens_per_s == pytest.approx(10 * microbatches / (microbatches + stages - 1))
 
 
+def test_each_shard_takes_its_time_where_the_round_waits_for_it() -> None:
+    slow = replace(FAST, shard_s=0.5)
+    for mode, size, shards in (
+        ("zero", 10**5, 20),
+        ("zero", 3 * 10**5, 7),
+        ("zero", 0, 64),
+        ("local", 10**5, 2),
+        ("delayed", 10**5, 0),
+    ):
+        job = equal_job(2, 8, mode)
+        job = replace(job, update=replace(job.update, shard_parameters=size))
+        found = Costs(job).of(((0, 2),), [slow], [0])
+        assert found is not None
+        assert found.update_s == pytest.approx(0.5 * shards)
+
+
 def test_a_forward_pass_again_takes_a_third_more() -> None:
     rounds = [Costs(equal_job(1, 8, again=a)).of(((0, 1),), [FAST], [0]) for a in (False, True)]
     assert rounds[0] is not None
