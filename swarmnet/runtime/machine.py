@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +97,9 @@ def build_machine(
         """By one rank with this share of the device: it says nothing of several ranks."""
         if group is not None:
             return 0.0
-        whole_s = expected_stage_s(spec, options, costs, choose_devices(spec, options)[0])
-        return whole_s / device.share
+        name = choose_devices(spec, options)[0]
+        ask = partial(expected_stage_s, spec, options, costs, name)
+        return (CORES.with_all(ask) if name == "cpu" else ask()) / device.share
 
     return Machine(
         build,

@@ -8,7 +8,6 @@ import logging
 from dataclasses import dataclass
 from statistics import fmean
 
-from swarmnet.ports import OTHER
 from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
 from swarmnet.protocol.moments import Since
@@ -55,10 +54,9 @@ class Speed:
     _busy_s: float = 0.0
 
     async def measure(self) -> None:
-        """Measures the device, where nothing is known of it yet: on its thread, for others may use
-        less of the machine."""
+        """Measures the device, where nothing is known of it yet."""
         if not self._expected_s:
-            self._expected_s = await self.machine.device.run(OTHER, self.machine.measure)
+            self._expected_s = await self.machine.worker.run(self.machine.measure)
 
     def expected_rate(self, stage_index: int) -> float:
         """Samples/s of a stage beside those that the machine serves; 0 while unknown."""
