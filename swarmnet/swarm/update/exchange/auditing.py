@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
-from swarmnet.methods.update import MirrorRequest, ShardReply
+from swarmnet.methods.update import MirrorRequest
 from swarmnet.methods.update_proof import (
     FINDING,
     GIVEN,
@@ -57,7 +57,7 @@ from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution
 from swarmnet.swarm.update.exchange.proofs import Given, Proofs, hash_of_proof
-from swarmnet.swarm.update.exchange.shard_work import Result, rule_of
+from swarmnet.swarm.update.exchange.shard_work import Came, Result, rule_of
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -261,41 +261,22 @@ class UpdateAudits:
             copy.is_audited = True
         return copy.is_audited
 
-    def came(
-        self,
-        exchange: int,
-        shard: int,
-        sender: str,
-        told: ShardReply,
-        values: Array,
-        parameters: Array,
-        *,
-        copy: Result | None,
-        is_primary: bool,
-        has_given: bool,
-    ) -> None:
-        """A result has come. It is looked at beside the exchange.
-
-        Args:
-            values: what came; the own ones where these are the same by the word of the sender.
-            parameters: what they lead to.
-            copy: of the same step, as it was made here as backup.
-            is_primary: the sender made the step, as far as is known.
-            has_given: there is a contribution of this replica.
-        """
-        if told.proof is not None:
-            self.proofs.came(exchange, shard, told.proof)
-        if not is_primary or not self._is_signed_for(shard):
+    def came(self, exchange: int, shard: int, came: Came) -> None:
+        """A result has come, and is adopted. It is looked at beside the exchange."""
+        proof, copy = came.told.proof, came.copy
+        if proof is not None:
+            self.proofs.came(exchange, shard, proof)
+        if not came.is_primary or not self._is_signed_for(shard):
             return
         if copy is not None or self.looks.is_drawn():
-            has_part = has_given and told.counted
+            has_part = came.has_given and came.told.counted
             look = _Look(
                 exchange,
                 shard,
-                sender,
-                told.proof,
-                values,
-                parameters,
+                came.sender,
+                proof,
+                came.values,
+                came.parameters,
                 self.proofs.own_tag(exchange, shard) if has_part else None,
                 copy,
                 None if copy is None else self.proofs.summed_of(exchange, shard),

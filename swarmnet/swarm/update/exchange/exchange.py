@@ -51,7 +51,7 @@ from swarmnet.swarm.update.exchange.calls import (
 from swarmnet.swarm.update.exchange.late import LateContributions
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.proofs import Proofs
-from swarmnet.swarm.update.exchange.shard_work import Before, Put, Result, ShardWork, Total
+from swarmnet.swarm.update.exchange.shard_work import Before, Came, Put, Result, ShardWork, Total
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.wire import Array
@@ -538,24 +538,15 @@ class Exchange:
                 raise
             kept = parameters if self._put is not None else None
             result = Result(values, counted, parameters=kept)
-        has_given = self._calls.tokens.get(j, 0) > 0
-        is_primary = sender == shard.ballot.primary
-
-        def taken() -> None:
-            self._books.heard(self.number, j, told)
-            self._audits.came(
-                self.number,
-                j,
-                sender,
-                told,
-                values,
-                parameters,
-                copy=copy,
-                is_primary=is_primary,
-                has_given=has_given,
-            )
-
-        result.taken = taken
+        result.came = Came(
+            sender,
+            told,
+            values,
+            parameters,
+            copy,
+            is_primary=sender == shard.ballot.primary,
+            has_given=self._calls.tokens.get(j, 0) > 0,
+        )
         return result
 
     async def _maker(
@@ -572,9 +563,10 @@ class Exchange:
 
     def _adopt(self, j: int, result: Result | None, *, is_own: bool) -> None:
         if result is not None:
-            taken, result.taken = result.taken, None
-            if taken is not None:
-                taken()
+            came, result.came = result.came, None
+            if came is not None:
+                self._books.heard(self.number, j, came.told)
+                self._audits.came(self.number, j, came)
             self.results[j] = result
         shard = self._machines[j].shard
         if is_own and shard.roster.quorum:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import xxhash
 
 from swarmnet.errors import NotReady, ProtocolViolation
-from swarmnet.methods.update import MirrorRequest
+from swarmnet.methods.update import MirrorRequest, ShardReply
 from swarmnet.methods.update_proof import Entry, Proof
 from swarmnet.ports import CodingErrors, Rest
 from swarmnet.protocol.codecs import NONE
@@ -94,8 +94,8 @@ class Result:
     """Makes the values, where the step was followed here and the primary's result is to come."""
     is_audited: bool = False
     """It is made all the same, to be compared with that."""
-    taken: Callable[[], None] | None = None
-    """What is done once it is adopted, where it came from another replica."""
+    came: Came | None = None
+    """How, where it came from another replica; until it is adopted."""
 
     @property
     def is_coded(self) -> bool:
@@ -109,6 +109,24 @@ class Result:
         self.parameters = None if is_in_stage else parameters
         if is_in_stage and not self.is_coded:
             self.values = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Came:
+    """How a result has come from another replica. It counts where the result is adopted."""
+
+    sender: str
+    told: ShardReply
+    values: Array
+    """What came; the own ones where these are the same by the word of the sender."""
+    parameters: Array
+    """What they lead to."""
+    copy: Result | None
+    """Of the same step, as it was made here as backup."""
+    is_primary: bool
+    """The sender made the step, as far as is known."""
+    has_given: bool
+    """There is a contribution of this replica."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
