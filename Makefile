@@ -5,7 +5,8 @@ BIN := .venv/bin
 # the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all explore lint reference install browser screenshot clean
+.PHONY: demo test test-all explore lint lint-style lint-types lint-darwin lint-imports next-python \
+	reference install browser screenshot clean
 
 demo: .venv/runs
 	$(BIN)/swarmnet local
@@ -22,8 +23,24 @@ test-all: test
 explore: .venv/installed
 	$(BIN)/python -m tests.protocol.update.explorer.deep 50000
 
-lint: .venv/installed
-	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin && $(BIN)/lint-imports
+# Each takes one core: `make -j lint` runs them beside each other.
+lint: lint-types lint-darwin lint-style lint-imports
+
+lint-style: .venv/installed
+	$(BIN)/ruff check && $(BIN)/ruff format --check
+
+lint-types: .venv/installed
+	$(BIN)/mypy
+
+# What macOS does not have is used by nobody without a look.
+lint-darwin: .venv/installed
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
+
+lint-imports: .venv/installed
+	$(BIN)/lint-imports
+
+next-python: .venv/installed
+	.ci/next-python
 
 # docs/reference/, from the code.
 reference: .venv/installed
