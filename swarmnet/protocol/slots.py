@@ -12,7 +12,7 @@ domains", 2002). It takes no memory, and any position is found at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -216,14 +216,6 @@ def slots_in(mask: int) -> list[int]:
         found.append(low.bit_length() - 1)
         mask ^= low
     return found
-
-
-def mask_of(slots: Iterable[int]) -> int:
-    """The reverse of `slots_in`."""
-    mask = 0
-    for slot in slots:
-        mask |= 1 << slot
-    return mask
 
 
 def all_slots(num_slots: int) -> int:

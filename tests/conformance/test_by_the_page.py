@@ -37,6 +37,7 @@ from swarmnet.training.stage import build_stage
 from swarmnet.transport import frames as ours
 from swarmnet.wire import Array, pack
 from tests.conformance import channel, model, records, rounds, samples
+from tests.protocol.making import mask_of
 from tests.transport.test_frames import read
 
 HERE = Path(__file__).parent
@@ -258,7 +259,7 @@ def test_shares_and_sets_of_slots_are_those_of_the_page() -> None:
             share = slots.share_of(rank, num_feeders, num_slots)
             assert rounds.share(rank, num_feeders, num_slots) == share
         some = {s for s in range(num_slots) if rng.random() < 0.3}
-        found = slots.SlotSet.of(slots.mask_of(some))
+        found = slots.SlotSet.of(mask_of(some))
         assert rounds.slots_of({"first": found.first, "bits": found.bits}) == some
 
 

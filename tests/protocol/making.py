@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from swarmnet.protocol.membership.records import ACTIVE, Record, RoundCount
-from swarmnet.protocol.slots import SlotSet, mask_of
+from swarmnet.protocol.slots import SlotSet
 
 
 def record(peer_id: str, version: int = 0, *, incarnation: int = 1, **fields: object) -> Record:
@@ -34,3 +36,11 @@ def counted(
 
 def slots(first: int, num: int) -> SlotSet:
     return SlotSet.of(mask_of(range(first, first + num)))
+
+
+def mask_of(slots: Iterable[int]) -> int:
+    """The reverse of `slots_in`."""
+    mask = 0
+    for slot in slots:
+        mask |= 1 << slot
+    return mask

@@ -14,13 +14,13 @@ from swarmnet.protocol.slots import (
     SlotPlan,
     SlotSet,
     all_slots,
-    mask_of,
     next_slot,
     permuted,
     sample_indices,
     share_of,
     slots_in,
 )
+from tests.protocol.making import mask_of
 
 SLOTS = st.sets(st.integers(0, MAX_SLOTS - 1), max_size=40)
 

@@ -133,11 +133,6 @@ class ShardState:
         """There is a result, or there will be none."""
         return self.state in IS_OVER
 
-    @property
-    def is_stepping(self) -> bool:
-        """The optimizer state of the shard is being changed here, or may be soon."""
-        return not self.is_over
-
     def waits_for(self) -> list[str]:
         """Members that live and have not contributed, ascending: of a primary that gathers."""
         given = {peer_id for peer_id, _ in self.parts}

@@ -2,7 +2,7 @@
 
 `protocol.membership.failure_detector` decides; here its looks become pings, its commands messages,
 and what is heard from others its events. Everything that asks whether another peer lives asks
-here: `state_of`, `is_live`, `suspect_until`, `on_change`, and `call_while_live`."""
+here: `state_of`, `is_live`, `on_change`, and `call_while_live`."""
 
 from __future__ import annotations
 
@@ -132,11 +132,6 @@ class Liveness:
         swaps, or a link that is down for seconds, is soon back; a process that has died closes its
         channels."""
         return self.state_of(peer_id) is SUSPECT
-
-    def suspect_until(self, peer_id: str) -> float:
-        """Until when a peer that is not alive is waited for, by the loop's time; infinity for one
-        that has not been lost."""
-        return self._view.detector.suspect_until(peer_id)
 
     def awake_s(self) -> float:
         """The loop's time without that in which this process stood still: for deadlines of

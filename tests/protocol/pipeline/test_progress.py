@@ -19,8 +19,8 @@ from swarmnet.protocol.pipeline.progress import (
     stuck_slot,
     turn_of,
 )
-from swarmnet.protocol.slots import SlotSet, mask_of, next_slot, share_of, slots_in
-from tests.protocol.making import counted, record, slots
+from swarmnet.protocol.slots import SlotSet, next_slot, share_of, slots_in
+from tests.protocol.making import counted, mask_of, record, slots
 
 R = 4
 

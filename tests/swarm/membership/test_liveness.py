@@ -117,7 +117,7 @@ def test_a_silent_peer_with_open_channels_is_suspect_for_a_while() -> None:
         assert now() - began >= PROBE_TIMEOUT_S
         assert a.liveness.suspicions() == (Suspicion("b", *b.own.published),)
         assert a.liveness.state_of("b") is SUSPECT
-        assert a.liveness.suspect_until("b") == pytest.approx(now() + SUSPECT_S)
+        assert a.view.detector.suspect_until("b") == pytest.approx(now() + SUSPECT_S)
         await asyncio.sleep(SUSPECT_S + 1.0)
         assert a.liveness.state_of("b") is DEAD
         hub.thaw("b")
