@@ -27,7 +27,7 @@ from swarmnet.methods.state import FETCH_OPTIMIZER, FetchRequest
 from swarmnet.protocol.membership.reach import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
-from swarmnet.protocol.moments import Deadline, Since
+from swarmnet.protocol.moments import Since
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.protocol.update import members as taking_part
@@ -39,7 +39,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, decides_tied, follows_tied
 from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import LOOK_AGAIN_S, SHARD_TIMEOUT_S
+from swarmnet.swarm.timing import SHARD_TIMEOUT_S
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.wire import Message
 
@@ -163,20 +163,6 @@ class ExchangeMembers:
     def has_begun(self, peer_id: str, round_index: int) -> bool:
         """A peer has closed a round, by its record."""
         return taking_part.has_begun(self.gossip.view.get(peer_id), round_index)
-
-    async def until_begun(
-        self, peer_ids: Callable[[], list[str]], round_index: int, end_s: float
-    ) -> bool:
-        """Beside rounds an exchange may end at one replica long before it does at others, which
-        have nothing to give for the next one until they have left it: waits for these, until
-        `end_s` in seconds awake at most. Returns whether there was one."""
-        has_waited, end = False, Deadline(end_s)
-        while self.behind(peer_ids(), round_index) and not end.is_over(
-            self.gossip.liveness.awake_s()
-        ):
-            has_waited = True
-            await self.gossip.changed.wait(LOOK_AGAIN_S)
-        return has_waited
 
     def behind(self, peer_ids: Iterable[str], round_index: int) -> list[str]:
         """Those of these that are in the exchange before yet."""

@@ -746,9 +746,8 @@ class Exchange:
         yet what came. Then for the leases of those that may be back; who is back has the time
         again, once, for what it was sending. It runs from when those that are waited for have left
         the exchange before, if that is before it."""
-        members, end = self._ownership.members, self._deadlines[j]
         silent, are_back = set[str](), set[str]()
-        if await members.until_begun(lambda: self._awaited(j), self.number, end.at):
+        if await self._until_begun(j):
             self._set_deadline(j)
         while left_s := self._deadlines[j].left_s(self._gossip.liveness.awake_s()):
             await asyncio.sleep(left_s)
@@ -765,6 +764,18 @@ class Exchange:
                 self._set_deadline(j)
         del self._deadlines[j]
         self.feed(j, on.DeadlinePassed())
+
+    async def _until_begun(self, j: int) -> bool:
+        """Beside rounds an exchange may end at one replica long before it does at others, which
+        have nothing to give for the next one until they have left it: waits for those that are
+        waited for, until the present deadline at most. Returns whether there was one."""
+        has_waited, end = False, self._deadlines[j]
+        while self._ownership.members.behind(self._awaited(j), self.number) and not end.is_over(
+            self._gossip.liveness.awake_s()
+        ):
+            has_waited = True
+            await self._gossip.changed.wait(LOOK_AGAIN_S)
+        return has_waited
 
     async def _end_grace(self, j: int) -> None:
         """Waits beside a quorum, in time awake."""
