@@ -97,7 +97,6 @@ with its event-triggered and state-triggered transitions, and of dask's worker s
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any
 
 from swarmnet.protocol.update import events as on
@@ -294,12 +293,6 @@ class ShardUpdate:
 
     def __init__(self, me: str, roster: Roster) -> None:
         self.shard = ShardState(me, roster, roster.ballot)
-
-    def copy(self) -> ShardUpdate:
-        """Another machine in the same state."""
-        other = copy(self)
-        other.shard = copy(self.shard)
-        return other
 
     def handle(self, event: Event) -> list[Command]:
         """Takes an event in. Returns what is to be done now, in this order."""

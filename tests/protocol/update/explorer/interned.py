@@ -107,6 +107,8 @@ class Interned:
         self.source: list[int] = []
         self.target: list[int] = []
         self.is_heard: list[bool] = []
+        self.is_failure: list[bool] = []
+        """Of a call, at its caller."""
         self.loss: list[int] = []
         # by number of a bag
         self.deliveries: list[tuple[tuple[int, int], ...] | None] = []
@@ -115,7 +117,9 @@ class Interned:
         self.known_news: dict[int, tuple[list[Outcome], list[Outcome]]] = {}
         self.results: dict[tuple[int, ...], tuple[int, int]] = {}
         self.mixed: dict[tuple[int, ...], int] = {}
-        self.crashed: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.held: dict[int, tuple[int, ...]] = {}
+        self.crashed: dict[int, int] = {}
+        self.fewer: dict[tuple[Rest, str], int] = {}
         self.first = self.begin()
 
     # ---- numbers --------------------------------------------------------------------------------
@@ -221,6 +225,7 @@ class Interned:
             self.target.append(peers.index(message.target))
             is_failure = isinstance(message.event, on.PushFailed | on.MirrorFailed)
             is_cut = {message.source, message.target} == set(self.scenario.cut)
+            self.is_failure.append(is_failure)
             self.is_heard.append(not is_failure and not is_cut)
             self.loss.append(0)
             self.loss[number] = self.nothing if is_failure else self.failure_of(message)

@@ -76,10 +76,12 @@ class Moves(Interned):
                 found.append(after(world, numbers, left, i, outcome))
         late: list[tuple[int, Outcome]] = []
         lazy, is_hung = self.scenario.lazy, rest.hung and self.scenario.hangs_for_ever
+        under_way = self.under_way
         for i, local in enumerate(numbers):
             if i == rest.stopped:
                 continue
-            for name, outcome in self.events_of(local):
+            events = under_way[local]
+            for name, outcome in self.events_of(local) if events is None else events:
                 is_stuck = is_hung and self.peers[i] == self.scenario.hangs
                 if name == "happen" or (name == "work" and not is_stuck):
                     found.append(after(world, numbers, bag, i, outcome))
@@ -99,7 +101,9 @@ class Moves(Interned):
                 late.append((i, outcome))
         if not (lazy and found):
             found += [after(world, numbers, bag, i, outcome) for i, outcome in late]
-        return found + self.ends_of_faults(world, numbers, bag, rest)
+        if rest.hung or rest.stopped >= 0:
+            found += self.ends_of_faults(world, numbers, bag, rest)
+        return found
 
     def news_of(
         self, key: int, i: int, local: int, told: list[int]
@@ -252,9 +256,10 @@ class Faults(Moves):
         if rest.drops:
             self.add_drops(world, numbers, bag, rest, found)
         if rest.crashes:
+            less = self.less(rest, "crashes")
             for i, local in enumerate(numbers):
                 if local != GONE:
-                    found.append(self.crash(numbers, bag, i, rest))
+                    found.append(self.crash(world, numbers, bag, i, less))
         if rest.suspicions:
             self.add_suspicions(world, numbers, bag, rest, found)
         if rest.hangs:
@@ -315,20 +320,22 @@ class Faults(Moves):
         return Message(False, call, call[0], call[2], event)
 
     def less(self, rest: Rest, name: str) -> int:
-        return self.rests.number(rest._replace(**{name: getattr(rest, name) - 1}))
+        found = self.fewer.get((rest, name))
+        if found is None:
+            fewer = rest._replace(**{name: getattr(rest, name) - 1})
+            found = self.fewer[rest, name] = self.rests.number(fewer)
+        return found
 
     def add_drops(
         self, world: int, numbers: list[int], bag: int, rest: Rest, found: list[int]
     ) -> None:
         less = self.less(rest, "drops")
         for m, left in self.deliveries_of(bag):
-            message = self.messages.all[m]
-            if not isinstance(message.event, on.PushFailed | on.MirrorFailed):
+            if not self.is_failure[m]:
                 unchanged = Outcome(numbers[0], self.loss[m], False)
                 found.append(self.after(world, numbers, left, 0, unchanged, less))
         for i, local in enumerate(numbers):
-            for call in self.held_by(local):
-                sent = self.failure_of(Message(True, call, self.peers[i], call[0], None))
+            for sent in self.held_by(local):
                 unchanged = Outcome(local, sent, False)
                 found.append(self.after(world, numbers, bag, i, unchanged, less))
 
@@ -365,24 +372,28 @@ class Faults(Moves):
                 actor.handle(on.MovedOn())
                 found.append(self.after(world, numbers, bag, i, self.outcome(actor), less))
 
-    def held_by(self, local: int) -> list[tuple[Any, ...]]:
-        """Calls that wait for an answer here. Their connections may break too."""
-        machine = self.machines[local]
-        if machine is None:
-            return []
-        calls: list[Any] = [call for _, call in machine.shard.calls]
-        copied_for: Any = machine.shard.copied_for
-        return [*calls, copied_for] if copied_for else calls
-
-    def crash(self, numbers: list[int], bag: int, i: int, rest: Rest) -> int:
-        less = self.less(rest, "crashes")
-        local = numbers[i]
-        sent: list[int] = []
-        for call in self.held_by(local):
-            lost = Message(True, call, self.peers[i], call[0], None)
-            sent += self.sent.all[self.failure_of(lost)]
-        numbers[i] = GONE
-        bag = self.mix(bag, self.sent.number(tuple(sent)), numbers)
-        found = self.pack(numbers, bag, less)
-        numbers[i] = local
+    def held_by(self, local: int) -> tuple[int, ...]:
+        """Of each call that waits for an answer at a peer: its failure. Its connection may break
+        too."""
+        found = self.held.get(local)
+        if found is None:
+            calls: list[Any] = []
+            machine = self.machines[local]
+            if machine is not None:
+                calls += [call for _, call in machine.shard.calls]
+                calls += [machine.shard.copied_for] if machine.shard.copied_for else []
+            lost = [Message(True, call, self.locals.all[local].me, call[0], None) for call in calls]
+            found = self.held[local] = tuple([self.failure_of(message) for message in lost])
         return found
+
+    def crash(self, world: int, numbers: list[int], bag: int, i: int, less: int) -> int:
+        local = numbers[i]
+        sent = self.crashed.get(local)
+        if sent is None:
+            lost = tuple([m for failure in self.held_by(local) for m in self.sent.all[failure]])
+            sent = self.crashed[local] = self.sent.number(lost)
+        numbers[i] = GONE
+        bag = self.mix(bag, sent, numbers)
+        numbers[i] = local
+        peers = (world & self.all_peers) + (GONE - local << self.shifts[i])
+        return (less << BITS | bag) << self.at_messages | peers

@@ -7,6 +7,8 @@ messages under way and of the rest."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +30,9 @@ from swarmnet.protocol.update.shard_update import ShardUpdate
 FIELDS = [
     f.name for f in fields(ShardState) if f.name not in ("me", "roster", "members", "commands")
 ]
+state_of = operator.attrgetter(*(f.name for f in fields(ShardState)))
+fields_of = operator.attrgetter(*FIELDS)
+in_words = functools.cache(repr)
 MAX_COMMANDS = 200
 UNTOUCHED = ""
 """The optimizer state before the step."""
@@ -186,13 +191,20 @@ def attempt_of(call: Any) -> int:
     return int(call[4])
 
 
+def copied(machine: ShardUpdate) -> ShardUpdate:
+    """Another machine in the same state. It may be broken on purpose, and its state as well."""
+    other = object.__new__(type(machine))
+    other.shard = type(machine.shard)(*state_of(machine.shard))
+    return other
+
+
 class Actor:
     """A peer while it takes an event in."""
 
     def __init__(self, scenario: Scenario, local: Local, machine: ShardUpdate) -> None:
         self.scenario = scenario
         self.me = local.me
-        self.machine = machine.copy()
+        self.machine = copied(machine)
         self.seen = list(local.seen)
         self.applied = local.applied
         self.under_way = list(local.under_way)
@@ -214,14 +226,12 @@ class Actor:
         self.seen[self.scenario.peers.index(self.me)] = status
 
     def local(self) -> Local:
-        u = self.machine.shard
-        shard = tuple([getattr(u, name) for name in FIELDS])
         return Local(
             self.me,
-            shard,
+            fields_of(self.machine.shard),
             tuple(self.seen),
             self.applied,
-            tuple(sorted(self.under_way, key=repr)),
+            tuple(sorted(self.under_way, key=in_words)),
             self.open_call,
             self.is_told_spoiled,
             self.result,
