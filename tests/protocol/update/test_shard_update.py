@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.update.explorer.exploring import Wanderer, explore
-from tests.protocol.update.explorer.scenarios import ONE_OF_EACH, SMALL, any_scenario
+from tests.protocol.update.explorer.scenarios import ONE_OF_EACH, SMALL, any_scenario, with_liar
+from tests.protocol.update.explorer.small_world import Scenario
 
 WORLDS, SCHEDULES = 60, 30
+LIARS, SCHEDULES_WITH_LIARS = 50, 8
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -35,12 +37,22 @@ def test_a_crash_a_lost_message_and_a_false_suspicion_in_every_order() -> None:
     assert found.is_complete
 
 
-@pytest.mark.parametrize("seed", range(WORLDS))
-def test_random_schedules_of_larger_swarms_end_with_one_result(seed: int) -> None:
-    wanderer = Wanderer(any_scenario(seed))
-    for i in range(SCHEDULES):
+def wander(scenario: Scenario, seed: int, schedules: int) -> None:
+    wanderer = Wanderer(scenario)
+    for i in range(schedules):
         try:
             wanderer.wander(random.Random(f"{seed} {i}"))
         except OverflowError:  # what it remembers fills it up
-            wanderer = Wanderer(any_scenario(seed))
+            wanderer = Wanderer(scenario)
             wanderer.wander(random.Random(f"{seed} {i}"))
+
+
+@pytest.mark.parametrize("seed", range(WORLDS))
+def test_random_schedules_of_larger_swarms_end_with_one_result(seed: int) -> None:
+    wander(any_scenario(seed), seed, SCHEDULES)
+
+
+@pytest.mark.parametrize("seed", range(LIARS))
+def test_random_schedules_with_a_liar_end_with_a_result_of_the_others(seed: int) -> None:
+    """One result; several only where records differ and the liar follows all, as it says."""
+    wander(with_liar(seed), seed, SCHEDULES_WITH_LIARS)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
+from zlib import crc32
 
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import DEAD, MemberStatus
 from swarmnet.protocol.update.shard_state import IS_OVER, ShardState
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from tests.protocol.update.explorer.small_world import (
+    FALSE_SUM,
     Actor,
     Local,
     Message,
@@ -37,6 +39,7 @@ GONE = 0
 NOBODY = -1
 LIVES_ON = MemberStatus(declared=0)
 """What is known of the liar."""
+WAYS_TO_LIE = ("agrees", "denies", "names", "tells")
 
 
 class Numbers(Generic[K]):
@@ -285,17 +288,27 @@ class Interned:
         """What the liar answers to a call, at once."""
         caller, kind, liar = message.call[:3]
         answer: Any = on.PushFailed(liar)
-        if self.scenario.tells and kind in ("ask", "push"):
-            own = false_ballot(liar)
-            answer = on.ResultCame(liar, (own, ("false",)), ballot_of(message.call), own)
-        elif self.scenario.denies:
-            answer = denial(liar, false_ballot(liar), message.call)
+        own, how = false_ballot(liar), self.way_to_lie(message)
+        if how == "tells" and kind in ("ask", "push"):
+            answer = on.ResultCame(liar, (own, FALSE_SUM), ballot_of(message.call), own)
+        elif how == "denies":
+            answer = denial(liar, own, message.call)
+        elif how == "names":
+            number = crc32(f"{message.call}".encode()) % (self.size - 1)
+            named = own._replace(primary=self.peers[number])
+            answer = denial(liar, named, message.call)
         elif kind == "ask":
             is_final, count = question_of(message.call)
             answer = on.Agreed(liar, message.event.ballot, is_final, count)
         elif kind == "mirror":
             answer = on.Confirmed(liar, attempt_of(message.call))
         return self.message(Message(True, message.call, liar, caller, answer))
+
+    def way_to_lie(self, message: Message) -> str:
+        scenario = self.scenario
+        if scenario.varies:
+            return WAYS_TO_LIE[crc32(f"{message}".encode()) % len(WAYS_TO_LIE)]
+        return "tells" if scenario.tells else "denies" if scenario.denies else "agrees"
 
     def is_lost(self, message: Message, numbers: list[int]) -> bool:
         """A call that cannot come. It fails at once: nobody but its caller could see when, and the

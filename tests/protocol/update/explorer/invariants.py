@@ -7,7 +7,7 @@ from typing import Any
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.shard_state import DECIDED
 from tests.protocol.update.explorer.interned import GONE, MASK, Interned, Rest
-from tests.protocol.update.explorer.small_world import UNTOUCHED, Broken, Local
+from tests.protocol.update.explorer.small_world import UNTOUCHED, Broken, Local, is_false
 
 
 def has_result(net: Interned, local: int) -> bool:
@@ -38,6 +38,8 @@ def takes_for_living(net: Interned, numbers: list[int], a: int, b: int) -> bool:
 def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[int, Rest]:
     """Peer `i` has come to a result. Returns what the peer and the rest become."""
     actor = net.actor(numbers[i])
+    if is_false(actor.result, net.scenario.liar):
+        raise Broken(f"{actor.me} has {actor.result}, which the liar has made")
     actor.group = reaches(net, numbers, i)
     for k, local in enumerate(numbers):
         if k == i or not has_result(net, local):
@@ -46,7 +48,8 @@ def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[
         if other.result != actor.result and not net.scenario.pulls:
             rest = rest._replace(is_parted=True)
             is_parted = net.scenario.suspicions or net.scenario.cut
-            if not is_parted or (other.me in actor.group and actor.me in other.group):
+            is_one = other.me in actor.group and actor.me in other.group
+            if not net.scenario.is_split and (is_one or not is_parted):
                 raise Broken(f"{actor.me} has {actor.result}, {other.me} has {other.result}")
     if actor.machine.shard.state is DECIDED:
         check_backups(net, numbers, i)

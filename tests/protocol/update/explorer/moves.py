@@ -19,7 +19,14 @@ from tests.protocol.update.explorer.interned import (
     Rest,
 )
 from tests.protocol.update.explorer.invariants import take_result
-from tests.protocol.update.explorer.small_world import Actor, Broken, Message, Outcome, false_ballot
+from tests.protocol.update.explorer.small_world import (
+    FALSE_SUM,
+    Actor,
+    Broken,
+    Message,
+    Outcome,
+    false_ballot,
+)
 
 
 class Moves(Interned):
@@ -231,7 +238,8 @@ class Moves(Interned):
             return self.outcome(actor)
 
         if isinstance(event, on.DeadlinePassed):
-            return [("late" if self.scenario.mute else "deadlines", happen())]
+            is_late = self.scenario.has_late_deadlines
+            return [("late" if is_late else "deadlines", happen())]
         if isinstance(event, on.Again | on.Refused):
             return [("late", happen())]
         is_work = isinstance(event, on.Summed | on.ClipKnown | on.Stepped)
@@ -308,7 +316,7 @@ class Faults(Moves):
                 call = (liar, "ask", target, ballot, is_final, 0)
                 found.append(self.call(call, on.Asked(call, liar, ballot, is_final)))
             call = (liar, "mirror", target, ballot, 1)
-            step = (ballot, ("false",))
+            step = (ballot, FALSE_SUM)
             found.append(self.call(call, on.MirrorCame(call, liar, ballot, step, False)))
         named = own._replace(primary=target)
         for ballot in (own, first, named, first._replace(primary=target)):

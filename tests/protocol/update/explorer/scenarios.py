@@ -142,6 +142,7 @@ def with_liar(seed: int) -> Scenario:
         primaries = "".join(
             "a" if p == misnamed else rng.choice("a" + misnamed) for p in found.peers
         )
+    way = rng.random()
     return replace(
         found,
         peers=found.peers + "x",
@@ -150,7 +151,8 @@ def with_liar(seed: int) -> Scenario:
         misnamed=misnamed,
         liar="x",
         lies=3,
-        denies=rng.random() < 0.5,
+        denies=way < 0.5,
+        varies=0.25 <= way < 0.75,
         crashes=0,
         suspicions=0,
         returns=False,

@@ -81,6 +81,9 @@ class Scenario:
     """It answers that it goes by a ballot of its own. Otherwise it agrees to everything."""
     tells: bool = False
     """It answers with a result of its own making."""
+    varies: bool = False
+    """It answers with any of these, with the name of another one as the primary, or not at all;
+    which, follows from the call."""
     cut: str = ""
     """Two peers that cannot reach each other, ever."""
     quorum: int = 0
@@ -103,10 +106,23 @@ class Scenario:
         return self.peers[: self.replication]
 
     @property
+    def is_split(self) -> bool:
+        """Several honest peers may lead, by records that differ, and the liar says to each that it
+        follows that one. So each may have as many followers as the others in its own eyes: they
+        wait for each other until the deadline, and go on as if they were parted."""
+        is_open = not (self.denies or self.tells) or self.varies
+        return bool(self.liar) and is_open and len(set(self.primaries[:-1])) > 1
+
+    @property
+    def has_late_deadlines(self) -> bool:
+        """The time of a deadline passes, where nothing else ends the wait."""
+        return bool(self.mute) or self.is_split
+
+    @property
     def loses_nothing(self) -> bool:
         """All that have tokens live, and are waited for."""
         faults = self.crashes + self.suspicions + self.deadlines + self.failures + self.strays
-        others = self.hangs or self.stops or self.mute or self.cut or self.pulls
+        others = self.hangs or self.stops or self.mute or self.cut or self.pulls or self.is_split
         # Who has led in its own eyes only has pushed to nobody when another one's result comes.
         goes_on = self.quorum and self.primaries
         return not faults and not others and not goes_on
@@ -184,6 +200,14 @@ def denial(sender: str, ballot: Ballot, call: Any) -> on.Denied:
 def false_ballot(liar: str) -> Ballot:
     """With which a liar takes over, as it says."""
     return Ballot(9, liar)
+
+
+FALSE_SUM = ("false",)
+"""What a liar has summed, as it says."""
+
+
+def is_false(result: Any, liar: str) -> bool:
+    return bool(liar) and (made_by(result).primary == liar or result[1] == FALSE_SUM)
 
 
 def attempt_of(call: Any) -> int:
@@ -373,7 +397,7 @@ class Actor:
             case do.Spoiled():
                 self.is_told_spoiled = True
             case do.SetDeadline():
-                if self.scenario.deadlines or self.scenario.mute:
+                if self.scenario.deadlines or self.scenario.has_late_deadlines:
                     self.later(on.DeadlinePassed())
             case do.SetGrace():
                 self.later(on.GracePassed())
