@@ -51,6 +51,7 @@ OFTEN_S, EVERY_S, SELDOM_S = 0.05, 0.2, 1.0
 """Between two records of a liar: of one that keeps up with each round, of a few names, of many."""
 SPARE = 5
 """Rounds by which one is ahead."""
+AGREES_ROUNDS = 5
 MANY = 200
 """Names."""
 NUM_SLOTS = 8
@@ -129,6 +130,31 @@ def claims(num_shards: int, **of_itself: object) -> Attack:
                 "digests": random.Random(newest).randbytes(DIGEST_BYTES * num_shards),
             }
             name.tell(attacker.victims, name.record(**(told | of_itself)))
+            await asyncio.sleep(OFTEN_S)
+
+    return attack
+
+
+def turns(num_names: int, num_shards: int) -> Attack:
+    """Names that have what the replicas of stage 0 have, as they say, and after some rounds
+    something else, all the same."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        names = [attacker.name() for _ in range(num_names)]
+        for name in names:
+            name.answer(PING, lambda body: None)
+        turns_at = max(swarm.rounds()) + AGREES_ROUNDS
+        while True:
+            heard = await names[0].hear(attacker.victims[0])
+            theirs = [heard[p] for p in attacker.victims if p in heard and heard[p].stage == 0]
+            newest = max(theirs, key=lambda r: r.round)
+            digests = newest.digests
+            if newest.round > turns_at:
+                digests = random.Random(newest.round).randbytes(DIGEST_BYTES * num_shards)
+            says = {"state": ACTIVE, "stage": 0, "round": newest.round, "digests": digests}
+            for name in names:
+                told = name.record(history=newest.history, addresses=name.where, **says)
+                name.tell(attacker.victims, told)
             await asyncio.sleep(OFTEN_S)
 
     return attack

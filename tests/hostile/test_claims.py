@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.hostile.attacker import Attacker
-from tests.hostile.attacks import claims, offers_a_checkpoint
+from tests.hostile.attacks import claims, offers_a_checkpoint, turns
 from tests.hostile.trial import OPEN_PART, trial
 from tests.swarm.harness import SIZES, Swarm
 
@@ -17,6 +17,18 @@ def test_samples_of_its_own_parameters_win_over_nobody() -> None:
     for samples in (1 << 61, 32):
         pace = trial(claims(SIZES.num_shards, samples=samples), during_s=5.0, look=untouched)
         assert pace.after >= OPEN_PART * pace.before, str(pace)
+
+
+def test_many_names_with_the_same_parameters_win_over_nobody() -> None:
+    """They are twice the replicas of the stage, as many as count without work, and were one with it
+    before."""
+
+    def untouched(swarm: Swarm, attacker: Attacker) -> None:
+        assert swarm.total("diverged") == swarm.total("stage_restarted") == 0
+
+    pace = trial(turns(8, SIZES.num_shards), during_s=6.0, look=untouched)
+    print(pace)
+    assert pace.held(), pace
 
 
 def test_nobody_waits_for_the_checkpoint_that_a_newcomer_says_it_brings() -> None:

@@ -20,6 +20,7 @@ import logging
 from dataclasses import dataclass, field
 
 from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.sync_modes import AUTO, Switch
 from swarmnet.protocol.update import divergence
 from swarmnet.protocol.update.auto_mode import (
@@ -273,11 +274,16 @@ class AutoSync:
     def _known(self) -> tuple[tuple[Switch, ...], bool]:
         """The changes that hold, and whether those of this replica did not."""
         view, replica, now = self.gossip.view, self.replica, asyncio.get_running_loop().time()
+
+        def holder() -> Record | None:
+            known = view.known(replica.index, now)
+            return divergence.newest(r for r in known if r.is_replica)
+
         return known_switches(
             replica.plan,
             replica.phase.newest_open,
             heard(view.live(now)),
-            lambda: divergence.newest(view.replicas(replica.index, now)),
+            holder,
             is_synced=replica.synced,
         )
 

@@ -181,7 +181,8 @@ class Rounds:
     def _check_parameters(self, r: int) -> None:
         """After a partition, or where two began a run without knowing of each other, replicas may
         be in one round with different parameters; in mode `local`, with different common ones. In
-        `gossip` they differ on purpose."""
+        `gossip` they differ on purpose. Names are free, and anybody can repeat what others publish:
+        so where any of the others are known, only those count (`View.known`)."""
         if self.replica.plan.mode == GOSSIP:
             return
         now = asyncio.get_running_loop().time()
@@ -189,7 +190,8 @@ class Rounds:
         if own.round != r:
             return
         view = self.gossip.view
-        others = [o for o in view.replicas(self.replica.index, now) if o.peer_id != own.peer_id]
+        known = view.known(self.replica.index, now)
+        others = [o for o in known if o.is_replica and o.peer_id != own.peer_id]
         winner = divergence.winner_over(own, others, view.agreement)
         if winner is not None:
             raise Diverged(

@@ -81,10 +81,10 @@ class StateSync:
     # ---- joiner -----------------------------------------------------------------------------
 
     def donors(self, round_index: int | None = None) -> list[Record]:
-        """As `divergence.donors`; nobody that has lied."""
+        """As `divergence.donors`, of those that are known: what most of any names have is nobody's
+        parameters."""
         now, replica = asyncio.get_running_loop().time(), self.replica
-        view = self.gossip.view
-        members = [m for m in view.members(replica.index, now) if not view.is_barred(m.peer_id)]
+        members = self.gossip.view.known(replica.index, now)
         return divergence.donors(members, self.gossip.own.peer_id, replica.num_shards, round_index)
 
     async def fetch(self, round_index: int) -> bool:

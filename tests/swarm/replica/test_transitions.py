@@ -244,7 +244,7 @@ def at(peer_id: str, r: int, *switches: Switch) -> Record:
 
 def auto(replica: Replica, known: tuple[Switch, ...], *records: Record) -> AutoSync:
     replica.plan = SyncPlan(AUTO, rounds=100, switches=known)
-    view = SimpleNamespace(live=lambda now: records, replicas=lambda stage, now: records)
+    view = SimpleNamespace(live=lambda now: records, known=lambda stage, now: records)
     gossip: Any = SimpleNamespace(view=view, update=lambda **changes: None)
     exchanges: Any = None
     return AutoSync(gossip, replica, exchanges)
