@@ -15,7 +15,7 @@ from rich.table import Table
 
 from peer.machine.measured_layers import write_values
 from peer.options import PlanOptions
-from peer.planning.answer import Answer, answer_of, left_out, smaller_batches
+from peer.planning.answer import Answer, answer_of, late, left_out, smaller_batches
 from peer.planning.machines import peers_here, read_links, read_machines
 from peer.planning.question import (
     Asked,
@@ -70,7 +70,12 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     kind, _ = Counter(machines).most_common(1)[0]
     more = planner.find(found.table, is_open=question.is_open, more=[kind])
     answer = answer_of(found, wanted_tokens=tokens, more=more, kind=kind.name)
-    helps = [*smaller_batches(found), *left_out(found), *_helps(planner, question, found)]
+    helps = [
+        *smaller_batches(found),
+        *late(found),
+        *left_out(found),
+        *_helps(planner, question, found),
+    ]
     answer = replace(answer, helps=helps, notes=notes)
     if options.write:
         written = _write(options, question, found)

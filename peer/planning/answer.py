@@ -237,7 +237,9 @@ def _rows(found: Found) -> list[Row]:
         exchanged = costs.exchanged_bytes(parameters, replicas, costs.muon_parameters(first, end))
         sent, received = costs.link_bytes(first, end)
         rates = [costs.rates(m, first, end, len(plan.cut)) for m in replicas]
-        flow = sum(r.flow for r in rates if r is not None)
+        at_work = _late_at(found, k)
+        parts = [at_work.get(m, 1.0) for m in replicas]
+        flow = sum(r.flow * part for r, part in zip(rates, parts, strict=True) if r is not None)
         seen: dict[Machine, int] = {}
         for m, rate, (up, down) in zip(replicas, rates, exchanged, strict=True):
             if m in seen:
@@ -247,7 +249,7 @@ def _rows(found: Found) -> list[Row]:
             held = costs.held(first, end, len(plan.cut), m)
             assert held is not None
             assert rate is not None
-            samples = costs.job.global_batch * rate.flow / flow
+            samples = costs.job.global_batch * rate.flow * at_work.get(m, 1.0) / flow
             up_round, down_round = samples * sent + up, samples * received + down
             memory = memory_of(m)
             day = rounds * m.hours / 24
@@ -324,6 +326,29 @@ def _losses(found: Found) -> list[Loss]:
                 rate, moves = again.round.tokens_per_s, True
         losses.append(Loss(name, stage, rate, moves))
     return losses
+
+
+def _late_at(found: Found, stage: int) -> dict[Machine, float]:
+    """Machines of a stage for which no exchange waits: the part of a round in which each works."""
+    plan, now = found.plan, found.plan.round
+    replicas = [found.machines[i] for i in plan.replicas(stage)]
+    cost = found.costs.stage(*plan.cut[stage], len(plan.cut), replicas)
+    assert cost is not None
+    return {x.machine: x.at_work(now.seconds - now.exchange_s) for x in cost.late}
+
+
+def late(found: Found) -> list[str]:
+    """Machines whose contributions count an exchange later, with what that leaves of them."""
+    lines = []
+    for k in range(len(found.plan.cut)):
+        names = [found.machines[i].name for i in found.plan.replicas(k)]
+        parts = {m.name: part for m, part in _late_at(found, k).items()}
+        lines += [
+            f"late: {names.count(name)} x {name}: no exchange waits for it; it works "
+            f"{100 * part:.0f} % of the time"
+            for name, part in parts.items()
+        ]
+    return lines
 
 
 def left_out(found: Found) -> list[str]:

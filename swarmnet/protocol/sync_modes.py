@@ -22,12 +22,31 @@ of the exchange of that number.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from statistics import median
 
 ZERO, DELAYED, LOCAL, GOSSIP, AUTO = "zero", "delayed", "local", "gossip", "auto"
 MAX_ROUND = 1 << 62
 NO_END = MAX_ROUND
 """Length of a run that has no end: no round is as late, so that none of it is the last."""
+LEAST_QUORUM = 2
+"""Contributions with which an exchange goes on in mode `local`, at least. Who is late then counts
+in the next one."""
+SLOW_PART = 0.25
+"""In mode `local`, of the median weight: who has less leads behind all others. A round of own steps
+waits for all results, and for no contribution of such a link."""
+
+
+def least_quorum(majority: int, num_members: int) -> int:
+    """Contributions that a quorum has at least. `majority`: as many as a rule of aggregation needs
+    to find a wrong one among them, where there are so many."""
+    return majority if num_members >= majority else LEAST_QUORUM
+
+
+def least_to_lead(weights: Collection[float]) -> float:
+    """The weight with which an owner leads like others in mode `local`; 0 where there are none."""
+    return SLOW_PART * median(weights) if weights else 0.0
 
 
 @dataclass(frozen=True, slots=True)

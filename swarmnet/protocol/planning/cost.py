@@ -16,44 +16,46 @@ gets the last microbatch ends after the others, at a stage of n by up to (1 - 1/
 one's passage (as of a list of jobs on n machines; Graham, 1969). Where the next round is fed
 meanwhile (`delayed` and `auto`), filling and draining take no time, and R stays. An exchange takes
 as long as the busiest link of its replicas. In these two modes it runs beside the next round; in
-all others the round waits for it.
+all others the round waits for it, and in `local` for those that are in time (`late`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from swarmnet.protocol.planning.exchange import auto_shard_parameters, exchanged_bytes
+from swarmnet.protocol.planning.exchange import (
+    auto_shard_parameters,
+    contributed_bytes,
+    exchanged_bytes,
+)
 from swarmnet.protocol.planning.flow import (
     IN_FLIGHT_PER_REPLICA,
+    Rates,
     carried,
     flow_of,
     link_bytes,
     max_flow,
 )
+from swarmnet.protocol.planning.late import Late, waited_s
 from swarmnet.protocol.planning.model import Cut, Held, Job, Machine
-from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, least_quorum, least_to_lead
 
 EXCHANGE_WAYS = ("gradient", "sum", "norm", "result")
 """Messages of an exchange that wait for each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Of one machine at one stage, samples a second."""
-
-    compute: float
-    flow: float
-    """Limited by its link."""
+LOOKS_AT_LATE = 2
+"""How long rounds are depends on who is late, and that on how long they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Of a stage with its replicas."""
+    """Of a stage with its replicas, but for those that are late."""
 
-    num_replicas: int
+    num_replicas: float
+    """At work, on average."""
     compute: float
     """Samples/s."""
     flow: float
@@ -64,6 +66,18 @@ class StageCost:
     exchange_s: float
     update_s: float
     """Of the end of a round, on the slowest replica."""
+    late: tuple[Late, ...] = ()
+
+    def with_late(self, open_s: float) -> StageCost:
+        """With what the late ones do while rounds are open for `open_s`."""
+        parts = [(x.rates, part) for x in self.late if (part := x.at_work(open_s))]
+        return replace(
+            self,
+            num_replicas=self.num_replicas + sum(part for _, part in parts),
+            compute=self.compute + sum(r.compute * part for r, part in parts),
+            flow=self.flow + sum(r.flow * part for r, part in parts),
+            slowest=min([self.slowest, *(r.flow for r, _ in parts)]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +188,20 @@ class Costs:
         if not replicas or len(rates) < len(replicas):
             return None
         parameters, n = self.parameters(first, end), len(replicas)
+        muon = self.muon_parameters(first, end)
+        exchange_s, behind_s = self._exchange(parameters, replicas, muon, rates)
+        in_time = [r for r, late_s in zip(rates, behind_s, strict=True) if not late_s]
         return StageCost(
-            num_replicas=n,
-            compute=flow_of(r.compute for r in rates),
-            flow=flow_of(r.flow for r in rates),
-            slowest=min(r.flow for r in rates),
+            num_replicas=len(in_time),
+            compute=flow_of(r.compute for r in in_time),
+            flow=flow_of(r.flow for r in in_time),
+            slowest=min(r.flow for r in in_time),
             latency_s=sum(m.latency_s for m in replicas) / n,
-            exchange_s=self._exchange_s(parameters, replicas, self.muon_parameters(first, end)),
+            exchange_s=exchange_s,
             update_s=max(self._update_s(first, end, m, n) for m in replicas),
+            late=tuple(
+                Late(m, r, s) for m, r, s in zip(replicas, rates, behind_s, strict=True) if s
+            ),
         )
 
     def _update_s(self, first: int, end: int, machine: Machine, num_replicas: int) -> float:
@@ -211,27 +231,57 @@ class Costs:
         """(sent, received) of each replica in a round. `muon`: of the parameters, those that Muon
         steps."""
         update, n = self.job.update, len(replicas)
-        all_up = sum(m.up_bytes_per_s for m in replicas)
         of = parameters, n, update.replication, update.mode, update.local_steps, update.codec
-        parts = [m.up_bytes_per_s / all_up if all_up < float("inf") else 1 / n for m in replicas]
-        return [exchanged_bytes(*of, part, muon) for part in parts]
+        return [exchanged_bytes(*of, part, muon) for part in self._led_by(replicas)]
 
-    def _exchange_s(self, parameters: int, replicas: Sequence[Machine], muon: int) -> float:
-        if len(replicas) < 2:
-            return 0.0
-        busiest_s = max(
+    def _led_by(self, replicas: Sequence[Machine]) -> list[float]:
+        """The part of the shards that each replica leads."""
+        weights = [m.up_bytes_per_s for m in replicas]
+        least = least_to_lead(weights) if self.job.update.mode == LOCAL else 0.0
+        led = [w if w >= least else 0.0 for w in weights]
+        return [w / sum(led) if sum(led) < float("inf") else 1 / len(led) for w in led]
+
+    def _exchange(
+        self, parameters: int, replicas: Sequence[Machine], muon: int, rates: Sequence[Rates]
+    ) -> tuple[float, list[float]]:
+        """Seconds of an exchange, and by how much later each replica's contribution comes than
+        those that it waits for: both by round."""
+        update, n = self.job.update, len(replicas)
+        if n < 2:
+            return 0.0, [0.0] * n
+        every = update.local_steps if update.mode in (LOCAL, GOSSIP) else 1
+        ways_s = len(EXCHANGE_WAYS) * max(m.latency_s for m in replicas) / every
+        took_s = [
             max(sent / m.up_bytes_per_s, received / m.down_bytes_per_s)
             for m, (sent, received) in zip(
                 replicas, self.exchanged_bytes(parameters, replicas, muon), strict=True
             )
-        )
-        update = self.job.update
-        every = update.local_steps if update.mode in (LOCAL, GOSSIP) else 1
-        slowest = max(m.latency_s for m in replicas)
-        return busiest_s + len(EXCHANGE_WAYS) * slowest / every
+        ]
+        if update.mode != LOCAL or every < 2:  # all are waited for
+            return max(took_s) + ways_s, [0.0] * n
+        of = parameters, update.mode, update.local_steps, update.codec
+        uploads_s = [
+            contributed_bytes(*of, part) / m.up_bytes_per_s
+            for m, part in zip(replicas, self._led_by(replicas), strict=True)
+        ]
+        least = least_quorum(update.majority, n)
+        end_s = waited_s(uploads_s, [r.flow for r in rates], least)
+        behind_s = [max(0.0, s - end_s) for s in uploads_s]
+        if not any(behind_s):
+            return max(took_s) + ways_s, behind_s
+        in_time = [a - b for a, b, s in zip(took_s, uploads_s, behind_s, strict=True) if not s]
+        return end_s + max(in_time) + ways_s, behind_s
 
     def round(self, stages: Sequence[StageCost]) -> Round:
         """Of all stages in order."""
+        found, with_all = self._round(stages), stages
+        for _ in range(LOOKS_AT_LATE if any(s.late for s in stages) else 0):
+            open_s = found.seconds - found.exchange_s
+            with_all = [s.with_late(open_s) for s in stages]
+            found = self._round(with_all)
+        return found
+
+    def _round(self, stages: Sequence[StageCost]) -> Round:
         job = self.job
         samples, each = job.global_batch, job.microbatch
         poorest = min(stages, key=lambda s: s.flow)
@@ -258,7 +308,7 @@ class Costs:
             compute_s=compute,
             links_s=links,
             bubble_s=bubble,
-            latency_s=full - compute - links - bubble,
+            latency_s=max(0.0, full - compute - links - bubble),
             exchange_s=exchange,
             update_s=max(s.update_s for s in stages),
             tokens=samples * job.tokens,

@@ -41,6 +41,14 @@ def codec_in(mode: str, codec: str) -> UpdateCodec:
     return update_codec(INT4 if codec == TOPK and mode != LOCAL else codec)
 
 
+def contributed_bytes(
+    num_parameters: int, mode: str, local_steps: int, codec: str, part: float
+) -> float:
+    """Of what `exchanged_bytes` says that a replica sends in a round, its contribution."""
+    every = local_steps if mode == LOCAL else 1
+    return num_parameters * number_bytes(codec_in(mode, codec).contributions) * (1 - part) / every
+
+
 def exchanged_bytes(
     num_parameters: int,
     num_replicas: int,

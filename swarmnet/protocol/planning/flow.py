@@ -11,10 +11,20 @@ and Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 IN_FLIGHT_PER_REPLICA = 2.5
 """Microbatches in flight for each replica of a small swarm: one that it works on, one on its way,
 and a reserve because they arrive at random times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one machine at one stage, samples a second."""
+
+    compute: float
+    flow: float
+    """Limited by its link."""
 
 
 def link_bytes(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from swarmnet.protocol.sync_modes import LEAST_QUORUM
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -91,6 +93,8 @@ class Update:
     codec: str
     replication: int
     local_steps: int
+    majority: int = LEAST_QUORUM
+    """Contributions that the rule of aggregation needs to find a wrong one among them."""
     shard_parameters: int = 0
     """Of a shard; 0 where the program chooses."""
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 
 from swarmnet.protocol.membership.records import Record, bitmap
-from swarmnet.protocol.sync_modes import LOCAL, SyncPlan
+from swarmnet.protocol.sync_modes import LEAST_QUORUM, LOCAL, SyncPlan, least_quorum, least_to_lead
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update import robust
 from swarmnet.protocol.update.placement import Placement, weights_from
@@ -21,10 +20,6 @@ from swarmnet.protocol.update.roster import Roster, first_ballot
 CUT_WEIGHT = 1e-6
 """By this the weight of an owner shrinks for each replica of its stage that it cannot call, and
 that of a root for each replica."""
-SLOW_PART = 0.25
-"""In mode `local`, of the median weight: who has less leads behind all others. A round of own steps
-waits for all results, and for no contribution of such a link."""
-LEAST_QUORUM = 2
 OUT_OF_REACH_S = PATIENCE_S
 """So long, a replica that lacks a shard's state waits for a holder that is cut off from it: as a
 rule, a relay joins them earlier (tests/swarm/membership/test_relaying.py)."""
@@ -42,9 +37,7 @@ def fit(candidates: Sequence[Record], cuts: Mapping[str, int]) -> dict[str, floa
 
 def without_slow(weights: Mapping[str, float]) -> dict[str, float]:
     """Weights of possible owners, those with far slower uplinks behind the others."""
-    if not weights:
-        return {}
-    least = SLOW_PART * median(weights.values())
+    least = least_to_lead(weights.values())
     return {p: w if w >= least else w * CUT_WEIGHT for p, w in weights.items()}
 
 
@@ -60,8 +53,12 @@ def quorum(plan: SyncPlan, exchange: int, rule: str, members: Sequence[Record]) 
         return 0
     if any(r.upload_bytes_per_s <= 0 for r in members):
         return 0
-    is_mean = rule == robust.MEAN or len(members) < robust.MIN_CONTRIBUTORS
-    return LEAST_QUORUM if is_mean else robust.MIN_CONTRIBUTORS
+    return least_quorum(majority(rule), len(members))
+
+
+def majority(rule: str) -> int:
+    """Contributions that a rule of aggregation needs to find a wrong one among them."""
+    return LEAST_QUORUM if rule == robust.MEAN else robust.MIN_CONTRIBUTORS
 
 
 def holders(

@@ -11,6 +11,7 @@ from typing import TypeVar
 from swarmnet.protocol.codecs import TOKEN_BYTES, boundary_codec, row_bytes
 from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
 from swarmnet.protocol.sync_modes import ZERO
+from swarmnet.protocol.update.ownership import majority
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import KEEP_NO_WEIGHTS, ActivationsName, WeightsPlace
 from swarmnet.training.memory.activation_choice import (
@@ -166,6 +167,7 @@ class StageTable:
                 sync.codec,
                 sync.replication,
                 sync.local_steps,
+                majority(sync.aggregation),
                 sync.shard_parameters,
             ),
             memory=self.held,

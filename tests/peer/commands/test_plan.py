@@ -399,6 +399,29 @@ def test_hours_count_in_a_day(tmp_path: Path) -> None:
     assert days[0][1] == pytest.approx(2 * days[1][1])
 
 
+def test_a_slow_uplink_is_late_in_mode_local_and_stops_nobody(tmp_path: Path) -> None:
+    machines = tmp_path / "machines.toml"
+    kind = '[[machine]]\nname = "{}"\nmemory_gb = 16\ntflops = 0.02\ncount = {}\nup_mbit = {}\n'
+    machines.write_text(kind.format("fast", 5, 20) + kind.format("slow", 1, 2))
+    spec = with_sync(tmp_path, 'mode = "local"\nlocal_steps = 30')
+    for before, after in (("num_stages = 2", "num_stages = 1"), ("batch = 32", "batch = 256")):
+        text = spec.read_text()
+        assert text.count(before) == 1
+        spec.write_text(text.replace(before, after))
+    found = answered(spec, "--machines", str(machines))
+    (late,) = (line for line in found["helps"] if line.startswith("late: "))
+    share = re.fullmatch(
+        "late: 1 x slow: no exchange waits for it; it works ([0-9]+) % of the time", late
+    )
+    assert share is not None
+    assert 80 < int(share[1]) < 100
+    rows = {row["machine"]: row for row in found["rows"]}
+    per_round = [rows[name]["up_per_round"] for name in ("slow", "fast")]
+    assert per_round[0] < per_round[1], "it leads no shard"
+    without = next(x for x in found["losses"] if x["machine"] == "slow")
+    assert without["tokens_per_s"] < 0.95 * found["tokens_per_s"]
+
+
 def choices(found: dict[str, Any]) -> dict[str, str]:
     return {c["key"]: c["value"] for c in found["choices"]}
 

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet.protocol.planning.cost import Costs
+from swarmnet.protocol.planning.cost import Costs, Round
 from swarmnet.protocol.planning.exchange import exchanged_bytes
+from swarmnet.protocol.planning.late import waited_s
 from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
 from swarmnet.protocol.planning.search import best_plan, cut_of
+from swarmnet.protocol.sync_modes import LEAST_QUORUM
+from swarmnet.protocol.update.robust import MIN_CONTRIBUTORS
 
 FAST = Machine("m", 1e9, 1e12, 1e12, 0.0)
 
@@ -176,3 +179,53 @@ def test_cards_that_wait_for_each_other_and_weights_that_come_cost_time() -> Non
     assert seconds(replace(plain, between_s=0.25)) == pytest.approx(1.25), "nobody computes"
     assert seconds(replace(plain, moved_s=0.5)) == pytest.approx(1.0), "while one computes"
     assert seconds(replace(plain, moved_s=3.0)) == pytest.approx(3.0)
+
+
+def uplinks(fast: int, slow: int, majority: int = LEAST_QUORUM, local_steps: int = 10) -> Round:
+    """A stage of 16 million parameters in `int8`: a second a sample, 20 Mbit/s up, or a tenth."""
+    job = Job(
+        layers=(Layer(1 / 3, 16 << 20, 0.0, 0.0),),
+        tokens=1,
+        microbatch=1,
+        global_batch=60,
+        update=Update("local", "int8", 2, local_steps, majority),
+        memory=lambda first, end, num_stages, memory: Held(0, 0, "keep", 4, computes_again=False),
+    )
+    link = Machine("fast", 1.0, 2.5e6, 12.5e6, 0.02)
+    poor = replace(link, name="slow", up_bytes_per_s=2.5e5)
+    found = Costs(job).of(((0, 1),), [link] * fast + [poor] * slow, [0] * (fast + slow))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("fast", "slow", "simulated"), [(5, 0, 4.22), (5, 1, 4.39), (6, 0, 4.75)])
+def test_local_waits_for_no_slow_uplink(fast: int, slow: int, simulated: float) -> None:
+    """Samples/s beside those that `benchmarks/simulated_links.py slow` has."""
+    assert uplinks(fast, slow).tokens_per_s == pytest.approx(simulated, rel=0.06)
+
+
+def test_an_exchange_lasts_as_long_again_as_its_quorum_where_somebody_is_late() -> None:
+    """Contributions go up in 5.5 s of five, sums and results as primaries in 5.5 and 1.4 s more."""
+    alone, beside = (10 * uplinks(5, n).exchange_s for n in (0, 1))
+    assert alone == pytest.approx(11.1, abs=0.1)
+    assert beside == pytest.approx(18.1, abs=0.1)
+    half = [1.0, 1.0, 1.0, 2.0]
+    assert waited_s(half, [1.0] * 4, LEAST_QUORUM) == 2.0, "it is in time"
+    assert waited_s([1.0, 1.0, 1.0, 9.0], [1.0] * 4, LEAST_QUORUM) == 2.0
+    assert waited_s([1.0, 1.0, 1.0, 9.0], [1.0] * 4, 4) == 9.0, "a rule needs all four"
+    assert waited_s([1.0, 1.0, 9.0], [1.0, 1.0, 2.0], LEAST_QUORUM) == 9.0, "half of the tokens"
+    assert waited_s([1.0, 9.0], [1.0, 1.0], LEAST_QUORUM) == 9.0, "of two both are needed"
+
+
+def test_a_robust_rule_waits_for_its_majority() -> None:
+    """Three and a slow one are four, and of three every rule is the mean."""
+    assert uplinks(3, 1, MIN_CONTRIBUTORS).exchange_s > 3 * uplinks(3, 1).exchange_s
+    assert uplinks(4, 1, MIN_CONTRIBUTORS) == uplinks(4, 1)
+    assert uplinks(2, 1, MIN_CONTRIBUTORS) == uplinks(2, 1)
+
+
+def test_what_is_later_than_the_next_exchange_adds_nothing() -> None:
+    """The upload takes 69 s, and a round without the slow one 13."""
+    assert uplinks(5, 1, local_steps=9).tokens_per_s > uplinks(5, 0, local_steps=9).tokens_per_s
+    few = [uplinks(5, n, local_steps=3) for n in (0, 1)]
+    assert few[1].compute_s == few[0].compute_s

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE, Record, bitmap
-from swarmnet.protocol.sync_modes import GOSSIP, LOCAL, ZERO, SyncPlan
+from swarmnet.protocol.sync_modes import GOSSIP, LEAST_QUORUM, LOCAL, ZERO, SyncPlan
 from swarmnet.protocol.update import ownership, robust
 from swarmnet.protocol.update.ownership import OUT_OF_REACH_S
 from swarmnet.protocol.update.placement import Placement
@@ -154,4 +154,4 @@ def test_a_quorum_is_for_known_uplinks_and_has_a_majority_for_robust_rules() -> 
     plan = SyncPlan(LOCAL, 100, local_steps=10)
     assert ownership.quorum(plan, 9, robust.MEAN, measured(6, unknown=1)) == 0
     assert ownership.quorum(plan, 9, robust.MEDIAN_CLIP, measured(6)) == robust.MIN_CONTRIBUTORS
-    assert ownership.quorum(plan, 9, robust.MEDIAN_CLIP, measured(3)) == ownership.LEAST_QUORUM
+    assert ownership.quorum(plan, 9, robust.MEDIAN_CLIP, measured(3)) == LEAST_QUORUM
