@@ -36,7 +36,7 @@ from swarmnet.protocol.update.members import Hung
 from swarmnet.protocol.update.placement import Placement, placed, short_of_owners
 from swarmnet.protocol.update.roster import ALIVE, SUSPECT, MemberStatus, Roster
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.replica.replica import Replica, decides_tied, follows_tied
+from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import SHARD_TIMEOUT_S
@@ -305,13 +305,11 @@ class Ownership:
             clips=self.settings.grad_clip_norm > 0
             and not self.replica.plan.is_local
             and not follows_tied(self.replica, shard_index),
-            quorum=self._quorum(round_index, shard_index),
+            quorum=self._quorum(round_index),
         )
         return rules.without(roster, self.gossip.view.is_barred)
 
-    def _quorum(self, r: int, j: int) -> int:
-        if follows_tied(self.replica, j) or decides_tied(self.replica, j):
-            return 0
+    def _quorum(self, r: int) -> int:
         members = self.members.contributors(r)
         return rules.quorum(self.replica.plan, r, self.settings.aggregation, members)
 
