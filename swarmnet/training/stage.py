@@ -2,8 +2,9 @@
 
 The parts of a stage, each with a state of its own:
 
+- `passes.host_side`: what of it does not depend on where passes are computed;
 - `passes.layers`: the modules, and how a pass goes through them;
-- `memory.round_vectors`: the flat parameters and gradients by round, and their shards;
+- `passes.round_vectors`: the flat parameters and gradients by round, and their shards;
 - `passes.kept`: what is kept of each microbatch between its passes and after them;
 - `passes.backward`: how gradients come into the round's sum, in every precision;
 - `passes.boundary`: checks of what arrives, its coding, and the way to the device and back;
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 import swarmnet.training.accelerators as accelerators
@@ -43,7 +43,6 @@ from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing, computing_of
-from swarmnet.training.late_arrays import array_of
 from swarmnet.training.memory.device_copies import DeviceCopies, copies_of
 from swarmnet.training.models.base import (
     LayerBuilder,
@@ -65,10 +64,10 @@ from swarmnet.training.passes.backward import BackwardPasses
 from swarmnet.training.passes.boundary import Boundary, finite_loss
 from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.generation import StageGeneration
+from swarmnet.training.passes.host_side import HostSide
 from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.passes.recomputation import Recomputation
-from swarmnet.training.passes.round_vectors import RoundVectors
 from swarmnet.training.passes.streamed_layers import StreamedLayers
 from swarmnet.wire import Array
 
@@ -78,7 +77,7 @@ OWN_STEPS = (LOCAL, GOSSIP)
 """Modes of `[sync]` in which replicas make steps of their own."""
 
 
-class TorchStage:
+class TorchStage(HostSide):
     """A replica's copy of a stage; implements `ports.Stage`.
 
     `forget` may be called from any thread; the rest as the port says.
@@ -148,11 +147,6 @@ class TorchStage:
             device=device,
             copies=copies,
         )
-        self.parameter_ranges = self.layers.parameter_ranges
-        self.num_parameters = self.layers.num_parameters
-        self.update_copies = self.layers.update_copies
-        self.vectors = RoundVectors(self.layers, reuses_gradient=reuses_gradient)
-        self.shard_sizes = self.vectors.shard_sizes
         self.base: Base = self.layers.base
         named = zip((layer.name for layer in layers), self.layers.modules, strict=True)
         self.routers = RoutersOfStage(names_of_parts(named))
@@ -162,7 +156,7 @@ class TorchStage:
         self.loss_scale = LossScale() if is_fp16 else None
         """In fp16; None in other precisions."""
         self._backward_passes = BackwardPasses(self.layers, self.loss_scale, refusals)
-        self._boundary = Boundary(
+        boundary = Boundary(
             plan,
             inputs or plan.inputs,
             TensorSpec("float32", layers[-1].output_shape),
@@ -174,11 +168,11 @@ class TorchStage:
             codec=codec,
             document_mask=document_mask,
         )
-        self._recomputation = Recomputation(
-            self.layers, self._boundary, self.vectors, self.loss_scale
-        )
+        ranges = self.layers.parameter_ranges
+        super().__init__(self.layers, boundary, layers, ranges, reuses_gradient=reuses_gradient)
+        self._recomputation = Recomputation(self.layers, boundary, self.vectors, self.loss_scale)
         self.generation: Generation | None = (
-            StageGeneration(self.layers, self._boundary, self.vectors, plan.cache, microbatch)
+            StageGeneration(self.layers, boundary, self.vectors, plan.cache, microbatch)
             if plan.cache is not None and self.layers.generates
             else None
         )
@@ -188,20 +182,7 @@ class TorchStage:
         """As the port says."""
         return self.routers.last
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Views of the parameters by name (Hugging Face's for a Llama), until `finish_round`."""
-        flat = self.vectors.present.parameters
-        return {r.name: r.part_of(flat) for r in self.parameter_ranges}
-
     # ---- microbatches -----------------------------------------------------------------------
-
-    def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
-        self._boundary.check_inputs(inputs)
-        self._boundary.check_targets(targets)
-        self._boundary.check_documents(inputs, documents)
-
-    def check_gradient(self, grad_outputs: Array) -> None:
-        self._boundary.check_gradient(grad_outputs)
 
     def forward_pass(
         self,
@@ -343,9 +324,6 @@ class TorchStage:
     ) -> Passage[StageResult]:
         return self._recomputation.passage(key, inputs, targets, grad_outputs, documents)
 
-    def difference(self, ours: StageResult, theirs: StageResult) -> float:
-        return self._recomputation.difference(ours, theirs)
-
     def retract(self, key: StepKey) -> None:
         kept = self.kept.take_added(key)
         if kept is None:
@@ -384,27 +362,6 @@ class TorchStage:
                 return from_tensor(outputs)
             plan = self.layers.plan
             return LossResult(finite_loss(plan.loss(outputs, expected)), plan.count(expected))
-
-    # ---- shards -----------------------------------------------------------------------------
-
-    def gradient_shard(self, shard_index: int) -> Array:
-        return array_of(self.vectors.gradient_shard(shard_index), self.update_copies)
-
-    def copy_gradient(self, shard_index: int) -> Array:
-        return array_of(self.vectors.copy_gradient(shard_index), self.update_copies)
-
-    def parameter_shard(self, shard_index: int) -> Array:
-        return array_of(self.vectors.present.parameter_shards[shard_index], self.update_copies)
-
-    def digest(self, shard_index: int) -> bytes:
-        return xxhash.xxh3_64_digest(self.parameter_shard(shard_index).data)
-
-    def stage_parameters(self, shard_index: int, values: Array) -> None:
-        self.vectors.put_aside(shard_index, values)
-
-    def coming_shard(self, shard_index: int) -> Array | None:
-        coming = self.vectors.coming_shard(shard_index)
-        return None if coming is None else array_of(coming, self.update_copies)
 
     # ---- rounds -----------------------------------------------------------------------------
 

@@ -209,9 +209,8 @@ def _inner(spec: RunSpec, stage: TorchStage, store: Store | None, codec: str = N
     """The steps of `[optimizer]`, made by the host."""
     ranges, sizes = stage.parameter_ranges, stage.shard_sizes
     if spec.optimizer.kind == "muon":
-        names = muon_matrices(stage.layers.builders)
-        device = stage.layers.device
-        return ShardedMuon(ranges, sizes, names, spec.optimizer, store, codec, device)
+        names = muon_matrices(stage.builders)
+        return ShardedMuon(ranges, sizes, names, spec.optimizer, store, codec, stage.device)
     return ShardedAdamW(ranges, sizes, spec.optimizer, store, codec)
 
 

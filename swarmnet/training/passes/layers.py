@@ -155,6 +155,10 @@ class StageLayers:
             p.grad = added if adds_itself else None
         self.parameter_copies.show(vectors.values, vectors.added)
 
+    def refresh_copies(self) -> None:
+        """Brings parameters that have changed into the copies that passes compute with."""
+        self.parameter_copies.refresh()
+
     def copy_of(self, flat: Tensor) -> list[Tensor]:
         """For `showing`: the values of the parameters in a flat vector of the dtype of the passes
         (on the host where this copies parts of it)."""

@@ -84,25 +84,6 @@ class Recomputation:
 
         return Passage(arrive, compute, depart, self._layers.copies.is_apart)
 
-    def difference(self, ours: StageResult, theirs: StageResult) -> float:
-        """As `Stage.difference`."""
-        if ours.num_tokens != theirs.num_tokens:
-            return math.inf
-        found = [_relative(abs(ours.loss_sum - theirs.loss_sum), abs(ours.loss_sum))]
-        both = (
-            (self._boundary.decoded_outputs, ours.outputs, theirs.outputs),
-            (self._boundary.decoded_input_gradient, ours.grad_inputs, theirs.grad_inputs),
-        )
-        for decoded, one, other in both:
-            if one is None or other is None:
-                found.append(0.0 if one is other else math.inf)
-                continue
-            a, b = decoded(one), decoded(other)
-            found.append(_relative(_norm(b - a), _norm(a)))
-        if found[1] < math.inf and _beside(self._boundary, ours) != _beside(self._boundary, theirs):
-            return math.inf
-        return max(found)
-
     def _compute(
         self,
         key: StepKey,
@@ -151,6 +132,26 @@ class Recomputation:
             if target < MIN_TARGET:
                 raise RemoteError("a gradient does not fit into fp16")
             root = again()
+
+
+def difference(boundary: Boundary, ours: StageResult, theirs: StageResult) -> float:
+    """As `Stage.difference`."""
+    if ours.num_tokens != theirs.num_tokens:
+        return math.inf
+    found = [_relative(abs(ours.loss_sum - theirs.loss_sum), abs(ours.loss_sum))]
+    both = (
+        (boundary.decoded_outputs, ours.outputs, theirs.outputs),
+        (boundary.decoded_input_gradient, ours.grad_inputs, theirs.grad_inputs),
+    )
+    for decoded, one, other in both:
+        if one is None or other is None:
+            found.append(0.0 if one is other else math.inf)
+            continue
+        a, b = decoded(one), decoded(other)
+        found.append(_relative(_norm(b - a), _norm(a)))
+    if found[1] < math.inf and _beside(boundary, ours) != _beside(boundary, theirs):
+        return math.inf
+    return max(found)
 
 
 def _beside(boundary: Boundary, result: StageResult) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +20,33 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.training.arrays import check_finite, check_shape
 from swarmnet.training.cores import over
 from swarmnet.training.late_arrays import numbers_of
+from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.memory.vectors import Vectors
-from swarmnet.training.passes.layers import StageLayers
 from swarmnet.wire import Array
 
 SPARE_FACTOR = 1.5
 """Free device memory that a second pair of vectors needs, as a multiple of the pair's size."""
+
+
+class Computes(Protocol):
+    """What computes with the vectors of a stage."""
+
+    shown: Vectors
+    """Those that it computes with, and adds gradients to."""
+    overlaps_rounds: bool
+    """It can compute with two pairs of vectors in turn."""
+    device: torch.device
+    """On which it computes."""
+    dtype: torch.dtype
+    """Of what it computes with."""
+    update_copies: DeviceCopies | None
+    """To the device where the vectors lie there; None where they lie on the host."""
+
+    def show(self, vectors: Vectors) -> None:
+        """Lets it compute with other vectors and add gradients to them."""
+
+    def refresh_copies(self) -> None:
+        """The parameters have changed: brings them into copies that it has of them."""
 
 
 class RoundVectors:
@@ -35,14 +57,14 @@ class RoundVectors:
     at is the one vector that was shown to it, and that stays as it is.
     """
 
-    def __init__(self, layers: StageLayers, *, reuses_gradient: bool) -> None:
+    def __init__(self, computes: Computes, *, reuses_gradient: bool) -> None:
         """`reuses_gradient`: the coming parameters of a shard may overwrite its gradient. Not
         allowed where microbatches add to the gradient while an exchange goes on."""
-        self.present = layers.shown
-        self._layers = layers
+        self.present = computes.shown
+        self._computes = computes
         self.shard_sizes = tuple(shard.numel() for shard in self.present.parameter_shards)
         self._reuses_gradient = reuses_gradient
-        self._may_swap = reuses_gradient and layers.overlaps_rounds
+        self._may_swap = reuses_gradient and computes.overlaps_rounds
         self._swapped: Vectors | None = None
         """The memory of `present` with parameters and gradients exchanged."""
         self._spare: Vectors | None = None
@@ -60,7 +82,7 @@ class RoundVectors:
 
     def use(self, round_index: int) -> None:
         """Lets the layers compute with the parameters of a round and add to its gradient."""
-        self._layers.show(self._of(round_index))
+        self._computes.show(self._of(round_index))
 
     @contextlib.contextmanager
     def showing(self, round_index: int | None = None) -> Iterator[None]:
@@ -71,7 +93,7 @@ class RoundVectors:
             shown = self._of(round_index)
             with shown.reading:
                 if shown is self._of(round_index):
-                    self._layers.show(shown)
+                    self._computes.show(shown)
                     yield
                     return
 
@@ -103,7 +125,7 @@ class RoundVectors:
             raise ProtocolViolation(f"this stage has no shard {str(shard_index)[:32]}")
         assert self._ahead is None, "those of the round ahead are known"
         check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
-        tensor = numbers_of(values, self._layers.update_copies)
+        tensor = numbers_of(values, self._computes.update_copies)
         over(tensor, lambda part: check_finite("parameters", tensor[part]))
         if self._reuses_gradient:
             tensor = _copied(self.present.gradient_shards[shard_index], tensor)
@@ -134,21 +156,21 @@ class RoundVectors:
             else:
                 for shard_index, values in put_aside.items():
                     self.present.parameter_shards[shard_index].copy_(values)
-            self._layers.show(self.present)
+            self._computes.show(self.present)
             self.present.clear_gradient()
-            self._layers.parameter_copies.refresh()
+            self._computes.refresh_copies()
 
     @property
     def can_open_ahead(self) -> bool:
         """Whether there is memory for a second pair of vectors: always, but on a GPU with little
         memory left, and where there was none."""
-        if not (self._layers.overlaps_rounds and self._has_room):
+        if not (self._computes.overlaps_rounds and self._has_room):
             return False
-        device = self._layers.device
+        device = self._computes.device
         free = None if self._spare is not None else accelerators.free_bytes(device)
         if free is None:
             return True
-        element = 4 + torch.finfo(self._layers.dtype).bits // 8
+        element = 4 + torch.finfo(self._computes.dtype).bits // 8
         return free > SPARE_FACTOR * element * self.present.parameters.numel()
 
     def open_ahead(self, round_index: int) -> None:

@@ -8,13 +8,10 @@ nothing of it. What comes and goes is checked here by its form, and by its value
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-import xxhash
-from torch import Tensor
 
 from swarmnet.batch import Documents
 from swarmnet.ports import (
@@ -26,9 +23,7 @@ from swarmnet.ports import (
     undivided,
 )
 from swarmnet.protocol.codecs import BoundaryCodec
-from swarmnet.training.arrays import from_tensor
-from swarmnet.training.memory.device_copies import copies_of
-from swarmnet.training.memory.parameter_copies import ParameterCopies
+from swarmnet.training.memory.device_copies import DeviceCopies, copies_of
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (
     LayerBuilder,
@@ -37,41 +32,31 @@ from swarmnet.training.models.base import (
     describe_parameters,
 )
 from swarmnet.training.passes.boundary import Boundary
-from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.passes.recomputation import Recomputation
-from swarmnet.training.passes.round_vectors import RoundVectors
+from swarmnet.training.passes.host_side import HostSide
+from swarmnet.training.processes.sessions import SessionNumbers
 from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.processes.stage_process import StageProcess
 from swarmnet.wire import Array
 
-CPU = torch.device("cpu")
 
-
-class LayersElsewhere(StageLayers):
-    """What the vectors of a stage need of layers that are in another process."""
+class ComputesElsewhere:
+    """Implements `Computes`: another process does, with the one pair of vectors that it maps."""
 
     overlaps_rounds = False
+    device, dtype = torch.device("cpu"), torch.float32
+    update_copies: DeviceCopies | None = None
 
-    def __init__(  # nothing is built here
-        self,
-        plan: ModelPlan,
-        builders: tuple[LayerBuilder, ...],
-        stage_index: int,
-        num_stages: int,
-        shown: Vectors,
-    ) -> None:
-        self.plan, self.builders = plan, builders
-        self.device, self.dtype = CPU, torch.float32
-        self.stage_index, self.is_last = stage_index, stage_index == num_stages - 1
-        self.copies, self.update_copies = copies_of(CPU), None
-        self.parameter_copies = ParameterCopies(at_once=True)
+    def __init__(self, shown: Vectors) -> None:
         self.shown = shown
 
     def show(self, vectors: Vectors) -> None:
-        self.shown = vectors
+        assert vectors is self.shown, "there is one pair"
+
+    def refresh_copies(self) -> None:
+        """It does so when the round is over."""
 
 
-class ApartStage:
+class ApartStage(HostSide):
     """Implements `ports.Stage`, of a stage that `process` computes. Passages are undivided: the
     other process does the host's part of them too."""
 
@@ -104,58 +89,38 @@ class ApartStage:
         self.is_last = stage_index == num_stages - 1
         self.tied_shards = tied_shards
         self.routed: tuple[RouterReport, ...] = ()
-        self.parameter_ranges = describe_parameters(layers)
-        self.num_parameters = total = self.parameter_ranges[-1].stop
-        self.update_copies = None
-        """Updates are made on the host."""
         told, _arrays = process.call("build", about)
         self.max_in_flight: int = told["max_in_flight"]
         self.free_bytes: float = told["free_bytes"]
         """Of the memory that the process computes with, when the round began."""
         self.line: str = told["line"]
         """How the process computes, for people."""
-        shared = SharedFloats(told["num_elements"], process.take_descriptor())
+        ranges = describe_parameters(layers)
+        total = ranges[-1].stop
+        self._shared = shared = SharedFloats(told["num_elements"], process.take_descriptor())
         values, gradients = shared.values[:total], shared.values[total : 2 * total]
-        self._shared = shared
-        vectors = Vectors(values, gradients, shard_size)
-        self.layers = LayersElsewhere(plan, layers, stage_index, num_stages, vectors)
-        self.vectors = RoundVectors(self.layers, reuses_gradient=reuses_gradient)
-        self.vectors.make_whole = self._collect
-        self.shard_sizes = self.vectors.shard_sizes
-        self.base = ApartBase(process, told["base"])
-        self.generation = (
-            None if told["generation"] is None else ApartGeneration(process, told["generation"])
-        )
-        self._is_whole = True
+        computes = ComputesElsewhere(Vectors(values, gradients, shard_size))
         boundary = Boundary(
             plan,
             inputs or plan.inputs,
             TensorSpec("float32", layers[-1].output_shape),
             stage_index=stage_index,
             microbatch=microbatch,
-            dtype=torch.float32,
-            copies=self.layers.copies,
+            dtype=computes.dtype,
+            copies=copies_of(computes.device),
             refusals=None,
             codec=codec,
             document_mask=document_mask,
         )
-        self._boundary = boundary
-        self._recomputation = Recomputation(self.layers, boundary, self.vectors, None)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Views of the parameters by name, until `finish_round`."""
-        flat = self.vectors.present.parameters
-        return {r.name: r.part_of(flat) for r in self.parameter_ranges}
+        super().__init__(computes, boundary, layers, ranges, reuses_gradient=reuses_gradient)
+        self.vectors.make_whole = self._collect
+        self.base = ApartBase(process, told["base"])
+        self.generation = (
+            None if told["generation"] is None else ApartGeneration(process, told["generation"])
+        )
+        self._is_whole = True
 
     # ---- microbatches -----------------------------------------------------------------------
-
-    def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
-        self._boundary.check_inputs(inputs)
-        self._boundary.check_targets(targets)
-        self._boundary.check_documents(inputs, documents)
-
-    def check_gradient(self, grad_outputs: Array) -> None:
-        self._boundary.check_gradient(grad_outputs)
 
     def forward_pass(
         self,
@@ -210,9 +175,6 @@ class ApartStage:
 
         return undivided(work)
 
-    def difference(self, ours: StageResult, theirs: StageResult) -> float:
-        return self._recomputation.difference(ours, theirs)
-
     def retract(self, key: StepKey) -> None:
         self._call("retract", {"key": key}, adds=True)
 
@@ -229,27 +191,6 @@ class ApartStage:
         arrays = [inputs] if targets is None else [inputs, targets]
         told, found = self._call("evaluate", {"documents": documents}, arrays)
         return found[0] if found else LossResult(told["loss_sum"], told["num_tokens"])
-
-    # ---- shards -----------------------------------------------------------------------------
-
-    def gradient_shard(self, shard_index: int) -> Array:
-        return from_tensor(self.vectors.gradient_shard(shard_index))
-
-    def copy_gradient(self, shard_index: int) -> Array:
-        return from_tensor(self.vectors.copy_gradient(shard_index))
-
-    def parameter_shard(self, shard_index: int) -> Array:
-        return from_tensor(self.vectors.present.parameter_shards[shard_index])
-
-    def digest(self, shard_index: int) -> bytes:
-        return xxhash.xxh3_64_digest(self.parameter_shard(shard_index).data)
-
-    def stage_parameters(self, shard_index: int, values: Array) -> None:
-        self.vectors.put_aside(shard_index, values)
-
-    def coming_shard(self, shard_index: int) -> Array | None:
-        coming = self.vectors.coming_shard(shard_index)
-        return None if coming is None else from_tensor(coming)
 
     # ---- rounds -----------------------------------------------------------------------------
 
@@ -312,9 +253,7 @@ class ApartGeneration:
         self.copy_bytes, self.token_bytes = told["copy_bytes"], told["token_bytes"]
         self.text_bytes = told["text_bytes"]
         self._process = process
-        self._numbers: dict[Hashable, int] = {}
-        """By session, its name in the other process."""
-        self._next = itertools.count()
+        self._numbers = SessionNumbers()
 
     def copy(self, shards: Sequence[Array]) -> None:
         for shard in shards:  # one by one: the memory between the two is no larger than a shard
@@ -334,11 +273,8 @@ class ApartGeneration:
         num_logits: int,
         exact: bool = False,
     ) -> tuple[Array, ...]:
-        number = self._numbers.get(session)
-        if number is None:
-            number = self._numbers[session] = next(self._next)
         about = {
-            "session": number,
+            "session": self._numbers.of(session),
             "position": position,
             "is_copied": is_copied,
             "num_logits": num_logits,
@@ -347,6 +283,6 @@ class ApartGeneration:
         return tuple(self._process.call("text_extend", about, [inputs])[1])
 
     def drop(self, session: Hashable) -> None:
-        number = self._numbers.pop(session, None)
+        number = self._numbers.drop(session)
         if number is not None:
             self._process.later("text_drop", {"session": number})

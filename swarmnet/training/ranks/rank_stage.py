@@ -23,6 +23,7 @@ from swarmnet.ports import Base, Generation, LossResult, Passage, StageResult, S
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.processes.sessions import SessionNumbers
 from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.stage import TorchStage
@@ -147,8 +148,7 @@ class LeadGeneration:
         self._inner = inner
         self._together = together
         self._later = later
-        self._numbers: dict[Hashable, int] = {}
-        self._next = 0
+        self._numbers = SessionNumbers()
 
     def copy(self, shards: Sequence[Array]) -> None:
         self._together("text_copy", partial(self._inner.copy, shards), {}, shards)
@@ -166,10 +166,7 @@ class LeadGeneration:
         num_logits: int,
         exact: bool = False,
     ) -> tuple[Array, ...]:
-        number = self._numbers.get(session)
-        if number is None:
-            number = self._numbers[session] = self._next
-            self._next += 1
+        number = self._numbers.of(session)
         about: dict[str, Any] = {
             "position": position,
             "is_copied": is_copied,
@@ -183,7 +180,7 @@ class LeadGeneration:
         return result
 
     def drop(self, session: Hashable) -> None:
-        number = self._numbers.pop(session, None)
+        number = self._numbers.drop(session)
         if number is not None:
             work = partial(self._inner.drop, number)
             self._later("text_drop", {"session": [number]}, work)
