@@ -101,6 +101,8 @@ class StageLayers:
         """To the device, where the flat vectors lie there; None where they lie on the host."""
         self._computing = computing
         self._seed = seed
+        self.drawing: Callable[[int], contextlib.AbstractContextManager[None]] = seeded
+        """In what it gives for a seed, layers draw random numbers."""
         self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
         # On other devices nothing but a mask was measured, and a compiler's graphs would each be of
         # one set of documents.
@@ -348,7 +350,7 @@ class StageLayers:
         if key is None or not self.plan.is_random:
             return contextlib.nullcontext()
         name = self.builders[self.modules.index(module)].name
-        return seeded(derive_seed(self._seed, f"{key[0]}|{key[1]}|{name}"))
+        return self.drawing(derive_seed(self._seed, f"{key[0]}|{key[1]}|{name}"))
 
     def _call(self, call: Callable[[nn.Module, Tensor], Tensor]) -> Callable[..., Tensor]:
         """`call`, of a layer that has its weights."""

@@ -6,7 +6,7 @@ from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import ModelPlan, described
 from swarmnet.training.models.lora import packing_of
-from swarmnet.training.models.registry import draws_itself, model_plan
+from swarmnet.training.models.registry import model_plan
 from swarmnet.training.ranks.cut_plan import MAX_RANKS, SUPPORTED, CutPlan, cut_plan, parts_of
 from swarmnet.training.ranks.fsdp import check_split
 
@@ -59,8 +59,6 @@ def _instead(spec: RunSpec, num_ranks: int) -> str:
 
 def _checked_plan(spec: RunSpec, plan: ModelPlan) -> CutPlan:
     cut = cut_plan(spec.model)
-    if draws_itself(spec):
-        raise SpecError("the model draws random numbers (dropout) for whole layers")
     if packing_of(spec.lora):
         raise SpecError("[lora] base_dtype int8 and nf4 are made of whole matrices")
     if spec.model.kind == "llama":

@@ -1,16 +1,18 @@
-"""Whether the plan that a family of `transformers` has for tensor parallelism is right: tried with
-a small model on two ranks, not believed.
+"""Whether the plan that a family of `transformers` has for tensor parallelism is right, and whether
+what its layers draw can be drawn for a part: tried with a small model on two ranks, not believed.
 
-The ranks are threads of this process. Loss, logits and gradient must be those of one rank.
+The ranks are threads of this process. Loss, logits and gradient must be those of one rank. What is
+drawn comes from a generator of each rank: torch's own is the process's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +34,7 @@ from swarmnet.training.models.shrunk import shrunk_configs
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.ranks.cut_plan import cut_plan
 from swarmnet.training.ranks.parallel_layers import ParallelLayers
+from swarmnet.training.ranks.part_dropout import PartDraws, Place, samples_of
 from swarmnet.training.ranks.tensor_parallel import Region
 
 NUM_RANKS = 2
@@ -113,9 +116,57 @@ def on_ranks(plan: ModelPlan, model: ModelSpec) -> tuple[Tensor, ...]:
     return results[0]
 
 
+def check_samples(config: Mapping[str, Any]) -> None:
+    """Raises `SpecError` unless layers of a small model of this canonical config draw for some
+    samples what they draw for these among all."""
+    smaller = shrunk_configs(config)
+    if not draws_by_sample(tuple(json.dumps(small, sort_keys=True) for small in smaller)):
+        raise SpecError(
+            f"what model_type {config['model_type']} draws cannot be drawn for some samples"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def draws_by_sample(configs: tuple[str, ...]) -> bool:
+    """Of the first of these canonical configs, JSON, that is a model; False where none is."""
+    for text in configs:
+        small = json.loads(text)
+        try:
+            check_size(load_config(small))
+            plan = adapter_plan(ModelSpec(kind="transformers", config=small), LENGTH)
+            expected = _outputs(plan, 1)
+        except Exception:  # as in `try_small`
+            continue
+        return _is_same(_outputs(plan, NUM_RANKS), expected)
+    return False
+
+
+def _outputs(plan: ModelPlan, num_ranks: int) -> Tensor:
+    """Of one small microbatch, whose samples are computed in so many parts."""
+    inputs, _ = _tokens(plan)
+    outputs = []
+    for rank, part in enumerate(inputs.chunk(num_ranks)):
+        layers = _layers(plan, StageLayers)
+        place = functools.partial(samples_of, rank, num_ranks)
+        layers.drawing = functools.partial(_drawn, place)
+        with torch.no_grad():
+            outputs.append(layers.run((0, 0), part))
+    return torch.cat(outputs)
+
+
+@contextlib.contextmanager
+def _drawn(place: Place, seed: int) -> Iterator[None]:
+    with PartDraws(place, torch.Generator().manual_seed(seed)):
+        yield
+
+
+def _all(_: torch.Size) -> None:
+    """One rank has the whole of each tensor."""
+
+
 def _layers(plan: ModelPlan, make: Callable[..., Any]) -> Any:
     device = torch.device(CPU)
-    return make(
+    layers = make(
         plan,
         plan.layers,
         stage_index=0,
@@ -126,14 +177,21 @@ def _layers(plan: ModelPlan, make: Callable[..., Any]) -> Any:
         device=device,
         copies=copies_of(device),
     )
+    place = layers.place if isinstance(layers, ParallelLayers) else _all
+    layers.drawing = functools.partial(_drawn, place)
+    return layers
+
+
+def _tokens(plan: ModelPlan) -> Tensor:
+    """Inputs and targets, int32 (2, samples, length)."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, SAMPLES, LENGTH)
+    return torch.randint(plan.inputs.num_values, shape, generator=generator, dtype=torch.int32)
 
 
 def _results(layers: StageLayers, plan: ModelPlan) -> tuple[Tensor, ...]:
     """Loss, logits and gradient of one small microbatch; of a rank, what it has added to."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, SAMPLES, LENGTH)
-    size = plan.inputs.num_values
-    inputs, targets = torch.randint(size, shape, generator=generator, dtype=torch.int32)
+    inputs, targets = _tokens(plan)
     loss = layers.loss((0, 0), inputs, targets)
     loss.backward()
     with layers.evaluating(is_whole_batch=True, wants_outputs=True):

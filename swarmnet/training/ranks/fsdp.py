@@ -38,12 +38,12 @@ from swarmnet.training.models.base import (
     describe_parameters,
 )
 from swarmnet.training.models.frozen import FrozenLinear, StageBase
-from swarmnet.training.models.lora import LoraLinear, packing_of
+from swarmnet.training.models.lora import packing_of
 from swarmnet.training.models.registry import draws_itself, model_plan
 from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.ranks.cuts import Cut, part_of
 from swarmnet.training.ranks.local_group import LocalGroup
-from swarmnet.training.ranks.part_dropout import PartDropout
+from swarmnet.training.ranks.part_dropout import drawn_in_part, samples_of
 from swarmnet.training.ranks.rank_stage import LeadStage, RankLayers, RankStage, following
 from swarmnet.training.ranks.tensor_parallel import both_ways, unchanged
 from swarmnet.training.stage import TorchStage, build_stage
@@ -60,10 +60,7 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
             "or a peer for each device"
         )
     if draws_itself(spec):
-        raise SpecError(
-            f"{begin}: the model draws random numbers for whole microbatches; take --tp 1, "
-            "or a peer for each device"
-        )
+        _check_draws(spec, begin)
     if spec.model.num_experts or model_plan(spec).routers_learn:
         raise SpecError(
             f"{begin}: routers learn from whole microbatches; take --tp 1, or a peer for each "
@@ -74,6 +71,21 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
             f"{begin}: microbatches of {spec.pipeline.microbatch} samples cannot be split evenly "
             "over the ranks; choose a divisor"
         )
+
+
+def _check_draws(spec: RunSpec, begin: str) -> None:
+    """Raises `SpecError` unless what the model draws for some samples is that for these."""
+    if spec.model.kind != "transformers":
+        raise SpecError(
+            f"{begin}: a model of one's own that draws random numbers does so for whole "
+            "microbatches; take --tp 1, or a peer for each device"
+        )
+    from swarmnet.training.ranks.cut_trial import check_samples
+
+    try:
+        check_samples(spec.model.config)
+    except SpecError as error:
+        raise SpecError(f"{begin}: {error}; take --tp 1, or a peer for each device") from None
 
 
 def open_default_group(
@@ -174,10 +186,8 @@ class FsdpLayers(RankLayers):
         shared = SharedFloats(2 * describe_parameters(builders)[-1].stop, fd)
         super().__init__(plan, builders, shared=shared, rank=rank, computing=computing, **options)
         self.base = self._base_of_parts()  # its parameters are others by now
-        for module in self.modules:
-            for part in module.modules():
-                if isinstance(part, LoraLinear) and isinstance(part.dropout, nn.Dropout):
-                    part.dropout = PartDropout(part.dropout.p, 0, self._samples)
+        place = functools.partial(samples_of, rank, num_ranks)
+        self.drawing = functools.partial(drawn_in_part, place)
 
     def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -259,10 +269,6 @@ class FsdpLayers(RankLayers):
 
         whole = describe_base(self.plan, self.builders)
         return StageBase(self.plan, self.builders, self.modules, whole, write)
-
-    def _samples(self, size: int) -> tuple[int, int]:
-        """How many samples a microbatch has of which `size` are here, and which the first is."""
-        return size * self._num_ranks, size * self._rank
 
     @property
     def num_held_elements(self) -> int:

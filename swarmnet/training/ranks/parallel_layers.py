@@ -8,12 +8,14 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan
+from swarmnet.training.ranks.part_dropout import Place, drawn_in_part
 from swarmnet.training.ranks.tensor_parallel import (
     Region,
     gather_last,
@@ -21,6 +23,21 @@ from swarmnet.training.ranks.tensor_parallel import (
     split,
     vocabulary_parallel_loss,
 )
+
+NUM_DIMS_OF_WEIGHTS = 4
+"""Samples, heads, positions that attend, positions attended to."""
+
+
+def heads_of(region: Region, cut: CutPlan) -> Place:
+    """Weights of attention may be of a rank's heads. All else that families draw for is whole on
+    each rank, or their trial tells."""
+
+    def place(shape: torch.Size) -> tuple[int, int, int] | None:
+        is_part = len(shape) == NUM_DIMS_OF_WEIGHTS
+        is_part = is_part and shape[1] * region.num_ranks == cut.num_heads
+        return (1, cut.num_heads, shape[1] * region.rank) if is_part else None
+
+    return place
 
 
 class ParallelLayers(CutLayers):
@@ -43,6 +60,9 @@ class ParallelLayers(CutLayers):
             plan = dataclasses.replace(plan, loss=loss)
         super().__init__(plan, builders, region=region, cut=cut, **options)
         cut.parallelize(builders, self.modules, region)
+        self.place = heads_of(region, cut)
+        """Of what layers draw for."""
+        self.drawing = functools.partial(drawn_in_part, self.place)
 
     def extend(self, x: Tensor, context: LayerContext) -> Tensor:
         self._region.begin(1)  # a few tokens are not split by positions

@@ -1,15 +1,46 @@
-"""Dropout where a rank has a part of a tensor: what one rank would leave out of it."""
+"""Dropout where a rank has a part of a tensor: what one rank would leave out of it. All ranks draw
+for the whole tensor, by the same seed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from swarmnet.training.models.base import seeded
+
+Place = Callable[[torch.Size], tuple[int, int, int] | None]
+"""Of a tensor of which this rank has so much: the dimension that is a part, the size of the whole
+one, and where the part begins. None where a tensor of this shape is whole."""
+
+
+def samples_of(rank: int, num_ranks: int, shape: torch.Size) -> tuple[int, int, int]:
+    """A `Place` where a rank has so many samples of all that layers draw for."""
+    return 0, shape[0] * num_ranks, shape[0] * rank
+
+
+def factors(
+    x: Tensor, p: float, place: tuple[int, int, int], generator: torch.Generator | None = None
+) -> Tensor:
+    """By which dropout multiplies the elements of a part: 0, or 1 / (1 - p). `generator`: on the
+    CPU, in place of torch's own."""
+    dim, whole, start = place
+    shape = list(x.shape)
+    shape[dim] = whole
+    if generator is None:
+        drawn = functional.dropout(x.new_ones(shape), p)
+    else:
+        drawn = x.new_empty(shape).bernoulli_(1.0 - p, generator=generator).div_(1.0 - p or 1.0)
+    return drawn.narrow(dim, start, x.shape[dim])
 
 
 class PartDropout(nn.Module):
-    """All ranks draw for the whole tensor, by the same seed."""
+    """Of a tensor whose part is known to the caller."""
 
     def __init__(self, p: float, dim: int, place: Callable[[int], tuple[int, int]]) -> None:
         """
@@ -27,9 +58,84 @@ class PartDropout(nn.Module):
         """Of the same shape."""
         if not self.training:
             return x
-        size = x.shape[self._dim]
-        whole, start = self._place(size)
-        shape = list(x.shape)
-        shape[self._dim] = whole
-        factors = torch.nn.functional.dropout(x.new_ones(shape), self._p)
-        return x * factors.narrow(self._dim, start, size)
+        return x * factors(x, self._p, (self._dim, *self._place(x.shape[self._dim])))
+
+
+class PartDraws(TorchFunctionMode):
+    """In this context torch's dropout, also that of weights of attention, leaves out of a part what
+    it would leave out of the whole. The weights are made, as torch does on a CPU: no fused kernel
+    tells what it draws."""
+
+    def __init__(self, place: Place, generator: torch.Generator | None = None) -> None:
+        """`generator`: as of `factors`."""
+        super().__init__()
+        self._place = place
+        self._generator = generator
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.dropout:
+            return self._dropped(*args, **(kwargs or {}))
+        if func is functional.scaled_dot_product_attention:
+            return self._attended(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _dropped(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        """As torch's, whose names of arguments these are; so the next one."""
+        if not training or p == 0.0:
+            return input
+        place = self._place(input.shape) or (0, input.shape[0], 0)
+        drawn = factors(input, p, place, self._generator)
+        return input.mul_(drawn) if inplace else input * drawn
+
+    def _attended(
+        self,
+        q_BHSE: Tensor,
+        k_BKTE: Tensor,
+        v_BKTE: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            return functional.scaled_dot_product_attention(
+                q_BHSE,
+                k_BKTE,
+                v_BKTE,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        dtype, size = q_BHSE.dtype, q_BHSE.shape[-1]
+        # In fp32, as torch does it.
+        q_BHSE, k_BHTE, v_BHTE = (x.float() for x in (q_BHSE, k_BKTE, v_BKTE))
+        if enable_gqa:
+            groups = q_BHSE.shape[1] // k_BHTE.shape[1]
+            k_BHTE, v_BHTE = (x.repeat_interleave(groups, dim=1) for x in (k_BHTE, v_BHTE))
+        scores_BHST = (q_BHSE * (size**-0.5 if scale is None else scale)) @ k_BHTE.transpose(2, 3)
+        if is_causal:
+            attn_mask = scores_BHST.new_ones(scores_BHST.shape[2:], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores_BHST = scores_BHST.masked_fill(~attn_mask, -torch.inf)  # a token sees itself
+        elif attn_mask is not None:
+            scores_BHST = scores_BHST + attn_mask
+        weights_BHST = self._dropped(scores_BHST.softmax(dim=-1), dropout_p)
+        return (weights_BHST @ v_BHTE).to(dtype)
+
+
+@contextlib.contextmanager
+def drawn_in_part(place: Place, seed: int) -> Iterator[None]:
+    """As `seeded`, for a rank."""
+    with seeded(seed), PartDraws(place):
+        yield

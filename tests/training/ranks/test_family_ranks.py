@@ -13,12 +13,13 @@ from torch import Tensor
 
 from swarmnet.errors import SpecError
 from swarmnet.ports import LossResult
-from swarmnet.spec import RunSpec
+from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.models.model_config import load_config
 from swarmnet.training.ranks import cut_plan, cut_trial
 from swarmnet.training.ranks.cut_check import check_cut
+from swarmnet.training.ranks.fsdp import check_split
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
@@ -27,6 +28,7 @@ from tests.training.ranks.test_tensor_parallel import ranks
 from tests.training.ranks.threads import rank_threads
 from tests.training.test_adapter import COMMON, FAMILIES, LENGTH, VOCABULARY, run_of, saved
 
+CUSTOM = Path(__file__).parents[3] / "examples" / "custom_model.toml"
 TOLERANCE = 1e-5
 DOCUMENTS = (((10, 14), (1, 20, 3)), ((LENGTH,), (5, 19)))
 CUT_OTHERWISE = {"phi3": {}, "olmo2": {}, "glm4": {"head_dim": 16}}
@@ -212,6 +214,26 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
         compare([build_stage(spec, 0)], [build_parallel_stage(spec, 0, group)])
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "activations"),
+    [
+        ("qwen3", {"head_dim": 16}, "keep"),
+        ("gemma2", {"head_dim": 16, "sliding_window": 8}, "blocks"),
+        ("phi3", {"resid_pdrop": 0.3, "embd_pdrop": 0.2}, "recompute"),
+    ],
+    ids=["fused attention", "attention with weights", "whole heads"],
+)
+def test_what_a_model_leaves_out_is_that_of_one_rank(
+    kind: str, more: dict[str, Any], activations: ActivationsName
+) -> None:
+    """In processes: dropout seeds torch, which threads have in common."""
+    spec = spec_of(kind, 1, attention_dropout=0.3, **more)
+    check_cut(spec, 2)
+    with ranks(spec, 2) as group:
+        one = [build_stage(spec, 0, computing=Computing())]
+        compare(one, [build_parallel_stage(spec, 0, group, Computing(activations=activations))])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", MODELS)
 def test_four_ranks(family: str) -> None:
@@ -227,14 +249,19 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("llama", {}, 4, "possible: 1, 2"),
     ("gpt_oss", {"num_local_experts": 4}, 2, "transformers declares no tensor parallelism for"),
     ("deepseek_v2", {}, 2, "is cut as 'mla_kv_a_proj', which is not known here"),
-    ("llama", {"attention_dropout": 0.1}, 2, "the model draws random numbers"),
+    (
+        "mixtral",
+        {"num_local_experts": 4, "router_jitter_noise": 0.1},
+        2,
+        "model_type mixtral computes something else than one rank does",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "num_ranks", "message"),
     REFUSED,
-    ids=["heads", "too many ranks", "no plan", "style", "dropout"],
+    ids=["heads", "too many ranks", "no plan", "style", "other draws"],
 )
 def test_what_cannot_be_cut_is_one_line(
     kind: str, more: dict[str, Any], num_ranks: int, message: str
@@ -244,6 +271,26 @@ def test_what_cannot_be_cut_is_one_line(
         check_cut(spec, num_ranks)
     assert "\n" not in str(caught.value)
     check_cut(spec, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            spec_of("mixtral", 1, num_local_experts=4, router_jitter_noise=0.1),
+            "what model_type mixtral draws cannot be drawn for some samples",
+        ),
+        (load_spec(CUSTOM), "a model of one's own that draws random numbers"),
+    ],
+    ids=["noise", "of one's own"],
+)
+def test_draws_that_samples_do_not_divide_are_one_line(
+    spec: RunSpec, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmnet.training.ranks.fsdp.draws_itself", lambda _: True)
+    with pytest.raises(SpecError, match=f"--tp 2 --local fsdp: {message}.*; take --tp 1"):
+        check_split(spec, 2)
+    check_split(spec, 1)
 
 
 def test_sequence_parallel_is_for_the_built_in_llama() -> None:

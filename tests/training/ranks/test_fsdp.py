@@ -228,6 +228,22 @@ with tempfile.TemporaryDirectory() as name:
 """
 )
 
+DROPOUT = (
+    BEGIN
+    + """
+from swarmnet.training.ranks.fsdp import check_split
+
+spec = spec_of("phi3", 1, attention_dropout=0.3, resid_pdrop=0.2)
+check_split(spec, 2)
+group = start(spec)
+try:
+    one = [build_stage(spec, 0, computing=Computing())]
+    compare(one, [build_fsdp_stage(spec, 0, group, Computing())])
+finally:
+    group.close()
+"""
+)
+
 
 def test_a_family_in_every_way() -> None:
     """One matrix in two layers, a buffer, documents, texts, fp16."""
@@ -242,6 +258,11 @@ def test_ranks_agree_on_an_overflow() -> None:
 def test_adapters_and_their_dropout() -> None:
     """The base in parts, in bf16, with a matrix in two layers."""
     run(ADAPTERS)
+
+
+def test_what_a_model_leaves_out_is_that_of_one_rank() -> None:
+    """Of the weights of attention, and of what a layer adds."""
+    run(DROPOUT)
 
 
 def test_same_numbers_and_less_memory_a_rank() -> None:
