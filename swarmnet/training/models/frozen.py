@@ -4,7 +4,7 @@ a model's folder, shard by shard, and stays as it is."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,17 @@ BASE_SHARD_PARAMETERS = 1 << 20
 it never changes."""
 
 
+class FewBits(Protocol):
+    """A matrix that is kept in few bits."""
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """(outputs, inputs), as near as it is."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes here."""
+
+
 class FrozenLinear(nn.Linear):
     """A linear layer that is not trained. Its weight may be kept in another precision than passes
     have, and is brought to theirs for each use."""
@@ -44,12 +55,15 @@ class FrozenLinear(nn.Linear):
         self.bias = inner.bias
         self.kept = kept
         self.packing = packing
-        self.packed: Packed | None = None
+        self.packed: FewBits | None = None
+        self.part_of: Callable[[Packed], FewBits] | None = None
+        """What is kept of a packed weight, where other ranks have the rest."""
 
     def pack(self) -> None:
         """Where it is to be kept in few bits: the weight has come."""
         if self.packing:
-            self.packed = Packed(self.weight, self.packing)
+            packed = Packed(self.weight, self.packing)
+            self.packed = packed if self.part_of is None else self.part_of(packed)
             self.weight.data = self.weight.data.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,12 +80,12 @@ class _Linear(torch.autograd.Function):
     precision."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | Packed) -> Tensor:
-        if isinstance(weight, Packed):
-            ctx.packed = weight
-        else:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | FewBits) -> Tensor:
+        if isinstance(weight, Tensor):
             ctx.packed = None
             ctx.save_for_backward(weight)
+        else:
+            ctx.packed = weight
         return functional.linear(x, _in(weight, x.dtype))
 
     @staticmethod
@@ -80,8 +94,8 @@ class _Linear(torch.autograd.Function):
         return grads[0] @ _in(weight, grads[0].dtype), None
 
 
-def _in(weight: Tensor | Packed, dtype: torch.dtype) -> Tensor:
-    return weight.unpacked(dtype) if isinstance(weight, Packed) else weight.to(dtype)
+def _in(weight: Tensor | FewBits, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.unpacked(dtype)
 
 
 def settle(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -132,7 +146,7 @@ class StageBase:
             for name, tensor in named
         }
         self._buffers = buffers
-        self._write = write or _write_whole
+        self._write = write or write_whole
         self._rounding = plan.base_dtype
         self.shard_sizes = base_shards(self._ranges)
         self._missing = set(range(len(self.shard_sizes)))
@@ -165,7 +179,7 @@ class StageBase:
                     part = tensor[first - start : last - start]
                     there = self._places.get(r.name, _nothing)()
                     if there is not None and r.name in self._buffers:
-                        _write_whole(r, there, first - r.start, part)
+                        write_whole(r, there, first - r.start, part)
                     elif there is not None:
                         part = part if self._rounding is None else part.to(self._rounding)
                         self._write(r, there.data, first - r.start, part)
@@ -175,7 +189,8 @@ class StageBase:
         self._missing.discard(shard_index)
 
 
-def _write_whole(_: ParameterRange, place: Tensor, first: int, values: Tensor) -> None:
+def write_whole(_: ParameterRange, place: Tensor, first: int, values: Tensor) -> None:
+    """As `Write`, where all of the parameter is held."""
     place.data.view(-1)[first : first + values.numel()].copy_(values)
 
 

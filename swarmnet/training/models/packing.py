@@ -10,6 +10,7 @@ al. 2023).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +27,7 @@ BITS = {INT8: 8.1, NF4: 4.13}
 NF4_BLOCK, NF4_SCALES = 64, 256
 NF4_UNIT = NF4_BLOCK * NF4_SCALES
 """Parameters of which torchao takes a multiple."""
+NUMBERS_PER_BYTE = {INT8: 1, NF4: 2}
 NF4_AT_ONCE = 64 * NF4_UNIT
 """It needs many times the memory of what it packs."""
 
@@ -67,11 +69,84 @@ class Packed:
         flat = [part.get_original_weight().reshape(-1).to(dtype) for part in self._parts]
         return torch.cat(flat)[: self._shape.numel()].view(self._shape)
 
+    def by_row(self) -> PackedPart:
+        """All of it. The inputs of nf4 are a multiple of `NF4_BLOCK`."""
+        if self._kind == INT8:
+            (part,) = self._parts
+            return PackedPart(INT8, part.qdata, part.scale.view(-1, 1))
+        outputs, inputs = self._shape
+        assert inputs % NF4_BLOCK == 0, "it has been checked"
+        codes = torch.cat([part.quantized_data for part in self._parts])
+        scales = torch.cat(
+            [
+                part.dequantize_scalers(
+                    part.quantized_scalers, part.quantization_factor, part.scaler_block_size
+                )
+                for part in self._parts
+            ]
+        )
+        size = self._shape.numel()
+        return PackedPart(
+            NF4,
+            codes[: size // NUMBERS_PER_BYTE[NF4]].view(outputs, -1),
+            scales[: size // NF4_BLOCK].view(outputs, -1),
+            self._parts[0].nf4,
+        )
+
     @property
     def num_bytes(self) -> int:
         """That it takes."""
         inner = [getattr(part, n) for part in self._parts for n in part.__tensor_flatten__()[0]]
         return sum(t.numel() * t.element_size() for t in inner)
+
+
+class PackedPart:
+    """Some rows of a matrix in few bits, or some columns of each, for a rank that has no more: the
+    numbers are those of the whole matrix, to the bit."""
+
+    def __init__(
+        self, kind: str, codes: Tensor, scales: Tensor, values: Tensor | None = None
+    ) -> None:
+        """
+        Args:
+            kind: a key of `BITS`.
+            codes: int8 (rows, columns), or of nf4 two in a byte, (rows, columns / 2).
+            scales: fp32 (rows, 1), or of nf4 bf16 (rows, columns / `NF4_BLOCK`).
+            values: of the 16 codes of nf4, bf16.
+        """
+        self.kind = kind
+        self.codes = codes
+        self.scales = scales
+        self.values = values
+
+    def with_parts(self, of: Callable[[Tensor, int], Tensor]) -> PackedPart:
+        """`of(tensor, n)`: a part of the codes or scales, of which one is for n columns; 0 for all
+        of a row."""
+        per_scale = 0 if self.kind == INT8 else NF4_BLOCK
+        codes, scales = of(self.codes, NUMBERS_PER_BYTE[self.kind]), of(self.scales, per_scale)
+        return PackedPart(self.kind, codes, scales, self.values)
+
+    def to(self, device: torch.device) -> PackedPart:
+        """In memory of its own there."""
+        codes, scales = (
+            t.to(device, copy=True, memory_format=torch.contiguous_format)
+            for t in (self.codes, self.scales)
+        )
+        values = None if self.values is None else self.values.to(device)
+        return PackedPart(self.kind, codes, scales, values)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """(rows, columns), as near as it is."""
+        if self.values is None:
+            return (self.codes.bfloat16() * self.scales).bfloat16().to(dtype)
+        both = torch.stack((self.codes >> 4, self.codes & 0b1111), dim=-1).long()
+        numbers = self.values[both].view(*self.scales.shape, NF4_BLOCK)
+        return (numbers * self.scales.unsqueeze(-1)).flatten(1).to(dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes."""
+        return self.codes.nbytes + self.scales.nbytes
 
 
 @cache

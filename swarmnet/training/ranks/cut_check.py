@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import ModelPlan, described
-from swarmnet.training.models.lora import packing_of
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.ranks.cut_plan import MAX_RANKS, SUPPORTED, CutPlan, cut_plan, parts_of
 from swarmnet.training.ranks.fsdp import check_split
+from swarmnet.training.ranks.packed_parts import check_packed
 
 
 def check_styles(plan: ModelPlan, cut: CutPlan, kind: str) -> None:
@@ -38,6 +40,7 @@ def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False)
         )
     try:
         plan = _checked_plan(spec, model)
+        check_packed(model, functools.partial(_columns, plan, num_ranks))
     except SpecError as error:
         raise SpecError(f"--tp {num_ranks}: {error}; take {_instead(spec, num_ranks)}") from None
     if not plan.fits(num_ranks):
@@ -46,6 +49,12 @@ def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False)
             f"--tp {num_ranks}: {plan.num_heads} heads and {plan.num_kv_heads} key/value heads "
             f"cannot be cut so; possible: {', '.join(possible)}"
         )
+
+
+def _columns(plan: CutPlan, num_ranks: int, name: str, shape: tuple[int, int]) -> list[int]:
+    """Where ranks begin to have some of a weight's columns."""
+    cuts = (plan.cut(name, shape, rank, num_ranks) for rank in range(num_ranks))
+    return [cut.start for cut in cuts if cut.dim == 1]
 
 
 def _instead(spec: RunSpec, num_ranks: int) -> str:
@@ -59,8 +68,6 @@ def _instead(spec: RunSpec, num_ranks: int) -> str:
 
 def _checked_plan(spec: RunSpec, plan: ModelPlan) -> CutPlan:
     cut = cut_plan(spec.model)
-    if packing_of(spec.lora):
-        raise SpecError("[lora] base_dtype int8 and nf4 are made of whole matrices")
     if spec.model.kind == "llama":
         return cut
     kind = str(spec.model.config["model_type"])

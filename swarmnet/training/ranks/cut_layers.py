@@ -15,6 +15,7 @@ rank's own, and rank 0 adds the slots up once a round.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -33,10 +34,11 @@ from swarmnet.training.models.base import (
     describe_parameters,
     own_parameters,
 )
-from swarmnet.training.models.frozen import FrozenLinear, StageBase
+from swarmnet.training.models.frozen import FrozenLinear, StageBase, write_whole
 from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.ranks.cut_plan import range_cuts
 from swarmnet.training.ranks.cuts import Cut, Cutting
+from swarmnet.training.ranks.packed_parts import packed_part
 from swarmnet.training.ranks.rank_stage import (
     RankLayers,
     move_buffers,
@@ -188,14 +190,23 @@ class CutLayers(RankLayers):
             within, _, own = name.rpartition(".")
             part = module.get_submodule(within)
             kept = part.kept if isinstance(part, FrozenLinear) else None
-            mine = torch.empty(cut.shape(p.shape), dtype=kept or self.dtype, device=self.device)
+            place: dict[str, Any] = {"dtype": kept or self.dtype, "device": self.device}
+            if isinstance(part, FrozenLinear) and part.packing and own == "weight":
+                # Untouched memory until it comes: by then others are packed.
+                mine = torch.empty(p.shape, **place | {"device": "cpu"})
+                part.part_of = functools.partial(packed_part, cut=cut, device=self.device)
+            else:
+                mine = torch.empty(cut.shape(p.shape), **place)
             is_here = cut.sharing != "absent"
             setattr(part, own, nn.Parameter(mine, requires_grad=False) if is_here else None)
         return module
 
     def _base(self) -> StageBase:
         def write(r: ParameterRange, place: Tensor, first: int, values: Tensor) -> None:
-            self._cut_of(r.name, r.shape).put(place, r.shape, first, values)
+            if place.shape == r.shape:
+                write_whole(r, place, first, values)
+            else:
+                self._cut_of(r.name, r.shape).put(place, r.shape, first, values)
 
         whole = describe_base(self.plan, self.builders)
         return StageBase(self.plan, self.builders, self.modules, whole, write)

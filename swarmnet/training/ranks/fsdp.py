@@ -37,12 +37,12 @@ from swarmnet.training.models.base import (
     describe_base,
     describe_parameters,
 )
-from swarmnet.training.models.frozen import FrozenLinear, StageBase
-from swarmnet.training.models.lora import packing_of
+from swarmnet.training.models.frozen import FrozenLinear, StageBase, write_whole
 from swarmnet.training.models.registry import draws_itself, model_plan
 from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.ranks.cuts import Cut, part_of
 from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.packed_parts import GatheredRows, check_packed
 from swarmnet.training.ranks.part_dropout import drawn_in_part, samples_of
 from swarmnet.training.ranks.rank_stage import LeadStage, RankLayers, RankStage, following
 from swarmnet.training.ranks.tensor_parallel import both_ways, unchanged
@@ -54,11 +54,10 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
     if num_ranks == 1:
         return
     begin = f"--tp {num_ranks} --local fsdp"
-    if packing_of(spec.lora):
-        raise SpecError(
-            f"{begin}: [lora] base_dtype int8 and nf4 are made of whole matrices; take --tp 1, "
-            "or a peer for each device"
-        )
+    try:
+        check_packed(model_plan(spec), lambda *_: [])
+    except SpecError as error:
+        raise SpecError(f"{begin}: {error}; take --tp 1, or a peer for each device") from None
     if draws_itself(spec):
         _check_draws(spec, begin)
     if spec.model.num_experts or model_plan(spec).routers_learn:
@@ -204,6 +203,9 @@ class FsdpLayers(RankLayers):
         if self.dtype != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in self.modules:
+            packed = [m for m in module.modules() if isinstance(m, FrozenLinear) and m.packing]
+            for linear in packed:  # torch shards no weights in few bits
+                del linear.weight
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             module.to("meta")
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
@@ -211,6 +213,8 @@ class FsdpLayers(RankLayers):
             for name, buffer in buffers.items():
                 module.get_buffer(name).copy_(buffer)
             lower_buffers(module, self.dtype, self.plan.exact_buffers)
+            for linear in packed:
+                self._keep_rows(linear)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
@@ -239,6 +243,16 @@ class FsdpLayers(RankLayers):
                     setattr(part, name, nn.Parameter(meta, requires_grad=False))
         return module
 
+    def _keep_rows(self, linear: FrozenLinear) -> None:
+        """Its weight comes whole to the host, as untouched memory until then."""
+        num_rows = linear.out_features
+        shape = (num_rows, linear.in_features)
+        whole = torch.empty(shape, dtype=linear.kept, device="cpu")
+        linear.weight = nn.Parameter(whole, requires_grad=False)
+        linear.part_of = functools.partial(
+            GatheredRows, cut=self._cut(shape), num_rows=num_rows, device=self.device
+        )
+
     def _untie(self) -> dict[str, list[tuple[nn.Module, str]]]:
         """Where parameters are that were one with another of this stage, by its name: layers are
         sharded one by one, so that each has its own."""
@@ -263,7 +277,12 @@ class FsdpLayers(RankLayers):
         return Cut(0, start, min(start + size, shape[0]), "own")
 
     def _base_of_parts(self) -> StageBase:
+        from torch.distributed.tensor import DTensor
+
         def write(r: ParameterRange, place: Any, first: int, values: Tensor) -> None:
+            if not isinstance(place, DTensor):  # in few bits, later
+                write_whole(r, place, first, values)
+                return
             for part in (place, *(getattr(*one) for one in self._again.get(r.name, ()))):
                 self._cut(r.shape).put(part.to_local(), r.shape, first, values)
 

@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json, sys, torch
 from swarmnet.training.computing import Computing
@@ -228,6 +230,43 @@ with tempfile.TemporaryDirectory() as name:
 """
 )
 
+FEW_BITS = (
+    BEGIN
+    + """
+from tests.swarm.lora_runs import LORA, lora_run
+from tests.training.ranks.test_family_ranks import close_by_name
+from tests.training.ranks.test_lora_ranks import WIDE, fill, randomize
+from tests.training.test_families import folder_of
+from tests.training.test_lora import tokens as of_four
+
+with tempfile.TemporaryDirectory() as name:
+    folder = Path(name) / "model"
+    folder_of(folder, "qwen2", **WIDE)
+    group = None
+    try:
+        for kind in ("int8", "nf4"):
+            lora = {**LORA, "target_modules": "all-linear", "base_dtype": kind}
+            spec, _ = lora_run(folder, Path(name), lora=lora, num_stages=1)
+            if group is not None:
+                group.close()
+                torch.distributed.destroy_process_group()
+            group = start(spec)
+            stages = [build_stage(spec, 0, computing=Computing()),
+                      build_fsdp_stage(spec, 0, group, Computing())]
+            losses = []
+            for stage in stages:
+                fill(stage, spec, folder)
+                randomize([stage])
+                losses.append(stage.forward_backward((1, 0), of_four(1), of_four(2)).loss_sum)
+            assert abs(losses[1] / losses[0] - 1) < 1e-5
+            close_by_name(stages[0], gradient(stages[1]), gradient(stages[0]))
+            one, many = (s.layers.modules[1].self_attn.q_proj.packed for s in stages)
+            assert many.num_bytes < 0.6 * one.num_bytes
+    finally:
+        group.close()
+"""
+)
+
 DROPOUT = (
     BEGIN
     + """
@@ -258,6 +297,12 @@ def test_ranks_agree_on_an_overflow() -> None:
 def test_adapters_and_their_dropout() -> None:
     """The base in parts, in bf16, with a matrix in two layers."""
     run(ADAPTERS)
+
+
+def test_a_base_of_few_bits() -> None:
+    """Of which a rank keeps some rows."""
+    pytest.importorskip("torchao")
+    run(FEW_BITS)
 
 
 def test_what_a_model_leaves_out_is_that_of_one_rank() -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from swarmnet.errors import ProtocolViolation, SpecError
+from swarmnet.ports import LossResult
 from swarmnet.spec import LoraSpec, RunSpec
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing
+from swarmnet.training.models.frozen import FrozenLinear
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
 from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.expert_stage import build_expert_stage
@@ -164,24 +166,66 @@ def stages_of_one(spec: RunSpec, folder: Path) -> list[TorchStage]:
     return [stage]
 
 
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        ({"base_dtype": "int8"}, "base_dtype int8 and nf4 are made of whole matrices"),
-        ({"base_dtype": "nf4"}, "base_dtype int8 and nf4 are made of whole matrices"),
-    ],
-)
-def test_adapters_that_ranks_cannot_share_are_one_line(
-    lora: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+"""Two ranks have whole blocks of nf4."""
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_a_base_of_few_bits_is_that_of_one_rank(family: str, kind: str, tmp_path: Path) -> None:
+    """To the bit, and of a rank it is a part. Biases, and matrices of two."""
+    pytest.importorskip("torchao")
+    folder = tmp_path / "model"
+    folder_of(folder, family, **WIDE)
+    spec, _ = lora_run(folder, tmp_path, lora={**ALL, "base_dtype": kind}, num_stages=1)
+    check_cut(spec, 2)
+    (one,) = stages_of_one(spec, folder)
+    with rank_threads(spec, 2) as group:
+        many = build_parallel_stage(spec, 0, group, Computing(activations="blocks"))
+        fill(many, spec, folder)
+        wholes, parts = (
+            [
+                m
+                for x in stage.layers.modules
+                for m in x.modules()
+                if isinstance(m, FrozenLinear) and m.packing
+            ]
+            for stage in (one, many)
+        )
+        assert len(parts) == len(wholes) > 0
+        for whole, part in zip(wholes, parts, strict=True):
+            assert whole.packed is not None
+            assert part.packed is not None
+            assert part.weight.numel() == 0
+            assert part.packed.num_bytes < 0.6 * whole.packed.num_bytes
+            values, mine = (m.packed.unpacked(torch.float32) for m in (whole, part) if m.packed)
+            assert torch.isin(mine, values).all()
+        for stage in (one, many):
+            randomize([stage])
+        results = [s.forward_backward((1, 0), tokens(1), tokens(2)) for s in (one, many)]
+        assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-5)
+        close_by_name(one, gradient(many), gradient(one))
+        evaluated = [stage.evaluate(tokens(3), tokens(4)) for stage in (one, many)]
+        losses = [result.loss_sum for result in evaluated if isinstance(result, LossResult)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_blocks_that_ranks_cannot_share_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarmnet.training.models.lora.check_packing", lambda _: None)
     folder = tmp_path / "model"
-    folder_of(folder, "llama")
-    spec, _ = lora_run(folder, tmp_path, lora={**LORA, **lora})
+    folder_of(folder, "llama", **{**WIDE, "intermediate_size": 192})
+    spec, _ = lora_run(folder, tmp_path, lora={**LORA, "base_dtype": "nf4"})
+    message = r"nf4 has a scale for 64 inputs, and those of .*mlp.down_proj \(192\)"
+    with pytest.raises(SpecError, match=rf"--tp 2: .*{message}.*; take --tp 2 --local fsdp"):
+        check_cut(spec, 2)
+    check_split(spec, 2)
+    check_cut(spec, 1)
+    folder_of(folder, "llama", **{**WIDE, "intermediate_size": 96})
     for check in (check_cut, check_split):
-        with pytest.raises(SpecError, match=rf"--tp 2.*{message}; take --tp 1"):
-            check(spec, 2)
-        check(spec, 1)
+        with pytest.raises(SpecError, match=r"\(96\) cannot be shared out so; take --tp 1"):
+            check(lora_run(folder, tmp_path, lora={**LORA, "base_dtype": "nf4"})[0], 2)
 
 
 def test_adapters_over_experts_that_ranks_divide(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What one rank draws is what another one does for its part."""
+"""What one rank draws, and how it rounds, is what another one does for its part, to the bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarmnet.training.models.base import seeded
+from swarmnet.training.models.packing import BITS, Packed
+from swarmnet.training.ranks.cuts import Cut
+from swarmnet.training.ranks.packed_parts import packed_part
 from swarmnet.training.ranks.part_dropout import drawn_in_part
 
 LENGTH = 24
@@ -57,3 +60,21 @@ def test_what_is_left_out_of_a_layer_s_outputs() -> None:
         assert torch.equal(dropout(x), wholes[1])
         assert torch.equal(functional.dropout(x[1:].clone(), RATE, inplace=True), wholes[2][1:])
         assert dropout.eval()(x) is x
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize(
+    "cut",
+    [Cut(0, 64, 128, "own"), Cut(1, 64, 192, "own"), Cut(0, 32, 64, "own", 2)],
+    ids=["rows", "columns", "rows of two"],
+)
+def test_a_part_of_a_matrix_in_few_bits(kind: str, cut: Cut) -> None:
+    pytest.importorskip("torchao")
+    weight = drawn(256, 192)
+    packed = Packed(weight, kind)
+    part = packed_part(packed, cut, torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = packed.unpacked(dtype)
+        expected = cut.of(whole).reshape(cut.shape(weight.shape))
+        assert torch.equal(part.unpacked(dtype), expected)
+    assert part.num_bytes < 1.05 * packed.num_bytes * expected.numel() / weight.numel()
