@@ -298,7 +298,8 @@ class ComputeOptions:
             min=1,
             max=64,
             metavar="N",
-            help="Cut every layer over N ranks of this machine. Default: all GPUs it sees, else 1.",
+            help="Cut every layer over N ranks of this machine. Default: all GPUs it sees (or a"
+            " stage on each, where they copy slowly), else 1.",
         ),
     ] = None
     local: Annotated[

@@ -45,6 +45,13 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     if num_gpus < 2:
         return [f"{here}:0" if num_gpus else accelerators.CPU]
 
+    return [f"{here}:{i}" for i in range(most_ranks(spec, options, num_gpus))]
+
+
+def most_ranks(spec: RunSpec, options: PeerOptions, num_devices: int) -> int:
+    """Into how many the model can be cut, on so many devices. Raises `UsageError` as
+    `check_ranks`."""
+
     def is_possible(num_ranks: int) -> bool:
         try:
             check_ranks(spec, options, num_ranks)
@@ -52,8 +59,7 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
             return False
         return True
 
-    num_ranks = max(filter(is_possible, range(1, num_gpus + 1)))
-    return [f"{here}:{i}" for i in range(num_ranks)]
+    return max(filter(is_possible, range(1, num_devices + 1)))
 
 
 def check_wanted(options: PeerOptions, num_devices: int) -> None:

@@ -17,6 +17,7 @@ from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import held_out
 from swarmnet.runtime.admission import Admitted, admit, date_of
+from swarmnet.runtime.apart.cards import settle
 from swarmnet.runtime.apart.seat import ApartSeat, open_seats
 from swarmnet.runtime.compose import compose
 from swarmnet.runtime.computing import free_bytes_of
@@ -70,6 +71,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         spec, transport = entry.spec, entry.net.transport
         await _refuse_stopped(entry, options)
         admitted = admit(spec, entry.key.peer_id, options.invite, options.state_dir)
+        options = await asyncio.to_thread(settle, spec, options)
         seats = await asyncio.to_thread(open_seats, spec, options)
         group = None
         if not seats:

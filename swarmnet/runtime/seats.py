@@ -190,7 +190,7 @@ class SeatCount:
         if self.options.stages == AUTO_STAGES:
             num_seats, why = await self._by_room(num_here)
         else:
-            num_seats, why = int(self.options.stages), "as --stages says"
+            num_seats, why = int(self.options.stages), "as chosen"
         num_stages = self.spec.pipeline.num_stages
         if num_seats > num_stages:
             raise UsageError(
