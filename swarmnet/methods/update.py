@@ -21,6 +21,7 @@ from swarmnet.methods.ranges import (
 from swarmnet.methods.receipt import HASH_BYTES
 from swarmnet.methods.state import FetchReply, FetchRequest
 from swarmnet.methods.update_proof import Proof
+from swarmnet.protocol.update.late_tokens import Late, are_possible
 from swarmnet.protocol.update.roster import MAX_TERM
 from swarmnet.wire import MAX_ARRAYS, MAX_BODY_BYTES
 
@@ -59,8 +60,11 @@ class ReduceRequest:
     signatures: tuple[bytes, ...] = ()
     """Of each array, by the contributor (`update_proof.Contribution`)."""
     late: tuple[int, ...] = ()
-    """By shard, how many of the tokens are of contributions that were late in the exchange before;
+    """By shard, how many of the tokens are of contributions that were late in exchanges before;
     empty where none is."""
+    older: tuple[Late, ...] = ()
+    """By shard, of these, those of the exchange before the last one, of that before it, and so on;
+    empty where there are none."""
 
     def __post_init__(self) -> None:
         num_shards = len(self.shards)
@@ -78,7 +82,10 @@ class ReduceRequest:
         check_indices(self.round, self.stage, *self.shards, *self.num_tokens, *self.late)
         if self.late and len(self.late) != num_shards:
             raise ValueError("not for each shard what was late")
-        if any(late > n for late, n in zip(self.late, self.num_tokens)):
+        if len(self.older) not in (0, len(self.late)):
+            raise ValueError("not for each shard what was late for longer")
+        older = self.older or ((),) * len(self.late)
+        if not all(map(are_possible, self.late, older, self.num_tokens)):
             raise ValueError("more tokens that were late than tokens")
         if max(self.num_tokens) > MAX_TOKENS:
             raise ValueError("more tokens than there can be")
@@ -186,14 +193,18 @@ class ShardReply:
     """Of a `Summed`, where the callee has made the result as backup: what its primary has signed of
     the sum."""
     late: int = 0
-    """How many of the tokens are of contributions that were late in the exchange before."""
+    """How many of the tokens are of contributions that were late in exchanges before."""
     is_late: bool = False
     """The contribution is not in the parameters: the callee brings it into the shard's next
     exchange."""
+    older: Late = ()
+    """Of the late ones, those of the exchange before the last one, and so on."""
 
     def __post_init__(self) -> None:
-        if not -1 <= self.num_tokens < 2**62 or not 0 <= self.late <= max(0, self.num_tokens):
+        if not -1 <= self.num_tokens < 2**62:
             raise ValueError("a number of tokens is out of range")
+        if not are_possible(self.late, self.older, self.num_tokens):
+            raise ValueError("more tokens that were late than tokens")
         _check_norm(self.norm)
 
 
@@ -256,11 +267,13 @@ class MirrorRequest:
     summed: Proof | None = None
     """Of a `Summed`: what the primary signs of the sum."""
     late: int = 0
-    """How many of the tokens are of contributions that were late in the exchange before."""
+    """How many of the tokens are of contributions that were late in exchanges before."""
+    older: Late = ()
+    """Of these, those of the exchange before the last one, and so on."""
 
     def __post_init__(self) -> None:
         check_indices(self.round, self.stage, self.shard, self.steps, self.num_tokens, self.late)
-        if self.late > self.num_tokens:
+        if not are_possible(self.late, self.older, self.num_tokens):
             raise ValueError("more tokens that were late than tokens")
         _check_ballots((self.term,), "")
         check_lineage(self.sum_digest)

@@ -32,7 +32,10 @@ NO_END = MAX_ROUND
 """Length of a run that has no end: no round is as late, so that none of it is the last."""
 LEAST_QUORUM = 2
 """Contributions with which an exchange goes on in mode `local`, at least. Who is late then counts
-in the next one."""
+in a later one."""
+MOST_LATE = 3
+"""By so many exchanges a contribution counts later than its own, at most: so often may an upload
+take the time between two. The books of an exchange that lacks tokens are open for as long."""
 SLOW_PART = 0.25
 """In mode `local`, of the median weight: who has less leads behind all others. A round of own steps
 waits for all results, and for no contribution of such a link."""
@@ -148,6 +151,13 @@ class SyncPlan:
         if not self.is_local:
             return range(exchange, exchange + 1)
         return range(self.last_exchange(shard_index, exchange) + 1, exchange + 1)
+
+    def exchanges_before(self, shard_index: int, exchange: int, most: int) -> list[int]:
+        """The exchanges of a shard before one, the newest first; no more than `most`."""
+        found: list[int] = []
+        while len(found) < most and (exchange := self.last_exchange(shard_index, exchange)) >= 0:
+            found.append(exchange)
+        return found
 
     def last_exchange(self, shard_index: int, version: int) -> int:
         """The newest exchange of a shard among those before `version`; -1 for none yet. Two

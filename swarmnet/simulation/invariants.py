@@ -33,7 +33,7 @@ from typing import Any
 
 from swarmnet.ports import StepKey
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
-from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, SyncPlan
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, MOST_LATE, SyncPlan
 from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.simulation.islands import Islands, parts
 from swarmnet.simulation.stage import Gradient, check_sum
@@ -84,8 +84,8 @@ class Books:
     """Path by microbatch id, as the feeders say."""
     averaged: dict[tuple[int, int], list[frozenset[int]]] = field(default_factory=dict)
     """(stage, shard): the microbatches of every aggregate that an optimizer step used."""
-    late: dict[tuple[int, int], list[frozenset[int]]] = field(default_factory=dict)
-    """The same of those that were in the steps of the next exchange."""
+    late: dict[tuple[int, int], dict[int, list[frozenset[int]]]] = field(default_factory=dict)
+    """The same of those that were in the steps of a later exchange, by that."""
     own: dict[int, dict[int, str]] = field(default_factory=dict)
     """By stage: microbatch id to the peer that made an own step with it."""
     losses: dict[int, list[Loss]] = field(default_factory=dict)
@@ -207,8 +207,10 @@ class InvariantMonitor:
         if twice:
             self.fail(f"{where}: counted {gradient.ids[twice[0]]} times: {twice[0]}")
         window, before = self.plan.window(shard, round), range(0)
-        if self.plan.mode == LOCAL and window.start:
-            before = self.plan.window(shard, window.start - 1)
+        if self.plan.mode == LOCAL:
+            earlier = self.plan.exchanges_before(shard, round, MOST_LATE)
+            first = self.plan.window(shard, earlier[-1]).start if earlier else window.start
+            before = range(first, window.start)
         if any(key[0] not in window and key[0] not in before for key in gradient.ids):
             self.fail(f"{where}: a gradient of another round")
         if not check_sum(stage_index, shard, gradient):
@@ -222,8 +224,11 @@ class InvariantMonitor:
             if r in before and not ids:
                 continue
             book = self._book(r)
-            of = book.late if r in before else book.averaged
-            known = of.setdefault((stage_index, shard), [])
+            if r in before:
+                late = book.late.setdefault((stage_index, shard), {})
+                known = late.setdefault(round, [])
+            else:
+                known = book.averaged.setdefault((stage_index, shard), [])
             if ids not in known:
                 known.append(ids)
                 if len(known) > 1:
@@ -333,8 +338,9 @@ class InvariantMonitor:
         if self.plan.mode in (DELAYED, AUTO):  # an exchange may run beside the round
             return max(0, least - 1)
         last = [self.plan.last_exchange(j, least) for j in range(self.num_shards)]
-        if self.plan.mode == LOCAL and least < self.plan.rounds:  # what is late is in the next one
-            last = [self.plan.last_exchange(j, e) for j, e in enumerate(last)]
+        if self.plan.mode == LOCAL and least < self.plan.rounds:  # what is late is in a later one
+            before = [self.plan.exchanges_before(j, e, MOST_LATE) for j, e in enumerate(last)]
+            last = [e[-1] if len(e) == MOST_LATE else -1 for e in before]
         return min(last) + 1
 
     def _check_queues(self, member: Member) -> None:
@@ -438,10 +444,11 @@ class InvariantMonitor:
             for j in range(self.num_shards):
                 results = book.averaged.get((s, j), [])
                 averaged = _most(results)
-                late = _most(book.late.get((s, j), []))
-                if twice := averaged & late:
-                    self.fail(f"round {r} stage {s} shard {j}: averaged twice: {min(twice)}")
-                averaged |= late
+                for sums in book.late.get((s, j), {}).values():
+                    late = _most(sums)
+                    if twice := averaged & late:
+                        self.fail(f"round {r} stage {s} shard {j}: averaged twice: {min(twice)}")
+                    averaged |= late
                 extra = sorted(averaged - committed)
                 if extra and self.keeps_books:
                     self.fail(
@@ -468,7 +475,12 @@ class InvariantMonitor:
         # Where shards take turns, the peers' books are about the first one.
         shards = range(1 if self.plan.is_local else self.num_shards)
         results = [
-            [of.get((s, j), []) for b in books for of in (b.averaged, b.late)] for j in shards
+            [
+                sums
+                for b in books
+                for sums in (b.averaged.get((s, j), []), *b.late.get((s, j), {}).values())
+            ]
+            for j in shards
         ]
         if self._finishing or any(len(sums) > 1 for shard in results for sums in shard):
             return  # not told yet; or two halves of a swarm have different books

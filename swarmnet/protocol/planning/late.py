@@ -1,7 +1,7 @@
 """Replicas that are late in mode `local`, where an exchange goes on with a quorum.
 
-The slow one works on nothing while it sends: rounds go by. What it sends counts in the next
-exchange, and in none where that has begun by then."""
+The slow one works on nothing while it sends: rounds go by. What it sends counts in the exchange
+that comes next when it has arrived."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from swarmnet.protocol.planning.flow import Rates
 from swarmnet.protocol.planning.model import Machine
+from swarmnet.protocol.sync_modes import MOST_LATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,11 @@ class Late:
     def at_work(self, open_s: float) -> float:
         """The part of the rounds in which it works, where others do so for `open_s` a round; 0
         where nothing of it counts."""
-        return max(0.0, 1 - self.behind_s / open_s) if open_s > 0 else 0.0
+        if open_s <= 0:
+            return 0.0
+        away = self.behind_s / open_s  # in times between two exchanges
+        exchanges = int(away) + 1
+        return 1 - away / exchanges if exchanges <= MOST_LATE else 0.0
 
 
 def waited_s(uploads_s: Sequence[float], tokens: Sequence[float], least: int) -> float:

@@ -9,19 +9,21 @@ the exchange's rounds on. Only where that one dies, or is suspected, in those ve
 be reported twice or not at all.
 
 In mode `local` a sample counts as averaged when the own step that it is in was part of an exchange:
-books are closed once an exchange, by the first shard. What lacks in one may be late, and is in the
-next one then. So where tokens lack, the books are closed with those of the next exchange."""
+books are closed once an exchange, by the first shard. What lacks in one may be late, and in a later
+one then. So where tokens lack, the books are closed when they have come, or when it is too late for
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.slots import SlotPlan
-from swarmnet.protocol.sync_modes import GOSSIP, LOCAL, SyncPlan
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL, MOST_LATE, SyncPlan
+from swarmnet.protocol.update.late_tokens import Late
 
 SETTLED_ROUNDS = 2
 """A feeder's record has the counters of a round for at least so many rounds more."""
@@ -37,22 +39,24 @@ class Loss:
     stage: int
     counted_tokens: int
     averaged_tokens: int
-    """In this exchange, or late and in the next one."""
+    """In this exchange, or late and in a later one."""
     lost_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What an exchange counted, and the tokens of it that are in its result."""
+    """What an exchange counted, and the tokens of it that are in a result."""
 
     exchange: int
     samples: int
     tokens: int
-    fresh: int
+    averaged: int
+    there: frozenset[str]
+    """Replicas that had come so far. One that had lost touch has no books of it, though it may be
+    back when they are closed."""
 
-    def loss(self, stage: int, late: int) -> Loss:
-        """`late`: of its tokens, those that are in the next result."""
-        averaged = self.fresh + late
+    def loss(self, stage: int) -> Loss:
+        averaged = self.averaged
         tokens = max(
             self.tokens, averaged
         )  # what is averaged was counted: a record has yet to come
@@ -71,15 +75,15 @@ class LostSamples:
     _next: int | None = None
     _counted: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Samples and tokens by round."""
-    _averaged: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By exchange: tokens of its rounds, and of those of the exchange before."""
-    _open: _Counted | None = None
-    """An exchange in which tokens lack that may be in the next one."""
+    _averaged: dict[int, tuple[int, Late]] = field(default_factory=dict)
+    """By exchange: tokens of its rounds, and of those of exchanges before."""
+    _open: list[_Counted] = field(default_factory=list)
+    """Exchanges in which tokens lack that may be in a later one, ascending."""
 
-    def averaged(self, exchange: int, num_tokens: int, late: int = 0) -> None:
-        """An exchange is done: so many tokens are behind its result. `late`: of them, those of the
-        exchange before."""
-        self._averaged[exchange] = num_tokens - late, late
+    def averaged(self, exchange: int, num_tokens: int, late: Late = ()) -> None:
+        """An exchange is done: so many tokens are behind its result. `late`: of them, those of
+        exchanges before."""
+        self._averaged[exchange] = num_tokens - sum(late), late
         for old in sorted(self._averaged)[:-KEPT_EXCHANGES]:
             del self._averaged[old]
 
@@ -98,21 +102,22 @@ class LostSamples:
         last = round_index - 1 if over else round_index - SETTLED_ROUNDS
         told = []
         for r in range(max(self._next, last - KEPT_EXCHANGES), last + 1):
-            for loss in self._close(r, plan, now):
-                if self._tells(plan.window(0, loss.round), plan, own, now, has_just_left):
-                    told.append(loss)
+            for counted in self._close(r, plan, own, now):
+                window = plan.window(0, counted.exchange)
+                if self._tells(window, plan, own, now, counted.there, has_just_left):
+                    told.append(counted.loss(self.stage))
             self._next = r + 1
         return told
 
-    def _close(self, r: int, plan: SyncPlan, now: float) -> Iterator[Loss]:
-        """The books of an exchange, and of the one before, as far as they can be closed; none where
+    def _close(self, r: int, plan: SyncPlan, own: Record, now: float) -> Iterator[_Counted]:
+        """The books of an exchange, and of those before, as far as they can be closed; none where
         there is no exchange of that number, or not all of it is known here."""
         state = progress.round_progress(self.view, r, now, self.slots.of(r))
         samples = state.num_flights * self.samples_per_microbatch
         self._counted[r] = (samples, state.tokens)
         if not plan.is_due(0, r):
             return
-        before, self._open = self._open, None
+        open_, self._open = self._open, []
         window = plan.window(0, r)
         averaged = self._averaged.pop(r, None)
         known = all(q in self._counted for q in window)
@@ -123,26 +128,37 @@ class LostSamples:
         if averaged is None:
             return
         fresh, late = averaged
-        if before is not None and before.exchange == window.start - 1:
-            yield before.loss(self.stage, late)
-        if not known:
-            return
-        counted = _Counted(r, samples, tokens, fresh)
-        if plan.mode == LOCAL and r < plan.rounds - 1 and fresh < tokens:
-            self._open = counted
-        else:
-            yield counted.loss(self.stage, 0)
+        before = plan.exchanges_before(0, r, MOST_LATE)
+        came = dict(zip(before, late))
+        open_ = [replace(c, averaged=c.averaged + came.get(c.exchange, 0)) for c in open_]
+        if known:
+            # A replica that has not come so far has lost touch, and will fetch the stage again.
+            others = self.view.replicas(self.stage, now)
+            there = {own.peer_id, *(m.peer_id for m in others if m.round >= window.stop - 1)}
+            open_.append(_Counted(r, samples, tokens, fresh, frozenset(there)))
+        may_lack = {r, *before[: MOST_LATE - 1]} if plan.mode == LOCAL else set[int]()
+        for counted in open_:
+            is_late = counted.averaged < counted.tokens and r < plan.rounds - 1
+            if is_late and counted.exchange in may_lack:
+                self._open.append(counted)
+            else:
+                yield counted
 
     def _tells(
-        self, window: range, plan: SyncPlan, own: Record, now: float, has_just_left: bool
+        self,
+        window: range,
+        plan: SyncPlan,
+        own: Record,
+        now: float,
+        had_come: frozenset[str],
+        has_just_left: bool,
     ) -> bool:
         """True where this peer reports for its stage. One of those does that were there from the
         first of these rounds on, else of those that joined in them."""
         replicas = list(self.view.replicas(self.stage, now))
         if has_just_left:  # for the others it still counts
             replicas.append(own)
-        # A replica that has not come so far has lost touch, and will fetch the stage again.
-        replicas = [m for m in replicas if m.round >= window.stop - 1]
+        replicas = [m for m in replicas if m.peer_id in had_come]
         for latest in (window.start, window.stop):
             there = [m.peer_id for m in replicas if plan.parameter_version(m.active_from) <= latest]
             if there:

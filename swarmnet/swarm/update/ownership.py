@@ -309,6 +309,11 @@ class Ownership:
         )
         return rules.without(roster, self.gossip.view.is_barred)
 
+    @property
+    def takes_late(self) -> bool:
+        """What is late in an exchange may count in another one."""
+        return self.replica.plan.mode == LOCAL
+
     def _quorum(self, r: int) -> int:
         members = self.members.contributors(r)
         return rules.quorum(self.replica.plan, r, self.settings.aggregation, members)

@@ -9,7 +9,8 @@ import pytest
 
 from swarmnet.protocol.planning.cost import Costs, Round
 from swarmnet.protocol.planning.exchange import exchanged_bytes
-from swarmnet.protocol.planning.late import waited_s
+from swarmnet.protocol.planning.flow import Rates
+from swarmnet.protocol.planning.late import Late, waited_s
 from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
 from swarmnet.protocol.planning.search import best_plan, cut_of
 from swarmnet.protocol.sync_modes import LEAST_QUORUM
@@ -224,8 +225,16 @@ def test_a_robust_rule_waits_for_its_majority() -> None:
     assert uplinks(2, 1, MIN_CONTRIBUTORS) == uplinks(2, 1)
 
 
-def test_what_is_later_than_the_next_exchange_adds_nothing() -> None:
-    """The upload takes 69 s, and a round without the slow one 13."""
-    assert uplinks(5, 1, local_steps=9).tokens_per_s > uplinks(5, 0, local_steps=9).tokens_per_s
-    few = [uplinks(5, n, local_steps=3) for n in (0, 1)]
-    assert few[1].compute_s == few[0].compute_s
+@pytest.mark.parametrize(("local_steps", "part"), [(10, 0.50), (5, 0.08), (4, 0.39), (3, 0.21)])
+def test_a_late_machine_works_until_the_exchange_after_its_upload(
+    local_steps: int, part: float
+) -> None:
+    """It is away for 58 s, and a round takes 12: of fewer than five it misses an exchange."""
+    assert uplinks(5, 1, local_steps=local_steps).compute_s == pytest.approx(
+        60 / (5 + part), rel=0.005
+    )
+
+
+def test_what_is_later_than_three_exchanges_adds_nothing() -> None:
+    parts = [Late(FAST, Rates(1.0, 1.0), behind_s).at_work(10.0) for behind_s in (29.0, 31.0)]
+    assert parts == [pytest.approx(1 / 30), 0.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
@@ -10,6 +12,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.progress import RoundProgress
 from swarmnet.protocol.slots import SlotPlan
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL, ZERO, SyncPlan
+from swarmnet.protocol.update.late_tokens import Late
 from swarmnet.protocol.update.lost_samples import Loss, LostSamples
 
 NOW = 100.0
@@ -104,19 +107,59 @@ def test_when_the_run_is_over_all_books_are_closed(counted: list[int]) -> None:
     assert counted == [97, 98, 99]
 
 
-@pytest.mark.parametrize(("late", "lost"), [(60, 0), (30, 2), (0, 5)])
-def test_what_lacks_may_be_late_so_the_next_exchange_tells_what_is_lost(
-    counted: list[int], late: int, lost: int
+@pytest.mark.parametrize(
+    ("late", "told_at", "averaged", "lost"),
+    [
+        ([(60,), (), ()], 5, 200, 0),
+        ([(30,), (0, 30), ()], 7, 200, 0),
+        ([(), (0, 0), (0, 0, 60)], 9, 200, 0),
+        ([(30,), (), ()], 9, 170, 2),
+        ([(), (), ()], 9, 140, 5),
+    ],
+    ids=["in the next one", "in two", "in the last that may", "a part", "nothing"],
+)
+def test_what_lacks_may_be_late_so_its_books_are_closed_when_it_has_come_or_cannot(
+    counted: list[int], late: list[Late], told_at: int, averaged: int, lost: int
 ) -> None:
-    """Of 200 tokens of two rounds 140 are in their exchange. The next one lacks nothing of its
-    own, and the last is closed with the run."""
+    """Of 200 tokens of two rounds 140 are in their exchange. The next ones lack nothing of their
+    own."""
+    plan = SyncPlan(LOCAL, 20, local_steps=2)
+    own = replica("own", round=9)
+    books = books_of(own)
+    books.averaged(1, 140)
+    for r, behind in zip((3, 5, 7), late, strict=True):
+        books.averaged(r, 200 + sum(behind), behind)
+    told = {r: books.opened(r, plan, own, NOW, has_just_left=False) for r in range(10)}
+    found = {loss.round: (r, loss) for r, losses in told.items() for loss in losses}
+    assert found[1] == (told_at, Loss(1, 0, 200, averaged, lost))
+    assert [found[r] for r in (3, 5, 7)] == [(r + 2, Loss(r, 0, 200, 200, 0)) for r in (3, 5, 7)]
+
+
+def test_the_end_of_the_run_closes_what_is_open(counted: list[int]) -> None:
     plan = SyncPlan(LOCAL, 6, local_steps=2)
     own = replica("own", round=5)
     books = books_of(own)
-    books.averaged(1, 140)
-    books.averaged(3, 200 + late, late)
-    books.averaged(5, 150)
+    for r, n in ((1, 140), (3, 200), (5, 150)):
+        books.averaged(r, n)
     told = [books.opened(r, plan, own, NOW, has_just_left=False) for r in range(7)]
-    assert [loss for losses in told[:5] for loss in losses] == []
-    assert told[5] == [Loss(1, 0, 200, 140 + late, lost), Loss(3, 0, 200, 200, 0)]
-    assert told[6] == [Loss(5, 0, 200, 150, 4)]
+    assert told[5] == [Loss(3, 0, 200, 200, 0)]
+    assert told[6] == [Loss(1, 0, 200, 140, 5), Loss(5, 0, 200, 150, 4)]
+
+
+@pytest.mark.parametrize(("their_round", "tells"), [(3, True), (7, False)])
+def test_who_had_lost_touch_does_not_close_books_when_it_is_back(
+    counted: list[int], their_round: int, tells: bool
+) -> None:
+    """Exchange 5 lacks tokens; the one with the lower id was in the exchange before it then, or in
+    the same one."""
+    plan = SyncPlan(LOCAL, 20, local_steps=2)
+    own = replica("own", round=7)
+    books = books_of(own, replica("a lower id", round=their_round))
+    for r in (5, 7, 9, 11):
+        books.averaged(r, 140 if r == 5 else 200)
+    told = []
+    for r in range(4, 14):
+        if r == 10:
+            books.view.merge(replace(replica("a lower id", round=13), version=2), NOW)
+        told += books.opened(r, plan, own, NOW, has_just_left=False)
+    assert (Loss(5, 0, 200, 140, 5) in told) == tells

@@ -20,12 +20,14 @@ from swarmnet.simulation.scenario import Result, Scenario
 from swarmnet.simulation.stage import Sizes
 from swarmnet.simulation.swarm import Simulation
 from swarmnet.swarm.settings import RunSettings
+from swarmnet.swarm.update.exchange.exchange import Exchange
 from swarmnet.swarm.update.exchange.late import LateContributions
 from swarmnet.wire import Array
 
 STEPS, ROUNDS, NUM_SHARDS = 8, 34, 4
 FAST = Link(2e6, 1e7, 0.01)
 SLOW = replace(FAST, up_bytes_per_s=1.5e5)
+SLOWER = replace(FAST, up_bytes_per_s=1.3e4)
 SLOW_PEER = "peer-0003"
 SCENARIO = Scenario(
     peers=5,
@@ -48,6 +50,14 @@ SCENARIO = Scenario(
 )
 
 
+LONG_UPLOAD = replace(
+    SCENARIO,
+    links=(FAST, FAST, FAST, SLOWER, FAST),
+    bounds=Bounds(converge_s=60.0, progress_s=300.0),
+    until_s=1500.0,
+)
+
+
 @dataclass
 class Late:
     """What became of contributions that came late."""
@@ -55,6 +65,9 @@ class Late:
     taken: list[tuple[int, int, str, str]] = field(default_factory=list)
     """Exchange, shard, whose, by whom."""
     refused: list[tuple[int, int, str, str]] = field(default_factory=list)
+
+    later: list[int] = field(default_factory=list)
+    """Of those that count, how many rounds later."""
 
     def exchanges(self) -> list[int]:
         return sorted({exchange for exchange, *_ in self.taken})
@@ -69,6 +82,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     ) -> bool:
         found = await take(self, exchange, shard, sender, n, gradient)
         known = seen.taken if found else seen.refused
+        if found:
+            seen.later.append(self.replica.current_exchange - exchange)
         known.append((exchange, shard, sender, self.gossip.own.peer_id))
         return found
 
@@ -111,6 +126,29 @@ def test_what_is_late_counts_in_the_next_exchange_and_nothing_is_lost(
     assert late.exchanges()[0] > 1
     assert late.exchanges()[-1] < ROUNDS - 1
     assert len(late.exchanges()) >= 3
+
+
+def test_an_upload_that_is_longer_than_an_exchange_is_away_counts_when_it_is_whole(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last shards come when the next exchange is over. Its sender hears so with the first of
+    them, and gives up when all have come: a call that is over sends no more."""
+    fail, is_giving = Exchange.fail, list[bool]()
+
+    def gives_up(self: Exchange, error: Exception) -> None:
+        is_giving.append(self._calls.is_giving)  # noqa: SLF001  as it is then
+        fail(self, error)
+
+    monkeypatch.setattr(Exchange, "fail", gives_up)
+    result = played(LONG_UPLOAD)
+    assert result.rounds == ROUNDS
+    assert (result.samples_lost, result.reported_lost) == (0, 0)
+    assert not late.refused
+    assert {sender for *_, sender, _ in late.taken} == {SLOW_PEER}
+    assert len(set(late.taken)) == len(late.taken)
+    assert sorted(late.later)[-2] > STEPS
+    assert is_giving
+    assert not any(is_giving)
 
 
 def test_a_robust_rule_needs_a_majority_that_it_can_see(

@@ -12,8 +12,10 @@ from typing import Any
 from swarmnet.methods.update import ShardReply
 from swarmnet.methods.update_proof import Proof
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.sync_modes import MOST_LATE
 from swarmnet.protocol.update import robust
 from swarmnet.protocol.update.exchange_turn import may_be_asked
+from swarmnet.protocol.update.late_tokens import Late, added, joined, within
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings
@@ -37,9 +39,9 @@ class Books:
         """By exchange and shard."""
         self._senders: dict[tuple[int, int], frozenset[str]] = {}
         """By exchange and shard: of sums that were made here."""
-        self._brought: dict[tuple[int, int], dict[str, int]] = {}
+        self._brought: dict[tuple[int, int], dict[str, Late]] = {}
         """By exchange and shard, by contributor: of its tokens, those that were late before."""
-        self._late: dict[tuple[int, int], int] = {}
+        self._late: dict[tuple[int, int], Late] = {}
         """By exchange and shard: of the tokens behind the result, those that were late before."""
         self._counted: dict[int, int] = {}
         """In mode `local`: tokens that rounds counted, by the word of the feeders."""
@@ -52,23 +54,23 @@ class Books:
         key = exchange, shard
         self._senders[key] = senders
         brought = self._brought.get(key, {})
-        self._late[key] = sum(n for p, n in brought.items() if p in senders)
+        self._late[key] = added(late for p, late in brought.items() if p in senders)
         self._copies.pop(key, None)
 
-    def brings(self, exchange: int, shard: int, contributor: str, late: int) -> None:
-        """So many tokens of a contribution were late in the exchange before."""
-        if late:
+    def brings(self, exchange: int, shard: int, contributor: str, late: Late) -> None:
+        """So many tokens of a contribution were late in exchanges before."""
+        if any(late):
             self._brought.setdefault((exchange, shard), {})[contributor] = late
 
-    def brought(self, exchange: int, shard: int, contributor: str) -> int:
+    def brought(self, exchange: int, shard: int, contributor: str) -> Late:
         """As it was said with `brings`."""
-        return self._brought.get((exchange, shard), {}).get(contributor, 0)
+        return self._brought.get((exchange, shard), {}).get(contributor, ())
 
-    def late_behind(self, exchange: int, shard: int) -> int:
+    def late_behind(self, exchange: int, shard: int) -> Late:
         """Of the tokens behind a result, or behind the sum that was made here, those that were late
-        in the exchange before."""
+        in exchanges before."""
         key = exchange, shard
-        return min(self._late.get(key, 0), max(0, self._tokens.get(key, 0)))
+        return within(self._late.get(key, ()), max(0, self._tokens.get(key, 0)))
 
     def tokens_behind(self, exchange: int, shard: int) -> int:
         """Behind a result; 0 where that is not known."""
@@ -84,9 +86,9 @@ class Books:
         copy = self._copies.get((exchange, shard), {}).pop(remote, b"")
         return copy == digest != b""
 
-    def stepped(self, exchange: int, shard: int, num_tokens: int, late: int | None = None) -> None:
+    def stepped(self, exchange: int, shard: int, num_tokens: int, late: Late | None = None) -> None:
         """So many tokens are behind a result. `late`: of them, as a primary says, those that were
-        late in the exchange before; None where the sum was made here."""
+        late in exchanges before; None where the sum was made here."""
         self._tokens[(exchange, shard)] = num_tokens
         if late is not None:
             self._late[(exchange, shard)] = late
@@ -94,7 +96,7 @@ class Books:
     def heard(self, exchange: int, shard: int, told: ShardReply) -> None:
         """What came with a result."""
         if told.num_tokens >= 0:
-            self.stepped(exchange, shard, told.num_tokens, told.late)
+            self.stepped(exchange, shard, told.num_tokens, joined(told.late, told.older))
         if told.norm >= 0:
             self.norms.heard(exchange, told.norm)
 
@@ -112,6 +114,7 @@ class Books:
     ) -> ShardReply:
         """What a contributor is told with its result. `coming`: the round that begins with it;
         `is_late`: its contribution counts in the next one."""
+        late = self.late_behind(exchange, shard)
         return ShardReply(
             exchange + 1 if coming is None else coming,
             remote in self._senders.get((exchange, shard), ()),
@@ -120,8 +123,9 @@ class Books:
             is_copy,
             proof,
             summed,
-            self.late_behind(exchange, shard),
+            sum(late),
             is_late,
+            late[1:],
         )
 
     def norm(self, exchange: int) -> float:
@@ -150,7 +154,7 @@ class Books:
     def note_counted(self, round_index: int) -> None:
         """Of a round that is over here, in mode `local`: its exchange may come rounds later."""
         self._counted[round_index] = self._whole_count(round_index)
-        oldest = round_index - 2 * self.replica.plan.local_steps
+        oldest = round_index - (MOST_LATE + 1) * self.replica.plan.local_steps
         for old in [q for q in self._counted if q < oldest]:
             del self._counted[old]
 
@@ -162,20 +166,26 @@ class Books:
             return self._whole_count(exchange)
         window = plan.window(shard, exchange)
         counted = self._counted_of(window)
-        return counted + self._left_out(shard, window.start - 1) if counted else 0
+        return counted + self._left_out(shard, exchange) if counted else 0
 
     def _counted_of(self, window: range) -> int:
         known = [self._counted.get(q, 0) for q in window]
         return sum(known) if all(known) else 0
 
     def _left_out(self, shard: int, exchange: int) -> int:
-        """What an exchange counted that is not behind its result may be late, and come with the
-        next one; as far as is known."""
-        tokens = self._tokens.get((exchange, shard), UNKNOWN)
-        if tokens == UNKNOWN:
-            return 0
-        fresh = tokens - self.late_behind(exchange, shard)
-        return max(0, self._counted_of(self.replica.plan.window(shard, exchange)) - fresh)
+        """What exchanges before this one counted that is behind no result yet may be late, and come
+        with it; as far as is known."""
+        plan, left = self.replica.plan, 0
+        before = plan.exchanges_before(shard, exchange, MOST_LATE)
+        for age, e in enumerate(before):
+            tokens = self._tokens.get((e, shard), UNKNOWN)
+            if tokens == UNKNOWN:
+                continue
+            came = tokens - sum(self.late_behind(e, shard))
+            for k, later in enumerate(before[:age]):
+                came += sum(self.late_behind(later, shard)[age - k - 1 : age - k])
+            left += max(0, self._counted_of(plan.window(shard, e)) - came)
+        return left
 
     def _counted_in(self, round_index: int) -> int:
         return self._progress(round_index).tokens
@@ -200,6 +210,12 @@ class Books:
             self._late,
             self._copies,
         )
+        # What may come late for an exchange is told by what is behind those since.
+        kept = (MOST_LATE + 1) * plan.local_steps if plan.is_local else 0
         for known in books:
-            for r, j in [key for key in known if not may_be_asked(plan, key[1], key[0], exchange)]:
+            is_small = known is self._tokens or known is self._late
+            oldest = exchange + 1 - (kept if is_small else 0)
+            for r, j in [
+                (r, j) for r, j in known if r < oldest and not may_be_asked(plan, j, r, exchange)
+            ]:
                 del known[r, j]

@@ -38,6 +38,7 @@ from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import exchange_turn
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress
+from swarmnet.protocol.update.late_tokens import Late
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
@@ -277,6 +278,11 @@ class ExchangeCalls:
         """Some answer is waited for."""
         return bool(self._pushes)
 
+    @property
+    def is_giving(self) -> bool:
+        """Some contribution is on its way."""
+        return any(call.with_gradient for call in self._pushes.values())
+
     async def push(self, call: PushCall) -> dict[int, Told]:
         """Makes a push. Returns what is told of each shard; raises `SwarmnetError`."""
         shards = tuple(call.ballots)
@@ -292,6 +298,7 @@ class ExchangeCalls:
         self._turned.update(given)
         await self._calls.turn(num_bytes)
         terms = tuple(ballot.term for ballot in call.ballots.values())
+        late, older = self._late_in(shards) if given else ((), ())
         primary = call.ballots[shards[0]].primary
         request = ReduceRequest(
             self._exchange,
@@ -303,7 +310,8 @@ class ExchangeCalls:
             is_whole=not self._replica.synced,
             follows=tuple(self._states.is_before(j, self._exchange) for j in shards),
             signatures=tuple(signatures.values()),
-            late=self._late_in(shards) if given else (),
+            late=late,
+            older=older,
         )
         message = Message(request, tuple(given.values()))
         reply = await self._calls.call(
@@ -311,11 +319,15 @@ class ExchangeCalls:
         )
         return self._results_in(shards, reply.body.shards, reply.arrays)
 
-    def _late_in(self, shards: Sequence[int]) -> tuple[int, ...]:
-        """Of the own contributions to these, the tokens that were late in the exchange before."""
+    def _late_in(self, shards: Sequence[int]) -> tuple[tuple[int, ...], tuple[Late, ...]]:
+        """Of the own contributions to these, the tokens that were late in exchanges before, and how
+        many of those were late for longer."""
         own = self._gossip.own.peer_id
-        late = tuple(self._books.brought(self._exchange, j, own) for j in shards)
-        return late if any(late) else ()
+        found = [self._books.brought(self._exchange, j, own) for j in shards]
+        older = tuple(late[1:] for late in found)
+        if not any(found):
+            return (), ()
+        return tuple(map(sum, found)), older if any(older) else ()
 
     def _heard(self, primary: str, told: ReduceProgress) -> None:
         """What a primary says before there is a result."""

@@ -205,6 +205,8 @@ class Exchange:
         self.changed = Condition()
         self.failure: Exception | None = None
         """Why it cannot end here."""
+        self._is_behind = False
+        """The result of some shard cannot be had any more."""
         self.refresh()
         self._tasks.start(self._watch())
 
@@ -442,7 +444,8 @@ class Exchange:
                 self._states.spoil(j, self.number)
                 log.info("round %d shard %d: another primary's step holds", self.number, j)
             case do.Abandon():
-                self.fail(Behind(f"the stage is further on than round {self.number}"))
+                self._is_behind = True
+                self._end_if_behind()
             case do.Sum() | do.FindNorm() | do.Step() | do.Repeat():
                 self._begin_work(j, command)
             case do.Mirror():
@@ -472,6 +475,15 @@ class Exchange:
     # ---- pushes and results -----------------------------------------------------------------
 
     async def _push(self, call: PushCall) -> None:
+        await self._make_push(call)
+        self._end_if_behind()
+
+    def _end_if_behind(self) -> None:
+        """What is on its way to other primaries may count yet, with them."""
+        if self._is_behind and not (self._calls.is_giving and self._ownership.takes_late):
+            self.fail(Behind(f"the stage is further on than round {self.number}"))
+
+    async def _make_push(self, call: PushCall) -> None:
         try:
             found = await self._calls.push(call)
         except SwarmnetError as e:
@@ -849,6 +861,7 @@ class Steps:
         self, shard: int, total: Total, ballot: Ballot, before: Before
     ) -> MirrorRequest:
         """What a backup needs beside the sum, for its step to be the same."""
+        late = self._books.late_behind(self._number, shard)
         return MirrorRequest(
             self._number,
             self._replica.index,
@@ -860,7 +873,8 @@ class Steps:
             before.lineage,
             ballot.term,
             summed=before.summed,
-            late=self._books.late_behind(self._number, shard),
+            late=sum(late),
+            older=late[1:],
         )
 
     async def _sum(self, j: int, command: do.Sum) -> list[on.Event]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from swarmnet.protocol.membership.records import LEAVING, Record
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_turn import Turn, turn_of
+from swarmnet.protocol.update.late_tokens import joined
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.protocol.update.round_end import Contributed
 from swarmnet.swarm.calls import notify, serve
@@ -108,6 +109,7 @@ class ExchangeService:
         given = {j: (tokens[j], gradient) for j, gradient in gradients.items()}
         await self.proofs.check(push.round, request.remote, given, push.signatures)
         self._note_contribution(push.round, record)
+        await self._take_old(push, request.remote, given)
         primary = push.primary or self.gossip.own.peer_id
         work = [
             self._reduce(push, request, j, n, gradients.get(j), Ballot(term, primary))
@@ -169,8 +171,7 @@ class ExchangeService:
         """One shard for one contributor."""
         remote, asked = request.remote, push.round
         turn = await self._turn(asked, j)
-        if push.late:
-            self.books.brings(asked, j, remote, push.late[push.shards.index(j)])
+        self._note_late(push, j, remote)
         if turn is Turn.LAST:
             return await self._straggler(asked, j, remote, num_tokens, gradient)
         exchange = self.exchange.now()
@@ -199,6 +200,25 @@ class ExchangeService:
         summed = self.proofs.copied_of(asked, j)
         told = self.books.told(asked, j, remote, proof=proof, summed=summed, is_late=is_late)
         return told, values
+
+    def _note_late(self, push: ReduceRequest, j: int, remote: str) -> None:
+        if push.late:
+            i = push.shards.index(j)
+            older = push.older[i] if push.older else ()
+            self.books.brings(push.round, j, remote, joined(push.late[i], older))
+
+    async def _take_old(
+        self, push: ReduceRequest, remote: str, given: Mapping[int, tuple[int, Array]]
+    ) -> None:
+        """What was on its way while a later exchange was made. Raises `Stale`: its sender has to
+        fetch the parameters of the stage."""
+        current, plan = self.replica.current_exchange, self.replica.plan
+        if not any(turn_of(plan, j, push.round, current) is Turn.OVER for j in given):
+            return
+        for j, (num_tokens, gradient) in given.items():
+            self._note_late(push, j, remote)
+            await self._is_taken(push.round, j, remote, num_tokens, gradient)
+        raise Stale(f"round {push.round} is over here", round=self.replica.current_exchange)
 
     async def _is_taken(
         self, exchange: int, j: int, sender: str, num_tokens: int, gradient: Array | None

@@ -25,6 +25,7 @@ from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update import robust
+from swarmnet.protocol.update.late_tokens import joined
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.receipts import hash_of
@@ -424,7 +425,8 @@ class ShardWork:
         """The same step as the primary's, bit for bit; or its part that is (`Optimizer.follow`)."""
         before = Before(mirror.scale, mirror.steps, mirror.lineage)
         result = await self._step(mirror.round, mirror.shard, gradient, before, is_copy=True)
-        self._books.stepped(mirror.round, mirror.shard, mirror.num_tokens, mirror.late)
+        late = joined(mirror.late, mirror.older)
+        self._books.stepped(mirror.round, mirror.shard, mirror.num_tokens, late)
         if mirror.norm >= 0:
             self._norms.heard(mirror.round, mirror.norm)
         self._makers[mirror.shard] = maker

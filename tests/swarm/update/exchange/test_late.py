@@ -13,6 +13,7 @@ import torch
 
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING
 from swarmnet.protocol.sync_modes import LOCAL, SyncPlan
+from swarmnet.protocol.update.late_tokens import Late
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.update.exchange.late import LateContributions
@@ -20,19 +21,19 @@ from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.optimizer.outer import OuterNesterov
 from swarmnet.wire import Array
 
-EXCHANGE, NEXT = 9, 19
+EXCHANGE, NEXT, AFTER, LAST = 9, 19, 29, 99
 
 
 @dataclass
 class Books:
     """100 tokens were counted for the exchange, and 60 are in it."""
 
-    late: dict[str, int] = field(default_factory=dict)
+    late: dict[str, Late] = field(default_factory=dict)
 
-    def brought(self, exchange: int, shard: int, contributor: str) -> int:
-        return self.late.get(contributor, 0)
+    def brought(self, exchange: int, shard: int, contributor: str) -> Late:
+        return self.late.get(contributor, ())
 
-    def brings(self, exchange: int, shard: int, contributor: str, late: int) -> None:
+    def brings(self, exchange: int, shard: int, contributor: str, late: Late) -> None:
         self.late[contributor] = late
 
     def counted_behind(self, exchange: int, shard: int) -> int:
@@ -89,10 +90,41 @@ def test_what_is_taken_is_in_the_next_contribution_once() -> None:
         assert await one.takes("d", 5, 4.0)
         assert one.late.has_any
         assert await one.given() == (35, [17.0] * 4)
-        assert one.books.late["own"] == 25
+        assert one.books.late["own"] == (25,)
         assert not one.late.has_any
-        assert not await one.takes("e", 5, 4.0), "the next exchange has begun"
         assert await one.takes("c", 20, 3.0), "it counts all the same"
+        assert await one.given(AFTER) == (10, [10.0] * 4)
+        assert one.books.late["own"] == ()
+
+    asyncio.run(scenario())
+
+
+def test_an_upload_that_is_whole_after_the_next_exchange_is_in_the_one_after() -> None:
+    async def scenario() -> None:
+        one = Replica()
+        await one.decides()
+        assert await one.takes("c", 20, 3.0)
+        assert await one.given() == (30, [13.0] * 4)
+        one.late.decided(NEXT, 0, frozenset({"own", "b", "c"}))
+        assert await one.takes("d", 5, 4.0), "of the exchange before"
+        assert await one.late.take(NEXT, 0, "e", 7, array(2.0))
+        assert await one.takes("d", 5, 4.0), "said again"
+        assert await one.given(AFTER) == (22, [16.0] * 4)
+        assert one.books.late["own"] == (7, 5)
+        await one.given(AFTER + 10)
+        assert not await one.takes("e", 5, 4.0), "three exchanges have gone by"
+
+    asyncio.run(scenario())
+
+
+def test_what_can_be_in_no_exchange_any_more_does_not_count() -> None:
+    async def scenario() -> None:
+        one = Replica()
+        await one.late.contribution(LAST - 10, 0, 20, array(20.0))
+        one.late.decided(LAST - 10, 0, frozenset({"own"}))
+        assert await one.late.take(LAST - 10, 0, "c", 20, array(3.0))
+        assert await one.given(LAST) == (30, [13.0] * 4)
+        assert not await one.late.take(LAST - 10, 0, "d", 20, array(3.0))
 
     asyncio.run(scenario())
 
@@ -129,12 +161,12 @@ def test_what_was_late_twice_is_given_up_and_who_leaves_takes_nothing() -> None:
     async def scenario() -> None:
         one = Replica()
         await one.decides()
-        one.books.late["c"] = 5
+        one.books.late["c"] = (5,)
         assert not await one.takes("c", 20, 3.0)
         one.own.state = LEAVING
         assert not await one.takes("d", 20, 3.0)
         one.own.state = ACTIVE
         assert await one.takes("d", 20, 3.0)
-        assert await one.given(NEXT + 10) == (10, [10.0] * 4), "it was in no exchange for too long"
+        assert await one.given(NEXT + 30) == (10, [10.0] * 4), "it was in no exchange for too long"
 
     asyncio.run(scenario())
