@@ -1,5 +1,5 @@
-"""One machine with many names, which are free: what their records say changes nothing, and honest
-newcomers are found among them."""
+"""One machine with many names, which are free: what they say changes nothing, and honest newcomers
+are found among them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import asyncio
 import pytest
 
 from tests.hostile.attacker import Attacker
-from tests.hostile.attacks import Attack, feed, observe
-from tests.hostile.trial import NUM_REPLICAS, NUM_STAGES, trial
-from tests.swarm.harness import Swarm
+from tests.hostile.attacks import Attack, ahead, feed, lies, observe, swallows, usurpers
+from tests.hostile.test_takeovers import FALSE_STEP
+from tests.hostile.trial import CLOSED_PART, NUM_REPLICAS, NUM_STAGES, trial
+from tests.swarm.harness import SIZES, Swarm
 
 
 @pytest.mark.parametrize("attack", [observe, feed])
@@ -36,3 +37,27 @@ def test_many_names_are_worth_nothing(attack: Attack) -> None:
 
     pace = trial(attack_and_join, look=look)
     assert pace.held(), pace
+
+
+STRANGERS = {
+    "a round to come": lies(20, ahead),
+    "microbatches swallowed": swallows(4, has=None, tells=0),
+    "takeovers": usurpers(4, SIZES.num_shards, FALSE_STEP),
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS)
+def test_a_closed_run_does_not_even_slow_down(said: str) -> None:
+    """Nobody knows of those that have no invite, whatever they say."""
+
+    def nobody_knows_them(swarm: Swarm, attacker: Attacker) -> None:
+        names = {name.peer_id for name in attacker.names}
+        assert names
+        assert not swarm.total("samples_lost")
+        for member in swarm.members.values():
+            known = {r.peer_id for r in member.peer.view.records()}
+            assert known == set(swarm.members), member.peer_id
+
+    pace = trial(STRANGERS[said], is_closed=True, during_s=8.0, look=nobody_knows_them)
+    print(pace)
+    assert pace.held(CLOSED_PART), pace

@@ -6,9 +6,10 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarmnet.errors import ProtocolViolation
 from swarmnet.spec import RunSpec
 from tests.hostile.attacker import Attacker, NamedSigner
 from tests.hostile.attacks import Attack
@@ -41,6 +42,22 @@ class Pace:
         return min(self.during, self.after) >= part * self.before
 
 
+@dataclass(frozen=True)
+class Invited:
+    """Admits who shows an invite. It is good for one peer id, and the attacker has none."""
+
+    is_open: bool = field(default=False, init=False)
+
+    def check(self, peer_id: str, credential: bytes) -> None:
+        if credential != invite(peer_id):
+            raise ProtocolViolation("no invite")
+
+
+def invite(peer_id: str) -> bytes:
+    """What an honest peer shows in a closed run."""
+    return f"for {peer_id}".encode()
+
+
 def honest_spec(folder: Path, **pipeline: object) -> RunSpec:
     """Of a swarm that has enough to do."""
     return tiny_spec(
@@ -52,6 +69,7 @@ def trial(
     attack: Attack,
     *,
     seed: int = 0,
+    is_closed: bool = False,
     during_s: float = DURING_S,
     look: Callable[[Swarm, Attacker], None] = lambda swarm, attacker: None,
 ) -> Pace:
@@ -77,8 +95,14 @@ def trial(
         look(swarm, attacker)
 
     with tempfile.TemporaryDirectory() as folder:
+        spec, closed = honest_spec(Path(folder)), {"admission": Invited(), "credential": invite}
         in_virtual_time(
-            scenario, honest_spec(Path(folder)), is_synthetic=True, seed=seed, signer=NamedSigner
+            scenario,
+            spec,
+            is_synthetic=True,
+            seed=seed,
+            signer=NamedSigner,
+            **(closed if is_closed else {}),
         )
     return found[0]
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from swarmnet.admission import OPEN, Admission
 from swarmnet.ports import Data, InitialWeights
 from swarmnet.protocol.slots import slot_of
 from swarmnet.runtime.compose import run_settings
@@ -188,6 +189,9 @@ class Swarm:
     """By round and microbatch id: the replicas that it went through."""
     signer: Callable[[str], Signer] = lambda name: OpenSigner()
     """Of a peer by its name."""
+    admission: Admission = OPEN
+    credential: Callable[[str], bytes] = lambda name: b""
+    """What a peer shows, by its name."""
     owner: str = ""
     """Peer id of the key that may end the run."""
     is_synthetic: bool = False
@@ -245,7 +249,13 @@ class Swarm:
         peer = Peer(
             transport=self.hub.transport(name),
             signer=self.signer(name),
-            identity=Identity(self.spec.run_id, self.spec.canonical(), next(self._incarnations)),
+            identity=Identity(
+                self.spec.run_id,
+                self.spec.canonical(),
+                next(self._incarnations),
+                credential=self.credential(name),
+            ),
+            admission=self.admission,
             settings=run_settings(self.spec),
             machine=machine,
             rng=random.Random(f"{self.seed}|{name}"),
