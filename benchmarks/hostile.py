@@ -82,6 +82,7 @@ def own_data(spec: RunSpec, shards: int) -> attacks.Attack:
 
 KINDS: dict[str, Kind] = {
     "ahead": lambda spec, shards: attacks.lies(3, attacks.ahead),
+    "nowhere": lambda spec, shards: attacks.lies(3, attacks.nowhere),
     "follows": lambda spec, shards: attacks.lies(3, attacks.follows),
     "observers": lambda spec, shards: attacks.observe,
     "feeders": lambda spec, shards: attacks.feed,
@@ -90,8 +91,11 @@ KINDS: dict[str, Kind] = {
     "large-records": lambda spec, shards: attacks.tell_much,
     "false-signatures": lambda spec, shards: attacks.sign_falsely,
     "gossip": lambda spec, shards: attacks.ask_much,
+    "unread": lambda spec, shards: attacks.reads_nothing,
+    "silent": lambda spec, shards: attacks.swallows(2, has=None, tells=0),
     "swallows": lambda spec, shards: attacks.swallows(2, has=True, tells=100),
     "slots": own_data,
+    "norms": lambda spec, shards: attacks.says_huge_norms(4, shards),
     "ballots": lambda spec, shards: attacks.usurpers(4, shards, false_step(spec)),
 }
 """By name."""

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any, Protocol
 
 from swarmnet.errors import Redirect
-from swarmnet.methods.contact import PING
+from swarmnet.methods.contact import BANDWIDTH, PING, BandwidthRequest
+from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.methods.microbatch import (
     ADMIT,
     COMMIT,
@@ -27,10 +31,12 @@ from swarmnet.methods.records import GOSSIP, GossipRequest
 from swarmnet.methods.update import (
     BALLOT,
     MIRROR,
+    NORM,
     REDUCE,
     BallotReply,
     BallotRequest,
     MirrorRequest,
+    NormRequest,
     ReduceRequest,
 )
 from swarmnet.protocol.membership.records import (
@@ -51,6 +57,7 @@ OFTEN_S, EVERY_S, SELDOM_S = 0.05, 0.2, 1.0
 """Between two records of a liar: of one that keeps up with each round, of a few names, of many."""
 SPARE = 5
 """Rounds by which one is ahead."""
+NO_STAGE = 5
 AGREES_ROUNDS = 5
 MANY = 200
 """Names."""
@@ -104,6 +111,11 @@ def lies(
 def ahead(number: int, newest: int) -> dict[str, Any]:
     """It is in a round to come."""
     return {"round": newest + SPARE, "stage": number % 2}
+
+
+def nowhere(number: int, newest: int) -> dict[str, Any]:
+    """It is in a round to come, of a stage that no run of ours has."""
+    return {"round": newest + SPARE, "stage": NO_STAGE}
 
 
 def follows(number: int, newest: int) -> dict[str, Any]:
@@ -331,6 +343,59 @@ def usurpers(num_names: int, num_shards: int, step: Array) -> Attack:
     return attack
 
 
+# ---- words for others ------------------------------------------------------------------------
+
+HUGE = 1e60
+SPEAKS_EVERY_S = 0.02
+
+
+@asynccontextmanager
+async def calling() -> AsyncIterator[Callable[..., None]]:
+    """Starts calls that nobody waits for: `start(transport, target, method, message)`."""
+    tasks = set[asyncio.Task[Any]]()
+
+    def start(transport: Any, target: str, method: Any, message: Message[Any]) -> None:
+        said = call(transport, target, method, message, timeout_s=ANSWER_S)
+        tasks.add(asyncio.get_running_loop().create_task(said))
+
+    try:
+        yield start
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def says_huge_norms(
+    num_names: int, num_shards: int, member: Callable[[Any], tuple[Any, int]] | None = None
+) -> Attack:
+    """Of all shards of its stage, at all peers, before anybody else knows. `member(swarm)`: a
+    transport that says so too, with its stage."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        names = [attacker.name() for _ in range(num_names)]
+        for name in names:
+            name.answer(PING, lambda body: None)
+        speakers: list[tuple[Any, int]] = [(name.transport, n % 2) for n, name in enumerate(names)]
+        speakers += [] if member is None else [member(swarm)]
+        shards, last = tuple(range(num_shards)), -1
+        async with calling() as start:
+            while True:
+                r = max(swarm.rounds())
+                for n, name in enumerate(names) if r > last else ():
+                    says = {"state": ACTIVE, "round": r, "stage": n % 2}
+                    name.tell(attacker.victims, name.record(addresses=name.where, **says))
+                for transport, stage in speakers if r > last else ():
+                    body = NormRequest(r, stage, shards, (HUGE,) * len(shards))
+                    for victim in attacker.victims:
+                        if victim != transport.peer_id:
+                            start(transport, victim, NORM, Message(body))
+                last = r
+                await asyncio.sleep(SPEAKS_EVERY_S)
+
+    return attack
+
+
 # ---- much of something -----------------------------------------------------------------------
 
 LARGE_BYTES, NUM_LARGE = 48_896, 90
@@ -361,6 +426,27 @@ async def sign_falsely(attacker: Attacker, swarm: Seen) -> None:
             false = [replace(signed, signature=bytes(64)) for signed in records]
             name.tell(attacker.victims, *false)
             await asyncio.sleep(OFTEN_S)
+
+
+READS_EVERY_S = 0.5
+
+
+async def reads_nothing(attacker: Attacker, swarm: Seen) -> None:
+    """Asks all peers for as much as one answer may have, and hardly ever reads: its process sleeps.
+    In virtual time that would stop everybody."""
+    names = [attacker.name() for _ in range(4)]
+    async with calling() as start:
+        while True:
+            for name, target in product(names, attacker.victims):
+                wanted = Message(BandwidthRequest(MAX_PROBE_BYTES))
+                start(name.transport, target, BANDWIDTH, wanted)
+            await asyncio.sleep(OFTEN_S)
+            stand_still()
+
+
+def stand_still() -> None:
+    """Nothing is read meanwhile."""
+    time.sleep(READS_EVERY_S)
 
 
 async def ask_much(attacker: Attacker, swarm: Seen) -> None:

@@ -5,77 +5,32 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarmnet.methods.contact import PING
-from swarmnet.methods.update import NORM, REDUCE_TIED, NormReply, NormRequest, TiedSum
+from swarmnet.methods.update import NORM, REDUCE_TIED, NormReply, TiedSum
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES
 from swarmnet.protocol.update.roster import MAX_TERM
-from swarmnet.swarm.calls import call
 from swarmnet.swarm.update.exchange.norms import Norms
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.hostile.attacker import Attacker, NamedSigner
-from tests.hostile.attacks import Attack
+from tests.hostile.attacks import HUGE, calling, says_huge_norms
 from tests.hostile.trial import trial
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import SIZES, Swarm, in_virtual_time
 from tests.swarm.update.exchange.test_tied_shards import check, tied_spec
 
 LIAR = "peer-7"
-EVERY_S, TIED_EVERY_S, ANSWER_S = 0.02, 0.1, 1.0
-HUGE = 1e60
+TIED_EVERY_S = 0.1
 
 
-@asynccontextmanager
-async def calling() -> AsyncIterator[Any]:
-    """Starts calls that nobody waits for: `start(transport, target, method, message)`."""
-    tasks = set[asyncio.Task[Any]]()
-
-    def start(transport: Any, target: str, method: Any, message: Message[Any]) -> None:
-        said = call(transport, target, method, message, timeout_s=ANSWER_S)
-        tasks.add(asyncio.get_running_loop().create_task(said))
-
-    try:
-        yield start
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def says_huge_norms(num_names: int) -> Attack:
-    """Of all shards of its stage, at all peers, before anybody else knows. Without names it is a
-    member, which does all its work besides."""
-
-    async def attack(attacker: Attacker, swarm: Swarm) -> None:
-        names = [attacker.name() for _ in range(num_names)]
-        for name in names:
-            name.answer(PING, lambda body: None)
-        stages = {name.transport: n % 2 for n, name in enumerate(names)}
-        if not names:
-            stages[swarm.members[LIAR].peer.transport] = swarm.stages()[LIAR]
-        shards, last = tuple(range(SIZES.num_shards)), -1
-        async with calling() as start:
-            while True:
-                r = max(swarm.rounds())
-                for name in names if r > last else ():
-                    says = {"state": ACTIVE, "round": r, "stage": stages[name.transport]}
-                    name.tell(attacker.victims, name.record(addresses=name.where, **says))
-                for transport, stage in stages.items() if r > last else ():
-                    body = NormRequest(r, stage, shards, (HUGE,) * len(shards))
-                    for victim in attacker.victims:
-                        if victim != transport.peer_id:
-                            start(transport, victim, NORM, Message(body))
-                last = r
-                await asyncio.sleep(EVERY_S)
-
-    return attack
+def the_member(swarm: Swarm) -> tuple[Any, int]:
+    """One that does all its work besides."""
+    return swarm.members[LIAR].peer.transport, swarm.stages()[LIAR]
 
 
 @pytest.mark.parametrize("num_names", [0, 4])
@@ -87,7 +42,8 @@ def test_no_norm_is_what_one_says_that_does_not_lead(num_names: int) -> None:
         taken = [m.peer.exchanges.norms.last_total for m in swarm.members.values()]
         assert 0 < max(taken) < HUGE, taken
 
-    pace = trial(says_huge_norms(num_names), during_s=8.0, look=untouched)
+    attack = says_huge_norms(num_names, SIZES.num_shards, None if num_names else the_member)
+    pace = trial(attack, during_s=8.0, look=untouched)
     print(pace)
     assert pace.held(), pace
 
