@@ -23,6 +23,7 @@ from swarmnet.training.attention.documents import PackedSequence
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.activation_choice import known_activations
 from swarmnet.training.memory.plan import FP32
+from swarmnet.training.models import family_probe
 from swarmnet.training.models.adapter import AttendsBy, adapter_plan
 from swarmnet.training.models.base import (
     LayerContext,
@@ -34,6 +35,7 @@ from swarmnet.training.models.base import (
 from swarmnet.training.models.family_probe import check_documents_apart
 from swarmnet.training.models.model_config import load_config, read_config
 from swarmnet.training.models.registry import model_plan
+from swarmnet.training.models.shrunk import shrunk_configs
 from swarmnet.training.models.source_weights import INDEX_FILE, SourceWeights, saved_tensors
 from swarmnet.training.stage import build_stage
 from tests.training.packed import document
@@ -214,14 +216,17 @@ def test_a_family_that_does_not_keep_documents_apart_is_refused(
 @pytest.mark.parametrize(
     ("kind", "more", "by_sequence"),
     [
-        ("deepseek_v3", {}, False),  # its values are narrower than its keys
+        ("deepseek_v3", {}, True),  # its values are narrower than its keys
+        ("deepseek_v3", {"v_head_dim": 48}, False),  # and here they are wider
         ("granite", {}, True),
     ],
 )
 def test_uncommon_attention_keeps_documents_apart(
-    kind: str, more: dict[str, Any], by_sequence: bool
+    kind: str, more: dict[str, Any], by_sequence: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config({"model_type": kind, "num_hidden_layers": 2, **more})
+    smaller = [small | more for small in shrunk_configs(config.canonical_values)]
+    monkeypatch.setattr(family_probe, "shrunk_configs", lambda _: smaller)
     assert check_documents_apart(config.canonical_values, LENGTH) is by_sequence
 
 
@@ -233,7 +238,7 @@ def test_attention_that_a_family_calls_is_that_of_documents() -> None:
     about: dict[str, Any] = {"scale": 0.9, "enable_gqa": True}
     with AttendsBy(PackedSequence(of)):
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True, **about)
-        with pytest.raises(RuntimeError, match="does not keep documents apart"):
+        with pytest.raises(RuntimeError, match="not plainly causal"):
             F.scaled_dot_product_attention(q, k, v, is_causal=False, **about)
     sees = (of.unsqueeze(2) == of.unsqueeze(1)).tril().unsqueeze(1)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, **about)

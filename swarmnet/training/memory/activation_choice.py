@@ -24,6 +24,7 @@ from swarmnet.training.memory.plan import (
     Precision,
     is_of_formula,
     of_samples,
+    positions_of_rank,
     samples_of_rank,
     stage_activations,
 )
@@ -106,15 +107,16 @@ def known_activations(
     masked: bool = False,
 ) -> Activations | None:
     """By the formula, or, for another model and for adapters, by a pass over shapes without
-    numbers; None where its layers cannot do that. `num_ranks`, `shared`: as for `plan_memory`;
-    sequences are shared of a model of the formula. `masked`: as `stage_activations`."""
+    numbers; None where its layers cannot do that. `num_ranks`, `shared`: as for `plan_memory`.
+    `masked`: as `stage_activations`."""
     if is_of_formula(spec):
         return stage_activations(spec, stage, precision, num_ranks, shared, masked=masked)
     try:
         whole = traced_activations(spec, stage, precision)
-        if num_ranks == 1 or shared != EXPERTS:
+        if num_ranks == 1:
             return whole
-        part = traced_activations(samples_of_rank(spec, num_ranks), stage, precision)
+        divided = samples_of_rank if shared == EXPERTS else positions_of_rank
+        part = traced_activations(divided(spec, num_ranks), stage, precision)
         return of_samples(whole, part)
     except Exception as error:  # whatever the author's code does there
         log.debug("a custom layer cannot be traced: %s", error)

@@ -478,9 +478,20 @@ def samples_of_rank(spec: RunSpec, num_ranks: int) -> RunSpec:
     return spec.model_copy(update={"pipeline": pipeline})
 
 
+def positions_of_rank(spec: RunSpec, num_ranks: int) -> RunSpec:
+    """The run as a rank sees it that has two pieces of each sequence: the rank with most."""
+    data = spec.data.model_copy(update={"sequence_length": _most_positions(spec, num_ranks)})
+    return spec.model_copy(update={"data": data})
+
+
+def _most_positions(spec: RunSpec, num_ranks: int) -> int:
+    return 2 * -(-spec.sequence_length // (2 * num_ranks))
+
+
 def of_samples(whole: Activations, part: Activations) -> Activations:
     """At a rank that has some samples of each microbatch, and whose experts get as many tokens as
-    it has. `part`: of its samples alone. What comes from other stages and goes to them is whole."""
+    it has; or some positions. `part`: of its own alone. What comes from other stages and goes to
+    them is whole."""
     return replace(
         whole,
         graph=part.graph,
@@ -523,8 +534,7 @@ def stage_activations(
         )
         return of_samples(whole, part)
     whole = llama_activations(*about)
-    # As many positions as the rank with most, which has two pieces.
-    length = 2 * -(-spec.sequence_length // (2 * num_ranks))
+    length = _most_positions(spec, num_ranks)
     return _of_part(spec, whole, llama_activations(*about, length), length)
 
 

@@ -50,6 +50,8 @@ NO_MASK = "swarmnet_causal"
 MAX_LENGTH = 1 << 30
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
 """Kinds of layers that are causal without a mask."""
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Of a config: how far attention looks back, of some layers at least."""
 MAX_OUTSIDE = 1 << 24
 """Numbers that a family may keep outside embedding, layers, norm and head: tables of positions."""
 
@@ -84,7 +86,7 @@ class Decoder(TakesContext):
         self._causal = copy.deepcopy(shell.config)
         # A name without masks: attention is causal then, and nothing looks at the positions.
         self._causal._attn_implementation = NO_MASK  # noqa: SLF001  as in `model_config`
-        self._window = _window(config)
+        self._window = plain_window(config)
         self._index = index
         self._losses = losses
         self._num_chosen = getattr(config, "num_experts_per_tok", None) or 0
@@ -102,7 +104,11 @@ class Decoder(TakesContext):
         cache = None if context is None else context.cache
         # Layers with a window, and those that are not sdpa, make a mask of the positions.
         mask = context.mask if context and x_BSD.shape[1] <= self._window else None
-        sequence = context.sequence if context and x_BSD.shape[1] <= self._window else None
+        sequence = None if context is None else context.sequence
+        if sequence is not None and sequence.length > self._window:
+            if sequence.length > x_BSD.shape[1]:  # no mask says what lies on other ranks
+                raise RuntimeError("this model's attention cannot be shared among ranks")
+            sequence = None
         is_plain = positions is None and cache is None
         if is_plain:
             positions = _positions(x_BSD.shape[1], x_BSD.device)
@@ -163,12 +169,16 @@ class AttendsBy(TorchFunctionMode):
     ) -> Tensor:
         """As torch's, whose names of arguments these are."""
         size, is_plain = q_BHSE.shape[-1], is_causal or q_BHSE.shape[2] == 1
-        if attn_mask is not None or dropout_p or not is_plain or v_BKSE.shape[-1] != size:
-            raise RuntimeError("attention of a kind that does not keep documents apart")
+        narrower = size - v_BKSE.shape[-1]
+        if attn_mask is not None or dropout_p or not is_plain or narrower < 0:
+            raise RuntimeError("its attention is not plainly causal")
         if scale is not None and scale != size**-0.5:
             q_BHSE = q_BHSE * (scale * size**0.5)
+        if narrower:  # the kernels take values as wide as keys
+            v_BKSE = F.pad(v_BKSE, (0, narrower))
         q_BSHE, k_BSKE, v_BSKE = (x.transpose(1, 2) for x in (q_BHSE, k_BKSE, v_BKSE))
-        return self._sequence.attend(q_BSHE, k_BSKE, v_BSKE).transpose(1, 2)
+        y_BSHE = self._sequence.attend(q_BSHE, k_BSKE, v_BSKE)
+        return y_BSHE[..., : size - narrower].transpose(1, 2)
 
 
 def _router(config: Any, layer: nn.Module) -> tuple[nn.Module, int] | None:
@@ -196,14 +206,14 @@ def _num_routers(key: str) -> int:
     return sum(known[layer_kind(config, i)] for i in range(config.num_hidden_layers))
 
 
-def _window(config: Any) -> int:
-    """How long a sequence may be so that attention without a mask is right in every layer."""
+def plain_window(config: Any) -> int:
+    """How long a sequence may be so that attention without a mask is right in every layer; 0 where
+    one is always needed."""
     if config._attn_implementation != "sdpa":  # noqa: SLF001  others are not causal without one
         return 0
     if not PLAIN_LAYERS.issuperset(getattr(config, "layer_types", None) or ()):
         return 0  # layers that choose what they look at need to be told what they may see
-    names = ("sliding_window", "attention_chunk_size")
-    found = [getattr(config, name, None) for name in names]
+    found = [getattr(config, name, None) for name in WINDOWS]
     return min((w for w in found if w), default=MAX_LENGTH)
 
 

@@ -178,7 +178,7 @@ def _is_same(found: Tensor, expected: Tensor) -> bool:
 def check_documents_apart(config: Mapping[str, Any], sequence_length: int) -> bool:
     """Raises `SpecError` unless a model of this canonical config keeps documents apart in samples
     of so many tokens. Whether it does so by `LayerContext.sequence` too, beside by a mask."""
-    kind, limit = config["model_type"], _plain_length(config)
+    kind, limit = config["model_type"], plain_length(config)
     if sequence_length > limit:
         raise SpecError(
             f"[data] document_mask: beyond {limit} tokens positions of this {kind} depend on the "
@@ -193,7 +193,7 @@ def check_documents_apart(config: Mapping[str, Any], sequence_length: int) -> bo
     return apart
 
 
-def _plain_length(config: Mapping[str, Any]) -> float:
+def plain_length(config: Mapping[str, Any]) -> float:
     """Up to here the position of a token depends on nothing else."""
     key = "original_max_position_embeddings"
     limits = [

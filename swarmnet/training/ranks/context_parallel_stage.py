@@ -13,6 +13,7 @@ from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.lora import packing_of
+from swarmnet.training.models.registry import draws_itself, model_plan
 from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayers
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
@@ -26,21 +27,32 @@ def check_sequences(spec: RunSpec, num_ranks: int) -> None:
     if num_ranks == 1:
         return
     begin, instead = f"--cp {num_ranks}: ", "leave it out, or start a peer for each device"
-    if spec.model.kind != "llama":
-        raise SpecError(f"{begin}it is for the built-in Llama; {instead}")
-    if spec.model.num_experts:
-        raise SpecError(f"{begin}experts take whole microbatches; {instead}")
+    if spec.model.kind == "custom":
+        raise SpecError(
+            f"{begin}it is for the built-in Llama and models of transformers; {instead}"
+        )
+    if spec.model.num_experts or any(spec.model.router_losses):
+        raise SpecError(
+            f"{begin}experts of the built-in Llama, and routers that have a loss, take whole "
+            f"microbatches; {instead}"
+        )
     if packing_of(spec.lora):
         raise SpecError(f"{begin}[lora] base_dtype int8 and nf4 are for one rank; {instead}")
-    if spec.lora is not None and spec.lora.lora_dropout:
-        raise SpecError(
-            f"{begin}[lora] lora_dropout draws random numbers for whole sequences; {instead}"
-        )
+    if model_plan(spec).is_random:
+        what = "the model" if draws_itself(spec) else "[lora] lora_dropout"
+        raise SpecError(f"{begin}{what} draws random numbers for whole sequences; {instead}")
     if not is_long_enough(spec.sequence_length, num_ranks):
         raise SpecError(
             f"{begin}sequences of {spec.sequence_length} tokens are too short, each rank has two "
             f"of them at least; take --cp {most_ranks(spec.sequence_length)}, or less"
         )
+    if spec.model.kind == "transformers":
+        from swarmnet.training.ranks.cut_trial import check_shared
+
+        try:
+            check_shared(spec.model.config, spec.sequence_length)
+        except SpecError as error:
+            raise SpecError(f"{begin}{error}; {instead}") from None
 
 
 def build_context_parallel_stage(

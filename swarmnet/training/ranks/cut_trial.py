@@ -1,5 +1,6 @@
-"""Whether the plan that a family of `transformers` has for tensor parallelism is right, and whether
-what its layers draw can be drawn for a part: tried with a small model on two ranks, not believed.
+"""Whether models of a family of `transformers` compute the same on several ranks: by the plan that
+the family has for tensor parallelism, or with a part of each sequence at each rank. And whether
+what layers draw can be drawn for a part. Tried with a small model on two ranks, not believed.
 
 The ranks are threads of this process. Loss, logits and gradient must be those of one rank. What is
 drawn comes from a generator of each rank: torch's own is the process's.
@@ -12,7 +13,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,13 +27,15 @@ from swarmnet.system import LOOPBACK_INTERFACE
 from swarmnet.training.accelerators import CPU
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.device_copies import copies_of
-from swarmnet.training.models.adapter import adapter_plan
+from swarmnet.training.models.adapter import WINDOWS, adapter_plan, plain_window
 from swarmnet.training.models.base import ModelPlan
-from swarmnet.training.models.family_probe import LENGTH, SAMPLES, check_size
+from swarmnet.training.models.family_probe import LENGTH, SAMPLES, check_size, plain_length
 from swarmnet.training.models.model_config import load_config
 from swarmnet.training.models.shrunk import shrunk_configs
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.ranks.cut_plan import cut_plan
+from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayers
+from swarmnet.training.ranks.cut_layers import CutLayers
+from swarmnet.training.ranks.cut_plan import CutPlan, cut_plan
 from swarmnet.training.ranks.parallel_layers import ParallelLayers
 from swarmnet.training.ranks.part_dropout import PartDraws, Place, samples_of
 from swarmnet.training.ranks.tensor_parallel import Region
@@ -45,20 +48,47 @@ COLLECTIVE_TIMEOUT_S = 20.0
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """Raises `SpecError` unless a small model of this canonical config computes the same on two
-    ranks as on one."""
-    smaller = shrunk_configs(config)
-    fault = try_small(tuple(json.dumps(small, sort_keys=True) for small in smaller))
+    """Raises `SpecError` unless a small model of this canonical config, cut by its family's plan,
+    computes the same on two ranks as on one."""
+    fault = try_small(_written(shrunk_configs(config)))
     if fault:
         raise SpecError(
             f"transformers' tensor parallelism for model_type {config['model_type']} {fault}"
         )
 
 
+def check_shared(config: Mapping[str, Any], sequence_length: int) -> None:
+    """Raises `SpecError` unless a model of this canonical config computes the same where ranks
+    share its sequences, of so many tokens."""
+    kind, window = config["model_type"], plain_window(load_config(config))
+    if 0 < window < sequence_length:
+        raise SpecError(
+            f"sequences of {sequence_length} tokens are longer than the {window} that attention of "
+            f"this {kind} looks back on"
+        )
+    limit = plain_length(config)
+    if sequence_length > limit:
+        raise SpecError(
+            f"beyond {limit} tokens positions of this {kind} depend on the whole sequence"
+        )
+    # No longer than the window, as the run's.
+    plain = (
+        small | {name: LENGTH for name in WINDOWS if small.get(name)}
+        for small in shrunk_configs(config)
+    )
+    fault = try_small(_written(plain), shares_sequences=True)
+    if fault:
+        raise SpecError(f"with a part of each sequence, model_type {kind} {fault}")
+
+
+def _written(configs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(json.dumps(small, sort_keys=True) for small in configs)
+
+
 @functools.lru_cache(maxsize=16)
-def try_small(configs: tuple[str, ...]) -> str:
+def try_small(configs: tuple[str, ...], *, shares_sequences: bool = False) -> str:
     """What is wrong with the first of these canonical configs, JSON, that is a model; empty where
-    nothing is."""
+    nothing is. `shares_sequences`: each rank has a part of these, else of the matrices."""
     for text in configs:
         small = json.loads(text)
         try:
@@ -68,7 +98,8 @@ def try_small(configs: tuple[str, ...]) -> str:
         except Exception:  # whatever a family's code does with sizes that it never had
             continue
         try:
-            found = on_ranks(plan, ModelSpec(kind="transformers", config=small))
+            model = ModelSpec(kind="transformers", config=small)
+            found = on_ranks(plan, None if shares_sequences else cut_plan(model))
         except Exception as error:  # likewise
             return f"does not work here ({one_line(error, 120)})"
         for one, other in zip(found, expected, strict=True):
@@ -78,18 +109,23 @@ def try_small(configs: tuple[str, ...]) -> str:
     return "cannot be tried on a small model"
 
 
-def on_ranks(plan: ModelPlan, model: ModelSpec) -> tuple[Tensor, ...]:
-    """`_results` of the model cut over two ranks."""
+def on_ranks(plan: ModelPlan, cut: CutPlan | None) -> tuple[Tensor, ...]:
+    """`_results` of the model on two ranks, its matrices cut so; None: they share sequences."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = dist.HashStore()
-    cut = cut_plan(model)
-    regions = [Region(None, rank, NUM_RANKS) for rank in range(NUM_RANKS)]
-    lead = _layers(plan, functools.partial(ParallelLayers, cut=cut, region=regions[0]))
+    adds_up = cut is None  # a rank's gradients are parts, as with `--sequence-parallel`
+    regions = [
+        Region(None, rank, NUM_RANKS, sequence_parallel=adds_up) for rank in range(NUM_RANKS)
+    ]
+    make: Callable[..., CutLayers] = ContextParallelLayers
+    if cut is not None:
+        make = functools.partial(ParallelLayers, cut=cut)
+    lead = _layers(plan, functools.partial(make, region=regions[0]))
     fd = os.dup(lead.shared.fd)
-    other = _layers(plan, functools.partial(ParallelLayers, cut=cut, region=regions[1], fd=fd))
+    other = _layers(plan, functools.partial(make, region=regions[1], fd=fd))
     found: list[tuple[Tensor, ...] | BaseException] = [RuntimeError("silent")] * 2
 
-    def work(rank: int, layers: ParallelLayers) -> None:
+    def work(rank: int, layers: CutLayers) -> None:
         try:
             wait = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
             regions[rank].group = dist.ProcessGroupGloo(store, rank, NUM_RANKS, wait)

@@ -237,8 +237,9 @@ def test_processes_share_sequences() -> None:
         )
 
 
-def test_rank_0_writes_texts_alone(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, LLAMA)
+@pytest.mark.parametrize("family", [LLAMA, "mixtral"])
+def test_rank_0_writes_texts_alone(family: str, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, family)
     words = tokens_of(spec)
     one = [build_stage(spec, k, computing=Computing()) for k in range(2)]
     expected = torch.cat([at_once(one, words[:, :end]) for end in (7, 12)])
