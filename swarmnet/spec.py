@@ -591,8 +591,9 @@ class LoraSpec(_Table):
 
     target_modules: Texts = ()
     """Linear layers that get an adapter, by the ends of their names, such as `q_proj`.
-    `["all-linear"]`: all in the decoder layers. If you leave it out, PEFT's choice for the family
-    counts, mostly `q_proj` and `v_proj`."""
+    `["all-linear"]`: all in the decoder layers. `experts.gate_up_proj` and `experts.down_proj`: the
+    matrices of experts, each with adapters of its own. If you leave it out, PEFT's choice for the
+    family counts, mostly `q_proj` and `v_proj`."""
 
     use_rslora: bool = False
     """Adapters are scaled by `lora_alpha / sqrt(r)` instead."""
@@ -1192,11 +1193,6 @@ class RunSpec(_Table):
             raise ValueError(
                 f"[pipeline] batch_ramp grows in round {ramp[-1][0]}, and the last round is "
                 f"{self.optimizer.rounds - 1}; leave that out, and lower global_batch"
-            )
-        if self.lora is not None and model.num_experts:
-            raise ValueError(
-                "[lora] does not go with [model] num_experts; write [model] continues without it, "
-                "or export the model and name its folder with [model] from"
             )
         if self.lora is not None and self.optimizer.kind == "muon":
             raise ValueError(

@@ -12,9 +12,10 @@ from swarmnet.training.models.initial_weights import ModelWeights
 from tests.oracles.plain_peft import PlainPeftTrainer
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference
 from tests.swarm.initial.test_weights import folder_of
-from tests.swarm.lora_runs import initial_adapters, lora_run
+from tests.swarm.lora_runs import LORA, initial_adapters, lora_run
+from tests.training.test_families import folder_of as family_folder
 
-ROUNDS = 20
+ROUNDS, FEW_ROUNDS = 20, 8
 
 
 class Losses:
@@ -58,6 +59,34 @@ def test_losses_and_adapters_are_those_of_peft(tmp_path: Path, is_tied: bool) ->
             expected = trainer.step(r, sorted(swarm.counted[r]))
             assert losses.of(r) == pytest.approx(expected, rel=1e-4)
         assert losses.of(ROUNDS - 1) < losses.of(0) - 0.1, "it has learnt something"
+        assert relative_difference(swarm.parameters(), trainer.parameters()) < 1e-3
+
+    in_virtual_time(scenario, spec)
+
+
+def test_adapters_on_experts_are_those_of_peft(tmp_path: Path) -> None:
+    """Four peers, two of each stage, make the updates of one machine."""
+    folder = tmp_path / "model"
+    mixture = family_folder(folder, "mixtral", num_local_experts=4, initializer_range=0.2)
+    start = mixture.state_dict()
+    lora = {**LORA, "target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+    spec, hashes = lora_run(folder, tmp_path, rounds=FEW_ROUNDS, lora=lora)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("has", stage=0, weights=ModelWeights(spec, hashes, folder))
+        swarm.start("a", stage=1, weights=ModelWeights(spec, hashes, None))
+        await swarm.until_round(0)
+        for name, stage in (("b", 0), ("c", 1)):
+            swarm.start(name, stage=stage, weights=ModelWeights(spec, hashes, None))
+        losses = Losses(swarm)
+        await swarm.until(lambda: losses.until(FEW_ROUNDS))
+        await swarm.until_round(FEW_ROUNDS)
+        losses.until(FEW_ROUNDS)
+        trainer = PlainPeftTrainer(spec, start, initial_adapters(spec), swarm.data)
+        for r in range(FEW_ROUNDS):
+            expected = trainer.step(r, sorted(swarm.counted[r]))
+            assert losses.of(r) == pytest.approx(expected, rel=1e-4)
+        assert losses.of(FEW_ROUNDS - 1) < losses.of(0), "it has learnt something"
         assert relative_difference(swarm.parameters(), trainer.parameters()) < 1e-3
 
     in_virtual_time(scenario, spec)

@@ -38,13 +38,22 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj
 """Matrices that read the residual stream: they are the same in a subspace and in what it folds
 to."""
 ALL = {"r": 4, "lora_alpha": 8, "target_modules": ["all-linear"]}
+ON_EXPERTS = LORA | {"target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+    "router_aux_loss_coef": 0.0,
+    "router_z_loss_coef": 0.0,
+}
 RATE = {"learning_rate": 3e-2, "min_learning_rate_ratio": 1.0, "warmup_rounds": 0}
 K = 8
 
 
-def base_run(path: Path, subspace: int) -> tuple[RunSpec, dict[str, torch.Tensor]]:
+def base_run(path: Path, **model: Any) -> tuple[RunSpec, dict[str, torch.Tensor]]:
     """A run of the whole model, and its last parameters; its peers keep their state in `path`."""
-    spec = tiny_spec(path.parent, num_stages=2, rounds=ROUNDS, num_layers=3, subspace=subspace)
+    spec = tiny_spec(path.parent, num_stages=2, rounds=ROUNDS, num_layers=3)
+    spec = spec.with_values(spec.model_dump() | {"model": spec.model.model_dump() | model})
     run, weights = begun(spec, path, None)
     _, last = trained(run, weights=weights, state=path)
     return run, last
@@ -95,21 +104,26 @@ def slots_of(spec: RunSpec) -> range:
     return range(run_settings(spec).slots.of(0))
 
 
-@pytest.mark.parametrize("subspace", [0, K])
-def test_losses_and_adapters_are_those_of_peft(tmp_path: Path, subspace: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [({}, LORA), ({"subspace": K, "subspace_seed": 1}, LORA), (MIXTURE, ON_EXPERTS)],
+    ids=["dense", "subspace", "experts"],
+)
+def test_losses_and_adapters_are_those_of_peft(
+    tmp_path: Path, model: dict[str, Any], lora: dict[str, Any]
+) -> None:
     """And a further run goes on with the adapters beside the same base."""
     state = tmp_path / "state"
-    run, last = base_run(state, subspace)
+    run, last = base_run(state, **model)
     theirs = folded_in(tmp_path / "whole", run, last)
-    resolved = adapters_of(run, state, LORA)
+    resolved = adapters_of(run, state, lora)
     spec = resolved.spec
     assert spec.model.subspace_seed == run.model.subspace_seed
     again = tmp_path / "again"
     losses, found = trained(spec, weights=giver_of(resolved, state, None), state=again)
 
     config = read_config(tmp_path / "whole").values
-    model = spec.model.model_copy(update={"config": config})
-    of_peft = spec.model_copy(update={"model": model})
+    of_peft = spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})})
     data = open_data(spec)
     trainer = PlainPeftTrainer(of_peft, theirs.state_dict(), initial_adapters(spec), data)
     expected = [trainer.step(r, slots_of(spec)) for r in range(ROUNDS)]
@@ -134,7 +148,7 @@ def test_an_export_folds_adapters_that_write_into_the_subspace(tmp_path: Path) -
     from peft import PeftModel
 
     state = tmp_path / "state"
-    run, last = base_run(state, K)
+    run, last = base_run(state, subspace=K, subspace_seed=1)
     resolved = adapters_of(run, state, ALL, optimizer={"rounds": 2})
     spec = resolved.spec
     assert spec.lora is not None

@@ -165,7 +165,8 @@ def _tensors(trained: Trained, dtype: Any) -> Mapping[str, Tensor]:
         from swarmnet.training.models.subspace import folded
 
         whole = folded(trained.spec.model, whole)
-    whole = saved_names(trained.spec.model, whole)
+    if not trained.is_adapter:
+        whole = saved_names(trained.spec.model, whole)
     named = {n: t if n in trained.exact else t.to(dtype) for n, t in whole.items()}
     if trained.is_adapter:
         from swarmnet.training.models.lora_folder import adapter_tensors
@@ -195,9 +196,11 @@ def _files(trained: Trained, dtype: str) -> dict[str, bytes]:
     files[GENERATION_FILE] = _json(_generation_config(spec, files, ends))
     if spec.lora is not None and trained.is_adapter:
         from swarmnet.training.models.lora_folder import adapter_config
+        from swarmnet.training.models.registry import model_plan
 
         base = trained.base or spec.model.base
-        return {**files, ADAPTER_CONFIG: _json(adapter_config(spec.lora, base))}
+        config = adapter_config(spec.lora, base, model_plan(spec))
+        return {**files, ADAPTER_CONFIG: _json(config)}
     files[CONFIG_FILE] = _json(_config(spec, dtype, ends))
     return files
 

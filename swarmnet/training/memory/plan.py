@@ -59,8 +59,8 @@ from swarmnet.training.models.base import (
     describe_parameters,
     num_parameters,
 )
-from swarmnet.training.models.experts import expert_of, is_stack
-from swarmnet.training.models.lora import is_packed, packing_of
+from swarmnet.training.models.experts import adapted_stack, expert_of, is_stack
+from swarmnet.training.models.lora import is_packed, names_experts, packing_of
 from swarmnet.training.models.packing import BITS
 from swarmnet.training.models.registry import (
     model_plan,
@@ -173,7 +173,7 @@ def state_bytes(
 def base_bytes(spec: RunSpec, stage: int, precision: Precision) -> float:
     """Of what is not trained at a stage: on every replica, in the precision of the passes, or of
     `[lora] base_dtype` where linear layers keep it so (the few others are counted alike, as long as
-    it is not one of few bits)."""
+    it is not one of few bits; stacks of experts never are)."""
     plan = model_plan(spec)
     return layers_base_bytes(
         spec, plan, split_stages(plan, spec.pipeline.num_stages)[stage], precision
@@ -193,6 +193,9 @@ def layers_base_bytes(
     matrices = [r for r in ranges if packing and is_packed(r.name, r.shape)]
     num_packed = sum(math.prod(r.shape) for r in matrices)
     kept = each * (num_parameters(ranges) - num_packed)
+    kept += (element_bytes(precision) - each) * sum(
+        r.num_elements for r in ranges if is_stack(r.name)
+    )
     return float(buffers + kept + BITS.get(packing, 0.0) / 8 * num_packed)
 
 
@@ -300,6 +303,15 @@ def experts_bytes(model: ModelSpec, positions: int, element: int) -> int:
         routed += element * chosen
     whole = positions * (FP32_BYTES * numbers + of_choices + of_shared + routed)
     return whole + (FP32_BYTES * model.num_experts * width if element != FP32_BYTES else 0)
+
+
+def pairs_bytes(spec: RunSpec, positions: int, element: int) -> int:
+    """What a layer keeps beside `experts_bytes` where its experts have adapters: of each choice,
+    what it is between the two matrices of a pair."""
+    if spec.lora is None:
+        return 0
+    num_pairs = sum(names_experts(name) for name in spec.lora.target_modules)
+    return positions * spec.model.num_experts_per_tok * element * spec.lora.rank * num_pairs
 
 
 def document_bytes(spec: RunSpec, element: int, *, masked: bool) -> tuple[int, int, int]:
@@ -430,8 +442,8 @@ class Activations:
 
 def is_of_formula(spec: RunSpec) -> bool:
     """Whether `llama_activations` tells what a stage keeps. It counts all matrices as trained ones:
-    with adapters it is an upper bound, for what a pass without a context cannot show."""
-    beside = bool(spec.model.subspace) or spec.data.document_mask
+    with adapters it is an upper bound, for what a pass without a context or numbers cannot show."""
+    beside = bool(spec.model.subspace or spec.model.num_experts) or spec.data.document_mask
     return spec.model.kind == "llama" and (spec.lora is None or beside)
 
 
@@ -462,10 +474,11 @@ def held_parts(spec: RunSpec, stage: int, num_ranks: int) -> tuple[float, float]
     experts = num_experts(spec.model)
     absent = 1 - -(-experts // num_ranks) / experts if experts else 0.0
 
+    def is_expert_s(name: str) -> bool:
+        return is_stack(name) or expert_of(name) is not None or adapted_stack(name) is not None
+
     def part(ranges: Sequence[ParameterRange]) -> float:
-        of_experts = sum(
-            r.num_elements for r in ranges if expert_of(r.name) is not None or is_stack(r.name)
-        )
+        of_experts = sum(r.num_elements for r in ranges if is_expert_s(r.name))
         return 1 - absent * of_experts / max(1, num_parameters(ranges))
 
     return part(describe_parameters(layers)), part(describe_frozen(layers))
@@ -575,6 +588,9 @@ def llama_activations(
     is_narrow = bool(model.subspace)
     border = positions * (model.subspace or model.hidden_size)
     parts = {name: layer_bytes(model, name, positions, element) for name in names}
+    for name in parts:
+        if model.num_experts and name.startswith("model.layers."):
+            parts[name] += pairs_bytes(spec, positions, element)
     again = [name for name in names if name not in ("model.embed_tokens", "lm_head")]
     loss = parts.get("lm_head", 0)
     tokens = FP32_BYTES * positions if is_first else 0

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,12 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """Of rows (R, D) in the order of their experts, and how many each expert has: what the experts make
 of them, (R, D)."""
 NUMBER = re.compile(r"\.experts\.(\d+)\.")
-STACKS = ("gate_up_proj", "down_proj")
+STACKS = GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""Names of what transformers keeps of all experts of a layer, (E, outputs, inputs) each. Gate and
+what it gates are one matrix, one behind the other."""
+ADAPTERS = "expert_adapters"
+"""Beside the experts of a layer: the adapters of their matrices, by the names of `STACKS`."""
+OF_ADAPTER = re.compile(rf"\.{ADAPTERS}\.(\w+)\.(lora_[AB])\.weight$")
 GROUPED_ALIGNMENT = 16
 """Bytes that rows of matrices are a multiple of, where grouped products are asked for."""
 
@@ -57,6 +62,41 @@ def is_stack(name: str) -> bool:
     return name.rpartition(".experts.")[2] in STACKS
 
 
+def adapted_stack(name: str) -> tuple[str, str] | None:
+    """Of a parameter of this full name that is an adapter's of all experts: the full name of their
+    matrices, and which side of it, lora_A or lora_B; None where it is no such parameter."""
+    found = OF_ADAPTER.search(name)
+    return (f"{name[: found.start()]}.experts.{found[1]}", found[2]) if found else None
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to the product of one expert's matrix."""
+
+    a: Tensor
+    """(r, inputs)."""
+    b: Tensor
+    """(outputs, r)."""
+    scaling: float
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        return F.linear(F.linear(x_ND, self.a), self.b) * self.scaling
+
+
+class StackAdapter(Protocol):
+    """Of a matrix that each expert has (`lora`)."""
+
+    scaling: float
+
+    def by_expert(self) -> list[LowRank]:
+        """Of those that are here."""
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """(E, r, inputs) and (E, outputs, r), of those that are here."""
+
+
+NO_ADAPTERS: Mapping[str, Any] = {}
+
+
 class SharedExperts(Protocol):
     """Experts of a layer that lie on several ranks, which have tokens of their own each."""
 
@@ -70,7 +110,7 @@ class SharedExperts(Protocol):
 
 
 class ExpertLinear(nn.Linear):
-    """Of an expert: without bias, without torch's own initialisation, and never adapted."""
+    """Of an expert: without bias, and without torch's own initialisation."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__(num_inputs, num_outputs, bias=False)
@@ -88,8 +128,15 @@ class Expert(nn.Module):
         self.up_proj = ExpertLinear(width, inner)
         self.down_proj = ExpertLinear(inner, width)
 
-    def forward(self, x_ND: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
+    def forward(self, x_ND: Tensor, low: Mapping[str, LowRank] = NO_ADAPTERS) -> Tensor:
+        """`low`: its adapters, by the names of `STACKS`."""
+        gate_NI, up_NI = self.gate_proj(x_ND), self.up_proj(x_ND)
+        if GATE_UP in low:
+            more_NI, beside_NI = low[GATE_UP](x_ND).chunk(2, dim=-1)
+            gate_NI, up_NI = gate_NI + more_NI, up_NI + beside_NI
+        inner_NI = F.silu(gate_NI) * up_NI
+        y_ND: Tensor = self.down_proj(inner_NI)
+        return y_ND + low[DOWN](inner_NI) if DOWN in low else y_ND
 
 
 class Router(nn.Module):
@@ -124,6 +171,15 @@ class Experts(nn.Module):
         self._losses = RouterLosses.of(*spec.router_losses, spec.num_hidden_layers)
         self.shared: SharedExperts | None = None
         """None where this rank has all experts."""
+        self.expert_adapters: nn.Module | None = None
+        """A `StackAdapter` by the name of a stack (`lora`)."""
+
+    @property
+    def stack_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the matrices of all experts together, by the names of `STACKS`."""
+        inner, width = tuple(self.experts[0].get_parameter("gate_proj.weight").shape)
+        num_experts = len(self.experts)
+        return {GATE_UP: (num_experts, 2 * inner, width), DOWN: (num_experts, width, inner)}
 
     def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         """(B, S, D) to (B, S, D). `context`: of the pass; with a `Routing` in training."""
@@ -159,8 +215,11 @@ class Experts(nn.Module):
         """`in_a_loop` of the experts that are here."""
         here = range(len(self.experts)) if self.shared is None else self.shared.here
         experts = [self.experts[i] for i in here]
-        product = grouped if takes_grouped(x_RD, experts[0]) else in_a_loop
-        return product(x_RD, sizes_E, experts)
+        adapters: Mapping[str, Any] = NO_ADAPTERS
+        if self.expert_adapters is not None:
+            adapters = dict(self.expert_adapters.named_children())
+        product = grouped if takes_grouped(x_RD, experts[0], adapters) else in_a_loop
+        return product(x_RD, sizes_E, experts, adapters)
 
     def _with_room(self, experts_R: Tensor, num_samples: int) -> Tensor:
         """Whether each choice is among the first of its expert in its sample, as many as there is
@@ -209,29 +268,47 @@ class Dispatched(torch.autograd.Function):
         return grad_TD, None, None, None
 
 
-def takes_grouped(x_RD: Tensor, expert: nn.Module) -> bool:
+def takes_grouped(
+    x_RD: Tensor, expert: nn.Module, adapters: Mapping[str, StackAdapter] = NO_ADAPTERS
+) -> bool:
     """Whether the products of all experts are made as one: torch has kernels for bf16 on GPUs,
     where loops wait for the device at every layer."""
     assert isinstance(expert, Expert)
-    sides = expert.down_proj.weight.shape
+    weight = expert.down_proj.weight
+    sides = [*weight.shape, *(a.sides()[0].shape[1] for a in adapters.values())]
     return (
         x_RD.device.type == "cuda"
-        and x_RD.dtype == torch.bfloat16
+        and x_RD.dtype == weight.dtype == torch.bfloat16
+        and weight.numel() > 0  # kept in few bits it is empty
         and all(side * x_RD.element_size() % GROUPED_ALIGNMENT == 0 for side in sides)
     )
 
 
-def in_a_loop(x_RD: Tensor, sizes_E: Tensor, experts: Sequence[nn.Module]) -> Tensor:
+def in_a_loop(
+    x_RD: Tensor,
+    sizes_E: Tensor,
+    experts: Sequence[nn.Module],
+    adapters: Mapping[str, StackAdapter] = NO_ADAPTERS,
+) -> Tensor:
     """What each expert makes of its rows, which lie one after the other, `sizes_E` of them; zeros
-    for those behind them."""
+    for those behind them. `adapters`: of the experts, by the names of `STACKS`."""
     sizes = sizes_E.tolist()
     *parts, behind = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
-    pairs = zip(experts, parts, strict=True)
-    made = [expert(part) for expert, part in pairs if part.shape[0]]
+    low = {name: adapter.by_expert() for name, adapter in adapters.items()}
+    made = [
+        expert(part, {name: pairs[i] for name, pairs in low.items()})
+        for i, (expert, part) in enumerate(zip(experts, parts, strict=True))
+        if part.shape[0]
+    ]
     return torch.cat([*made, torch.zeros_like(behind)])
 
 
-def grouped(x_RD: Tensor, sizes_E: Tensor, experts: Sequence[nn.Module]) -> Tensor:
+def grouped(
+    x_RD: Tensor,
+    sizes_E: Tensor,
+    experts: Sequence[nn.Module],
+    adapters: Mapping[str, StackAdapter] = NO_ADAPTERS,
+) -> Tensor:
     """`in_a_loop` by grouped products: matrices of all experts are put side by side for
     it."""
     ends_E = sizes_E.cumsum(0).to(torch.int32)
@@ -239,9 +316,24 @@ def grouped(x_RD: Tensor, sizes_E: Tensor, experts: Sequence[nn.Module]) -> Tens
     is_made_R1 = (torch.arange(x_RD.shape[0], device=x_RD.device) < ends_E[-1]).unsqueeze(1)
     x_RD = torch.where(is_made_R1, x_RD, 0.0)
 
-    def product(rows: Tensor, name: str) -> Tensor:
-        matrices = torch.stack([expert.get_parameter(f"{name}.weight") for expert in experts])
+    def by_matrices(rows: Tensor, matrices: Tensor) -> Tensor:
         return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends_E)
 
-    inner_RI = F.silu(product(x_RD, "gate_proj")) * product(x_RD, "up_proj")
-    return torch.where(is_made_R1, product(inner_RI, "down_proj"), 0.0)
+    def product(rows: Tensor, name: str) -> Tensor:
+        return by_matrices(
+            rows, torch.stack([expert.get_parameter(f"{name}.weight") for expert in experts])
+        )
+
+    def low(rows: Tensor, name: str) -> Tensor:
+        a, b = adapters[name].sides()
+        return by_matrices(by_matrices(rows, a), b.contiguous()) * adapters[name].scaling
+
+    gate_RI, up_RI = product(x_RD, "gate_proj"), product(x_RD, "up_proj")
+    if GATE_UP in adapters:
+        more_RI, beside_RI = low(x_RD, GATE_UP).chunk(2, dim=-1)
+        gate_RI, up_RI = gate_RI + more_RI, up_RI + beside_RI
+    inner_RI = F.silu(gate_RI) * up_RI
+    y_RD = product(inner_RI, "down_proj")
+    if DOWN in adapters:
+        y_RD = y_RD + low(inner_RI, DOWN)
+    return torch.where(is_made_R1, y_RD, 0.0)

@@ -6,6 +6,9 @@ logits of the whole, training must leave its buffers as they are, and with a cac
 a time, the logits must be the same again. Where only the last does not hold, such models train and
 are exported, but write no texts during a run.
 
+Where a run has adapters on experts, the small model with some must give the logits of one whose
+weights they were added to.
+
 Where a run keeps the documents of a sample apart, the small model must give each of them the same
 outputs in a packed sample as alone. Layers with a state that runs along the sequence (linear
 attention, convolutions) do not.
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnet.errors import SpecError, one_line
-from swarmnet.spec import ModelSpec
+from swarmnet.spec import LoraSpec, ModelSpec
 from swarmnet.training.attention.documents import PackedSequence
 from swarmnet.training.models.adapter import adapter_plan
 from swarmnet.training.models.base import (
@@ -35,6 +38,8 @@ from swarmnet.training.models.base import (
     seeded,
     with_mask,
 )
+from swarmnet.training.models.experts import STACKS
+from swarmnet.training.models.lora import lora_plan, merge
 from swarmnet.training.models.model_config import load_config, model_classes, rope_tables
 from swarmnet.training.models.shrunk import shrunk_configs
 
@@ -170,6 +175,61 @@ def _changed_buffers(whole: nn.Module, tokens: Tensor) -> list[str]:
 def _is_same(found: Tensor, expected: Tensor) -> bool:
     difference = (found - expected).abs().max() / expected.abs().max()
     return float(difference.nan_to_num(torch.inf)) < TOLERANCE
+
+
+# ---- adapters on experts --------------------------------------------------------------------
+
+
+def check_experts_adapted(config: Mapping[str, Any]) -> None:
+    """Raises `SpecError` unless adapters on the experts of a model of this canonical config are
+    what they are to be."""
+    smaller = shrunk_configs(config)
+    if not _adapts(tuple(json.dumps(small, sort_keys=True) for small in smaller)):
+        raise SpecError(
+            f"[lora] target_modules: experts of model_type {config['model_type']} compute in a way "
+            "that has no place for adapters here; leave them out"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _adapts(configs: Sequence[str]) -> bool:
+    """Of the first of these canonical configs, JSON, of which layers can be built."""
+    for text in configs:
+        try:
+            check_size(load_config(json.loads(text)))
+            plan = adapter_plan(ModelSpec(kind="transformers", config=json.loads(text)), LENGTH)
+            with seeded(0):
+                modules = [layer.build().eval() for layer in plan.layers]
+                tokens = torch.randint(plan.inputs.num_values, (SAMPLES, LENGTH))
+        except Exception:  # whatever a family's code does with sizes that it never had
+            continue
+        try:
+            return _is_adapted(plan, modules, tokens)
+        except Exception:  # likewise
+            return False
+    return False
+
+
+def _is_adapted(plan: ModelPlan, modules: Sequence[nn.Module], tokens: Tensor) -> bool:
+    """Of built layers. Raises whatever the family's code raises."""
+    lora = LoraSpec(r=2, lora_alpha=2, target_modules=tuple(f"experts.{name}" for name in STACKS))
+    trained = {}
+    with seeded(1):
+        adapted = [layer.build().eval() for layer in lora_plan(plan, lora).layers]
+        for layer, module in zip(plan.layers, adapted, strict=True):
+            for name, p in module.named_parameters():
+                if p.requires_grad:
+                    trained[f"{layer.name}.{name}"] = nn.init.normal_(p.detach(), std=0.1)
+    base: dict[str, Tensor] = {}
+    for layer, module, other in zip(plan.layers, modules, adapted, strict=True):
+        state = module.state_dict()
+        other.load_state_dict(state, strict=False)
+        base |= {f"{layer.name}.{name}": values for name, values in state.items()}
+    found, plain = _through(adapted, tokens), _through(modules, tokens)
+    whole = merge(trained, base, lora)
+    for layer, module in zip(plan.layers, modules, strict=True):
+        module.load_state_dict({n: whole[f"{layer.name}.{n}"] for n in module.state_dict()})
+    return _is_same(found, _through(modules, tokens)) and not _is_same(found, plain)
 
 
 # ---- documents of one sample ----------------------------------------------------------------

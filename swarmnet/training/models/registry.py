@@ -55,8 +55,12 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         plan = _call_builder(spec.model.builder, spec.model.options)
         _check_plan(plan, spec.model.builder)
     if spec.lora is not None:
-        from swarmnet.training.models.lora import lora_plan
+        from swarmnet.training.models.lora import lora_plan, names_experts
 
+        if spec.model.kind == "transformers" and any(map(names_experts, spec.lora.target_modules)):
+            from swarmnet.training.models.family_probe import check_experts_adapted
+
+            check_experts_adapted(spec.model.config)
         plan = lora_plan(plan, spec.lora)
     if spec.data.document_mask:
         check_document_mask(plan)

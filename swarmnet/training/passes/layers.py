@@ -43,6 +43,7 @@ from swarmnet.training.models.base import (
     tie,
     with_mask,
 )
+from swarmnet.training.models.experts import adapted_stack
 from swarmnet.training.models.frozen import StageBase, settle
 from swarmnet.training.passes.kept import Kept
 
@@ -124,7 +125,9 @@ class StageLayers:
         if computing.compile:
             for builder, module in zip(builders, self.modules, strict=True):
                 # How many tokens an expert gets is another number each time.
-                if not (plan.routes and builder.is_block):
+                routes = plan.routes and builder.is_block
+                names = (f"{builder.name}.{name}" for name, _ in module.named_parameters())
+                if not (routes or any(map(adapted_stack, names))):
                     module.compile(dynamic=False)
 
     def parameters(self) -> list[nn.Parameter]:

@@ -26,6 +26,7 @@ from swarmnet.training.models.base import (
     LayerBuilder,
     ParameterRange,
 )
+from swarmnet.training.models.experts import adapted_stack
 from swarmnet.training.models.lora import A, B, LoraLinear
 from swarmnet.training.ranks.cuts import Cut, Cutting, part_of
 from swarmnet.training.ranks.part_dropout import PartDropout
@@ -98,6 +99,8 @@ class CutPlan:
         within, _, part = path.rpartition(".")
         adapter = part if part in (A, B) else ""
         style = self.style(name) or self.style(within if adapter else path)
+        if (of_experts := adapted_stack(name)) is not None:
+            style = self.style(of_experts[0])
         if style in ROWS and adapter != A:
             dim, packs = max(len(shape) - 2, 0), 2 if style == "packed_colwise" else 1
             return Cut(dim, *part_of(shape[dim] // packs, rank, num_ranks), "own", packs)

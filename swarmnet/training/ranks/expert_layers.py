@@ -33,11 +33,12 @@ from swarmnet.training.models.experts import (
     Dispatched,
     Experts,
     Product,
+    adapted_stack,
     combined,
     expert_of,
     is_stack,
 )
-from swarmnet.training.models.lora import LoraLinear
+from swarmnet.training.models.lora import A, LoraLinear
 from swarmnet.training.models.routing import Heard
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cuts import Cut, part_of
@@ -74,6 +75,11 @@ class ExpertCut:
         start, stop = part_of(self.num_experts, rank, num_ranks)
         if is_stack(name):
             return Cut(0, start, stop, "own")
+        if (adapter := adapted_stack(name)) is not None:
+            if adapter[1] == A:
+                rank_of_pair = shape[0] // self.num_experts
+                return Cut(0, start * rank_of_pair, stop * rank_of_pair, "own")
+            return Cut(1, start, stop, "own", packs=shape[1] // self.num_experts)
         if number is None:  # of its samples alone
             return Cut(0, 0, shape[0], "partial")
         is_here = start <= number < stop

@@ -21,7 +21,7 @@ from swarmnet.runtime.exporting.model_folder import (
     saved_names,
     write_folder,
 )
-from swarmnet.spec import ModelSpec, RunSpec, describe
+from swarmnet.spec import LoraSpec, ModelSpec, RunSpec, describe
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.continuing import other_model
 from swarmnet.training.models.adapter import adapter_plan
@@ -33,6 +33,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.experts import Experts, grouped, in_a_loop
 from swarmnet.training.models.llama import decoder_flops, llama_plan
+from swarmnet.training.models.lora import ExpertsLora
 from swarmnet.training.models.matrices import muon_matrices
 from swarmnet.training.models.model_folder import read_folder
 from swarmnet.training.models.routing import Routing
@@ -206,11 +207,17 @@ def test_neither_samples_nor_later_tokens_take_places_of_others() -> None:
     torch.testing.assert_close(layer(x, context())[:, :-1], whole[:, :-1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rest", [0, 5])
-def test_grouped_products_are_those_of_the_loop(rest: int) -> None:
+@pytest.mark.parametrize(("rest", "is_adapted"), [(0, False), (5, False), (5, True)])
+def test_grouped_products_are_those_of_the_loop(rest: int, is_adapted: bool) -> None:
     """On a GPU in bf16 they take its place. Rows behind the last expert's, which nobody computes,
     may be anything, also in the gradient."""
     layer, _ = experts_of(num_experts=4)
+    adapters = {}
+    if is_adapted:
+        lora = LoraSpec(r=8, lora_alpha=4, target_modules=("experts.down_proj",))
+        torch.manual_seed(5)
+        adapters = {name: ExpertsLora(s, lora) for name, s in layer.stack_shapes.items()}
+        layer.expert_adapters = nn.ModuleDict(adapters)
     sizes = torch.tensor([6, 0, 9, 1])
     rows = torch.randn(int(sizes.sum()) + rest, 32, generator=torch.Generator().manual_seed(3))
     grad = torch.randn(rows.shape, generator=torch.Generator().manual_seed(4))
@@ -218,7 +225,7 @@ def test_grouped_products_are_those_of_the_loop(rest: int) -> None:
     for product in (in_a_loop, grouped):
         x = rows.clone().requires_grad_()
         layer.zero_grad()
-        y = product(x, sizes, layer.experts)
+        y = product(x, sizes, layer.experts, adapters)
         y.backward(grad)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
         results.append((y.detach(), x.grad, *[g.clone() for g in gradients]))
@@ -312,16 +319,12 @@ def test_what_does_not_go_is_said(changes: dict[str, Any], message: str) -> None
         spec_of(**changes)
 
 
-def test_what_ranks_and_adapters_do_not_do_is_one_line(tmp_path: Path) -> None:
+def test_what_ranks_do_not_do_is_one_line(tmp_path: Path) -> None:
     spec = small_spec(write_text(tmp_path), model=KINDS["mixtral"])
     for check in (check_cut, check_split):
         check(spec, 1)
         with pytest.raises(SpecError, match=r"--tp 2.* take --tp 1, or a peer for each device"):
             check(spec, 2)
-    values = spec.model_dump() | {"lora": {"target_modules": ["q_proj"]}}
-    values["model"]["continues"] = "a" * 32
-    with pytest.raises(ValidationError, match=r"lora. does not go with .model. num_experts"):
-        RunSpec.model_validate(values)
 
 
 def test_a_run_goes_on_with_the_same_experts_only() -> None:

@@ -193,16 +193,15 @@ ADAPTERS = (
     BEGIN
     + """
 from tests.swarm.lora_runs import LORA, lora_run
-from tests.training.ranks.test_lora_ranks import fill, randomize
+from tests.training.ranks.test_lora_ranks import ON_EXPERTS, fill, randomize
 from tests.training.ranks.test_family_ranks import close_by_name
 from tests.training.test_families import folder_of
 from tests.training.test_lora import tokens as of_four
 
-with tempfile.TemporaryDirectory() as name:
-    folder = Path(name) / "model"
-    folder_of(folder, "qwen2", tie_word_embeddings=True)
-    lora = {**LORA, "target_modules": "all-linear", "lora_dropout": 0.3, "base_dtype": "bfloat16"}
-    spec, _ = lora_run(folder, Path(name), lora=lora, num_stages=1)
+def compare(name, kind, more, lora):
+    folder = Path(name) / kind
+    folder_of(folder, kind, **more)
+    spec, _ = lora_run(folder, Path(name), lora={**LORA, **lora}, num_stages=1)
     group = start(spec)
     try:
         stages = [build_stage(spec, 0, computing=Computing()),
@@ -224,7 +223,8 @@ with tempfile.TemporaryDirectory() as name:
         assert abs(evaluated[1] / evaluated[0] - 1) < 1e-5
         held = {n: p for m in stages[1].layers.modules for n, p in m.named_parameters()}
         base = held["self_attn.q_proj.weight"]
-        assert base.dtype == torch.bfloat16 and base.to_local().numel() * 2 == base.numel()
+        assert base.to_local().numel() * 2 == base.numel()
+        return base.dtype
     finally:
         group.close()
 """
@@ -296,7 +296,19 @@ def test_ranks_agree_on_an_overflow() -> None:
 
 def test_adapters_and_their_dropout() -> None:
     """The base in parts, in bf16, with a matrix in two layers."""
-    run(ADAPTERS)
+    run(f"""{ADAPTERS}
+low = {{"target_modules": "all-linear", "lora_dropout": 0.3, "base_dtype": "bfloat16"}}
+with tempfile.TemporaryDirectory() as name:
+    dtype = compare(name, "qwen2", {{"tie_word_embeddings": True}}, low)
+    assert dtype == torch.bfloat16
+""")
+
+
+def test_adapters_on_experts() -> None:
+    run(f"""{ADAPTERS}
+with tempfile.TemporaryDirectory() as name:
+    compare(name, "mixtral", {{"num_local_experts": 4}}, ON_EXPERTS)
+""")
 
 
 def test_a_base_of_few_bits() -> None:

@@ -38,8 +38,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "whole outputs": ("olmo2", {}),
     "scaled embedding": ("gemma2", {"head_dim": 16, "sliding_window": 8}),
     "experts": ("mixtral", {"num_local_experts": 4}),
+    "adapted experts": ("mixtral", {"num_local_experts": 4}),
 }
 """What is special in the cut."""
+ON_EXPERTS = {**LORA, "target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
 
 
 def fill(stage: TorchStage, spec: RunSpec, folder: Path) -> None:
@@ -83,7 +85,8 @@ def test_adapters_of_a_family_have_the_numbers_of_one_rank(family: str, tmp_path
     folder = tmp_path / "model"
     folder_of(folder, kind, **more)
     random_biases(kind, folder)
-    spec, _ = lora_run(folder, tmp_path, lora=ALL)
+    lora = ON_EXPERTS if family == "adapted experts" else ALL
+    spec, _ = lora_run(folder, tmp_path, lora=lora)
     one = stages_of(spec, folder, Computing())
     with rank_threads(spec, 2) as first, rank_threads(spec, 2) as last:
         many: list[TorchStage] = []
@@ -250,6 +253,56 @@ def test_adapters_over_experts_that_ranks_divide(tmp_path: Path) -> None:
         close_by_name(one, gradient(many), gradient(one))
         many.retract((1, 0))
         assert gradient(many).norm() < 1e-5 * gradient(one).norm()
+
+
+@pytest.mark.parametrize("activations", ["keep", "blocks"])
+def test_ranks_have_the_adapters_of_their_experts(activations: Any, tmp_path: Path) -> None:
+    """Of four experts one rank has two; of four samples too."""
+    folder = tmp_path / "model"
+    folder_of(folder, "mixtral", num_local_experts=4)
+    spec, _ = lora_run(folder, tmp_path, lora=ON_EXPERTS, num_stages=1)
+    (one,) = stages_of_one(spec, folder)
+    with rank_threads(spec, 3, mode="experts") as group:
+        many = build_expert_stage(spec, 0, group, Computing(activations=activations))
+        fill(many, spec, folder)
+        held = {n: tuple(p.shape) for m in many.layers.modules for n, p in m.named_parameters()}
+        assert held["mlp.expert_adapters.gate_up_proj.lora_A.weight"] == (4, 32)
+        assert held["mlp.expert_adapters.gate_up_proj.lora_B.weight"] == (96, 4)
+        assert held["mlp.expert_adapters.down_proj.lora_B.weight"] == (32, 4)
+        compare(one, many)
+
+
+def compare(one: TorchStage, many: TorchStage) -> None:
+    """Losses and gradients, and what is left where a microbatch is taken out again."""
+    losses = []
+    for stage in (one, many):
+        randomize([stage])
+        losses.append(stage.forward_backward((1, 0), tokens(1), tokens(2)).loss_sum)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    whole = gradient(one)
+    close_by_name(one, gradient(many), whole)
+    many.retract((1, 0))
+    assert gradient(many).norm() < 1e-5 * whole.norm()
+
+
+def test_adapters_on_experts_of_the_built_in_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uneven: of three experts rank 1 has two. The run that it goes on from is left out."""
+    targets = ["shared_expert.down_proj", "experts.gate_up_proj", "experts.down_proj"]
+    lora = LoraSpec.model_validate({**LORA, "target_modules": targets})
+    mixture = {"num_experts": 3, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
+    spec = small_spec(
+        model=mixture, pipeline={"num_stages": 1, "microbatch": 4, "global_batch": 8}
+    ).model_copy(update={"lora": lora})
+    monkeypatch.setattr(RunSpec, "from_canonical", lambda _: spec)
+    one = build_stage(spec, 0, computing=Computing())
+    with rank_threads(spec, 2, mode="experts") as group:
+        many = build_expert_stage(spec, 0, group, Computing())
+        for stage in (one, many):
+            for number, size in enumerate(stage.base.shard_sizes):
+                generator = torch.Generator().manual_seed(number)
+                values = torch.randn(size, generator=generator) / 5
+                stage.base.put(number, from_tensor(values))
+        compare(one, many)
 
 
 def test_what_dropout_leaves_out_is_that_of_one_rank(tmp_path: Path) -> None:
