@@ -19,8 +19,13 @@ from tests.swarm.harness import relative_difference, replay
 
 pytestmark = pytest.mark.processes
 ROUNDS = 25
-BACK_LIMIT_S = 180.0
-"""A seat that has lost its stage tries again after a minute."""
+BACK_LIMIT_S = 120.0
+LESS_PATIENT = """
+from swarmnet.swarm.lifecycle import stand_by
+stand_by.UPKEEP_S = 10.0
+"""
+"""A peer that waits so long, not a minute, before it tries again to serve a stage that it has lost
+(of that minute is `tests/swarm/lifecycle/test_stage_lost.py`)."""
 
 
 def test_one_machine_trains_alone_and_another_shares_the_work(
@@ -80,9 +85,8 @@ def below(pid: int, program: str) -> list[int]:
 def test_a_rank_that_dies_ends_its_seat_and_no_other(running: Machine) -> None:
     """Two seats of two ranks each; the first seat's lose one, and begin again."""
     path = tiny_run(running.folder, rounds=100_000)
-    both = running.start_peer(
-        "both", "--spec", str(path), "--stages", "2", "--tp", "2", "--stage", "0", *SPARING
-    )
+    ranked = ("--stages", "2", "--tp", "2", "--stage", "0", *SPARING)
+    both = running.start_peer("both", "--spec", str(path), *ranked, before=LESS_PATIENT)
     running.until_ready(both)
     data = ("--data", str(running.folder / "text.txt"))
     one = running.start_peer("one", "--join", both.address, *data, "--stage", "0", *SPARING)
