@@ -72,6 +72,20 @@ def adapters(tmp_path: Path, **lora: Any) -> Callable[[int], Cell]:
     return cell
 
 
+def on_experts(tmp_path: Path) -> Callable[[int], Cell]:
+    lora = {**LORA, "target_modules": ["experts.gate_up_proj", "experts.down_proj"]}
+
+    def cell(column: int) -> Cell:
+        if column in (LLAMA, SEQUENCES):
+            values = LoraSpec.model_validate(lora)
+            return small_spec(model={"num_experts": 4}).model_copy(update={"lora": values}), {}
+        folder = tmp_path / "mixture"
+        folder_of(folder, "mixtral", num_local_experts=4)
+        return lora_run(folder, tmp_path, lora=lora)[0], {}
+
+    return cell
+
+
 def custom(_: int) -> Cell:
     return load_spec(ROOT / "examples" / "custom_model.toml"), {}
 
@@ -96,6 +110,7 @@ def cells(tmp_path: Path) -> dict[str, Callable[[int], Cell]]:
 
     return {
         "`[lora]`": adapters(tmp_path),
+        "`[lora]` on experts": on_experts(tmp_path),
         "`[lora] lora_dropout`": adapters(tmp_path, lora_dropout=0.1),
         '`[lora] base_dtype = "bfloat16"`': adapters(tmp_path, base_dtype="bfloat16"),
         '`[lora] base_dtype = "int8"` or `"nf4"`': adapters(tmp_path, base_dtype="int8"),
