@@ -120,7 +120,7 @@ def cells(tmp_path: Path) -> dict[str, Callable[[int], Cell]]:
         ),
         "`[data] document_mask`": masked,
         "`[model] subspace`": lambda _: (small_spec(model={"subspace": 8}), {}),
-        "a model that draws random numbers": lambda column: (
+        "a model of transformers with dropout": lambda column: (
             mixture(attention_dropout=0.1)
             if column == EXPERTS
             else spec_of("qwen2", 1, document_mask=False, attention_dropout=0.1),
