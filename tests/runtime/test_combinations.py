@@ -76,7 +76,7 @@ def on_experts(tmp_path: Path) -> Callable[[int], Cell]:
     lora = {**LORA, "target_modules": ["experts.gate_up_proj", "experts.down_proj"]}
 
     def cell(column: int) -> Cell:
-        if column in (LLAMA, SEQUENCES):
+        if column == LLAMA:
             values = LoraSpec.model_validate(lora)
             return small_spec(model={"num_experts": 4}).model_copy(update={"lora": values}), {}
         folder = tmp_path / "mixture"

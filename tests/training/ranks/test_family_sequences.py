@@ -134,10 +134,15 @@ def test_low_precision() -> None:
         assert gradient(many).abs().max() < 1e-4 * theirs.abs().max()
 
 
-def test_adapters(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder_of(folder, "qwen2")
-    spec, _ = lora_run(folder, tmp_path, lora={**ALL, "base_dtype": "bfloat16"})
+@pytest.mark.parametrize("on_experts", [False, True])
+def test_adapters(on_experts: bool, tmp_path: Path) -> None:
+    folder, lora = tmp_path / "model", {**ALL, "base_dtype": "bfloat16"}
+    if on_experts:
+        folder_of(folder, "mixtral", num_local_experts=4)
+        lora = {**ALL, "target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+    else:
+        folder_of(folder, "qwen2")
+    spec, _ = lora_run(folder, tmp_path, lora=lora)
     one = stages_of(spec, folder, Computing())
     with (
         rank_threads(spec, 2, mode="context") as first,
