@@ -8,8 +8,9 @@ stage; the memory that they have while it waits for another stage that nobody se
 under way at stage 1, and with the first microbatches at stage 0; the bytes of all packages that
 `pip install .` brings (this Python's own left out), largest first. Linux only.
 
-Memory is said twice: what nobody else has (private pages), and with the peer's part of what it
-shares (PSS: the pages of libraries, divided by the processes that have them now)."""
+Memory is said twice: what is of no file (anonymous pages), and with the peer's part of the pages of
+libraries (PSS: divided by the processes that have them now, so that it depends on what else
+runs)."""
 
 from __future__ import annotations
 
@@ -82,9 +83,13 @@ def cpu_s(pid: int) -> float:
 
 
 def memory_bytes(pid: int) -> dict[str, tuple[int, int]]:
-    """By command, of each process of the family: private, and PSS."""
-    about = {f"{p.name()} {p.pid}": p.memory_full_info() for p in family(pid)}
-    return {name: (info.uss, info.pss) for name, info in about.items()}
+    """By command, of each process of the family: anonymous, and PSS."""
+    found = {}
+    for process in family(pid):
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+        kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+        found[f"{process.name()} {process.pid}"] = 1024 * kib["Anonymous"], 1024 * kib["Pss"]
+    return found
 
 
 def start(transport: str, stage: int) -> None:
@@ -120,10 +125,10 @@ def start(transport: str, stage: int) -> None:
                 idle = (cpu_s(peer.pid) - first) / IDLE_AFTER_S
                 print(f"of a core while it waits: {100 * idle:.1f} %")
                 memory = memory_bytes(peer.pid)
-                private, shared = (sum(each) / MB for each in zip(*memory.values(), strict=True))
-                print(f"memory while it waits: {private:.0f} MB, PSS {shared:.0f} MB", end=" (")
-                each = (f"{name}: {uss / MB:.0f}" for name, (uss, _) in memory.items())
-                print("private " + "; ".join(each) + ")")
+                own, shared = (sum(each) / MB for each in zip(*memory.values(), strict=True))
+                print(f"memory while it waits: {own:.0f} MB, PSS {shared:.0f} MB", end=" (")
+                each = (f"{name}: {one / MB:.0f}" for name, (one, _) in memory.items())
+                print("anonymous " + "; ".join(each) + ")")
             finally:
                 peer.terminate()
                 peer.wait(60)

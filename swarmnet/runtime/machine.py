@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, UsageError, UserError
+from swarmnet.ports import OTHER
 from swarmnet.runtime.computing import choose_computing, free_bytes_of, host_place
 from swarmnet.runtime.joining.past import open_ended, unused_states
 from swarmnet.runtime.joining.starting import Run
@@ -99,7 +100,8 @@ def build_machine(
             return 0.0
         name = choose_devices(spec, options)[0]
         ask = partial(expected_stage_s, spec, options, costs, name)
-        return (CORES.with_all(ask) if name == "cpu" else ask()) / device.share
+        # On the device's thread: it has the cores, and what is freed serves its passes.
+        return asyncio.run(device.run(OTHER, ask)) / device.share
 
     return Machine(
         build,

@@ -21,9 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +38,6 @@ PART_APART = 1 << 23
 MOST_HELPERS = 16
 """More of them wait for the interpreter and for memory, and not for numbers."""
 
-T = TypeVar("T")
 Work = Callable[[slice], object]
 """On a part of a vector. Parts are worked on in any order, by several threads."""
 
@@ -98,17 +95,6 @@ class Cores:
                 return
             num_threads, self._num_threads = self._num_threads, None
         torch.set_num_threads(num_threads)
-
-    def with_all(self, work: Callable[[], T]) -> T:
-        """Does it as the device would, on a thread that ends with it."""
-        with self.for_device() as begin:
-            thread = ThreadPoolExecutor(1, "passes", begin)
-            done = thread.submit(work)
-        try:
-            return done.result()
-        finally:
-            thread.shutdown()
-            self.device_closed()
 
     @contextlib.contextmanager
     def pass_at_work(self) -> Iterator[None]:
