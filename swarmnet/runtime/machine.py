@@ -58,11 +58,10 @@ def build_machine(
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
     from swarmnet.training.models.registry import model_plan, stage_costs
 
-    if beside is None:
-        if options.threads:
-            set_num_threads(options.threads)
-        if apart is None and choose_devices(spec, options)[0] == "cpu":
-            CORES.keep_for_device()
+    if beside is None and apart is None and choose_devices(spec, options)[0] == "cpu":
+        CORES.keep_for_device(options.threads)
+    elif beside is None and options.threads:
+        set_num_threads(options.threads)
     run, spec = spec, spec.with_builder(options.model_builder(spec))
     build, build_local = _builders(spec, options, group, apart)
     if beside is not None:

@@ -12,8 +12,8 @@ waits for the update, and helpers work on it, one for each of those threads. Whe
 device, they leave as soon as it has a pass to make: then the thread that makes the update goes on
 alone.
 
-The numbers are the same, whoever works on a part. Cores are the process's, and so is what this
-module knows of them.
+The numbers of a vector are the same, whoever works on a part; those of a product of matrices are
+not. Cores are the process's, and so is what this module knows of them.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Cores:
         return self._num_threads or torch.get_num_threads()
 
     def keep_for_device(self, num_threads: int | None = None) -> None:
-        """Operations of a device's thread will have so many threads, as many as those of this
-        thread have where it is None. Those of this thread, and of all that are started later, have
-        one. Best before the first operation: what this thread has had stays with it."""
+        """Operations of a device's thread will have so many threads, by default as many as those of
+        this thread have. Those of this thread, and of all that are started later, have one. Best
+        before the first operation: what this thread has had stays with it."""
         with self._lock:
             self._num_threads = num_threads or self.num_threads
         torch.set_num_threads(1)
@@ -127,8 +127,8 @@ class Cores:
         self._share_out(parts, work, num_helpers)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a @ b` of matrices in the host's memory, rows of it by helpers. Its bits depend on how
-        many there are."""
+        """`a @ b`, (m, k) and (k, n) in the host's memory, rows of it by helpers. Its bits depend
+        on how many there are."""
         out = a.new_empty(a.shape[0], b.shape[1])
         num_helpers = self.num_helpers if out.numel() >= LEAST_SHARED else 0
         size = -(-len(out) // max(num_helpers, 1))

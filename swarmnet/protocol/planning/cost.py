@@ -220,9 +220,8 @@ class Costs:
         update = self.job.update
         if update.mode in (DELAYED, AUTO):
             return 0.0
-        num_shards = -(
-            -parameters // (update.shard_parameters or auto_shard_parameters(parameters))
-        )
+        size = update.shard_parameters or auto_shard_parameters(parameters)
+        num_shards = -(-parameters // size)
         return num_shards / update.local_steps if update.mode in (LOCAL, GOSSIP) else num_shards
 
     def exchanged_bytes(
