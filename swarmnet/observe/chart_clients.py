@@ -243,10 +243,15 @@ class OnThread:
         self._put(lambda client: client.line(step, unix_s, text))
 
     def close(self) -> None:
-        """Waits a while for what has not been sent."""
+        """Waits a while for what has not been sent. Raises what went wrong since the last time, and
+        `TimeoutError` where the while was too short."""
         with suppress(queue.Full):
             self._work.put_nowait(None)
         self._thread.join(CLOSE_S)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise TimeoutError(f"not all was sent within {CLOSE_S:.0f} s")
 
     def _put(self, work: Callable[[Client], None]) -> None:
         """Raises what went wrong since the last time, and `queue.Full`."""
@@ -267,5 +272,7 @@ class OnThread:
                 self._error = e
                 return
         if client is not None:
-            with suppress(Exception):  # it was told before
+            try:
                 client.close()
+            except Exception as e:  # of whatever library
+                self._error = e

@@ -10,7 +10,6 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from swarmnet.errors import one_line
 from swarmnet.observe.chart_clients import Client, client_of
@@ -77,14 +76,7 @@ class Charts:
                 self._write(event, model)
         except Exception as e:  # of whatever library
             self._client = None
-            more = self._trouble.failed(time.monotonic())
-            if more is not None:
-                log.warning(
-                    "--log-to %s: %s; what happens now is not there%s",
-                    self._log_to,
-                    one_line(e) or type(e).__name__,
-                    more,
-                )
+            self._failed(e)
             return
         if self._client is not None and self._client.has_worked and self._trouble.is_over():
             log.warning("--log-to %s is written again", self._log_to)
@@ -92,9 +84,22 @@ class Charts:
     def close(self) -> None:
         """Writes what waits. Idempotent."""
         client, self._client = self._client, None
-        if client is not None:
-            with suppress(Exception):  # it was told before
-                client.close()
+        if client is None:
+            return
+        try:
+            client.close()
+        except Exception as e:  # of whatever library
+            self._failed(e)
+
+    def _failed(self, error: Exception) -> None:
+        more = self._trouble.failed(time.monotonic())
+        if more is not None:
+            log.warning(
+                "--log-to %s: %s; what happens now is not there%s",
+                self._log_to,
+                one_line(error) or type(error).__name__,
+                more,
+            )
 
     def _write(self, event: Event, model: ViewModel) -> None:
         if isinstance(event, RoundFinished):

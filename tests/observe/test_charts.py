@@ -5,6 +5,9 @@ from __future__ import annotations
 import builtins
 import json
 import struct
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -116,6 +119,14 @@ def logged(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
+STARTED = f"""
+from swarmnet.observe import chart_clients
+from swarmnet.observe.charts import Charts
+from {__name__} import SPEC, drawn
+chart_clients.CLOSE_S = 120.0  # all of it is wanted
+"""
+
+
 def drawn(charts: Charts, rounds: range) -> None:
     charts.write([finished(r, 5.0 - r / 10) for r in rounds], MODEL)
     charts.write([PeerLost(2.0, "12D3KooWabcdefgh", 1, False)], MODEL)
@@ -125,18 +136,20 @@ def drawn(charts: Charts, rounds: range) -> None:
 def test_a_run_goes_on_in_the_same_run_of_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offline: what would be sent is read from its files."""
+    """Offline: what would be sent is read from its files. Each start is a process, as of a peer:
+    its library keeps much for as long as one lasts."""
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(chart_clients, "CLOSE_S", 120.0)  # all of it is wanted
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     for rounds in (range(5), range(5, 9)):
-        (tmp_path / str(rounds.start)).mkdir()  # it names folders by the second
-        monkeypatch.setenv("WANDB_DIR", str(tmp_path / str(rounds.start)))
-        drawn(Charts("wandb:mine", SPEC), rounds)
+        subprocess.run(
+            [sys.executable, "-c", f"{STARTED}drawn(Charts('wandb:mine', SPEC), {rounds})"],
+            check=True,
+        )
     points, ids, lines, lost = [], set(), [], []
-    for path in sorted(tmp_path.glob("*/wandb/offline-run-*/*.wandb")):
+    for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in logged(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)
@@ -150,8 +163,7 @@ def test_a_run_goes_on_in_the_same_run_of_wandb(
                 points.append((values["round"], values["loss/training"]))
             lines += [values["event"]] if "event" in values else []
             lost += [values["run/peers lost"]] if "run/peers lost" in values else []
-    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/wandb/*run-*"))
-    assert sorted(points) == [(r, 5.0 - r / 10) for r in range(9)], found
+    assert sorted(points) == [(r, 5.0 - r / 10) for r in range(9)]
     assert ids == {("mine", f"--one-{SPEC.run_id[:8]}")}
     assert len(lines) == 2
     assert "peer abcdefgh was lost (stage 1)" in lines[0]
@@ -220,6 +232,37 @@ def test_what_waits_for_a_network_holds_up_nobody_and_its_troubles_are_two_lines
     assert len(lines) == 2, lines
     assert "--log-to wandb:mine: nobody answers; what happens now is not there" in lines[0]
     assert lines[1].endswith("is written again")
+
+
+def test_what_fails_at_the_end_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(
+        chart_clients.CLIENTS, "wandb", ("PROJECT", lambda _: lambda *_: OnThread(Slow))
+    )
+    charts = Charts("wandb:mine", SPEC)
+    charts.write([finished(0, 5.0)], MODEL)
+    charts.close()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == "--log-to wandb:mine: nobody answers; what happens now is not there"
+
+
+def test_an_end_that_takes_too_long_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(chart_clients, "CLOSE_S", 0.05)
+    monkeypatch.setattr(Slow, "close", lambda _: goes_on.wait(20.0))
+    monkeypatch.setattr(Slow, "fails", False)
+    monkeypatch.setitem(
+        chart_clients.CLIENTS, "wandb", ("PROJECT", lambda _: lambda *_: OnThread(Slow))
+    )
+    charts = Charts("wandb:mine", SPEC)
+    charts.write([finished(0, 5.0)], MODEL)
+    charts.close()
+    goes_on.set()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "not all was sent within 0 s" in line
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
