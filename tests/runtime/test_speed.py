@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,29 @@ def test_the_optimizer_is_where_this_machine_wants_it_else_the_run(
     # Mean and square of the one shard; or the outer momentum of that, and both of all own shards.
     expected = 2 if own_steps is None else 1 + 2 * len(stage.shard_sizes)
     assert num_mapped() - before == (expected if kind == "disk" else 0)
+
+
+@pytest.mark.parametrize(("asked", "device", "other"), [(2, 2, 1), (None, 3, 1)])
+def test_threads_are_the_devices(
+    tmp_path: Path, asked: int | None, device: int, other: int
+) -> None:
+    """In a process of its own: how many threads an operation has is a process's setting."""
+    script = f"""
+import asyncio, pathlib, torch
+from swarmnet.runtime.machine import build_machine
+from swarmnet.runtime.options import PeerOptions
+from tests.training.specs import small_spec
+torch.set_num_threads(3)
+options = PeerOptions(pathlib.Path({str(tmp_path)!r}), precision="fp32", threads={asked})
+
+async def main():
+    machine = build_machine(small_spec(), options)
+    print(await machine.device.run("other", torch.get_num_threads), torch.get_num_threads())
+    await machine.device.close()
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"{device} {other}"
