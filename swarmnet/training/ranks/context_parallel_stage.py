@@ -16,10 +16,9 @@ from swarmnet.training.models.lora import packing_of
 from swarmnet.training.models.registry import draws_itself, model_plan
 from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayers
 from swarmnet.training.ranks.local_group import LocalGroup
-from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
+from swarmnet.training.ranks.rank_stage import LeadStage, follow_lead, lead
 from swarmnet.training.ranks.tensor_parallel import Region
 from swarmnet.training.ranks.zigzag import is_long_enough, most_ranks
-from swarmnet.training.stage import TorchStage, build_stage
 
 
 def check_sequences(spec: RunSpec, num_ranks: int) -> None:
@@ -65,13 +64,7 @@ def build_context_parallel_stage(
         RankLost: a rank is gone.
     """
     check_sequences(spec, group.num_ranks)
-    layers = functools.partial(
-        ContextParallelLayers, region=_region(group.group, 0, group.num_ranks)
-    )
-    make = functools.partial(LeadStage, group=group, make_layers=layers)
-    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
-    assert isinstance(stage, LeadStage)
-    return stage
+    return lead(spec, stage_index, group, computing, _layers(group.group, 0, group.num_ranks))
 
 
 def follow(
@@ -79,16 +72,10 @@ def follow(
 ) -> dict[str, Callable[..., None]]:
     """The calls of a rank other than 0."""
     spec = RunSpec.from_canonical(options["spec"].encode())
-    region = _region(group, rank, num_ranks)
-
-    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
-        layers = functools.partial(ContextParallelLayers, region=region, fd=fd)
-        make = functools.partial(RankStage, make_layers=layers)
-        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
-
-    return following(build)
+    return follow_lead(spec, device, _layers(group, rank, num_ranks))
 
 
-def _region(group: Any, rank: int, num_ranks: int) -> Region:
-    """Ranks whose gradients are each a part."""
-    return Region(group, rank, num_ranks, sequence_parallel=True)
+def _layers(group: Any, rank: int, num_ranks: int) -> functools.partial[ContextParallelLayers]:
+    """Of ranks whose gradients are each a part."""
+    region = Region(group, rank, num_ranks, sequence_parallel=True)
+    return functools.partial(ContextParallelLayers, region=region)

@@ -17,9 +17,8 @@ from swarmnet.training.models.registry import draws_itself, model_plan, num_expe
 from swarmnet.training.models.routing import ROUTED_FAMILIES
 from swarmnet.training.ranks.expert_layers import ExpertLayers
 from swarmnet.training.ranks.local_group import LocalGroup
-from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
+from swarmnet.training.ranks.rank_stage import LeadStage, follow_lead, lead
 from swarmnet.training.ranks.tensor_parallel import Region
-from swarmnet.training.stage import TorchStage, build_stage
 
 
 def check_experts(spec: RunSpec, num_ranks: int) -> None:
@@ -58,12 +57,8 @@ def build_expert_stage(
         RankLost: a rank is gone.
     """
     check_experts(spec, group.num_ranks)
-    make = functools.partial(
-        LeadStage, group=group, make_layers=_layers(spec, group.group, 0, group.num_ranks)
-    )
-    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
-    assert isinstance(stage, LeadStage)
-    return stage
+    layers = _layers(spec, group.group, 0, group.num_ranks)
+    return lead(spec, stage_index, group, computing, layers)
 
 
 def follow(
@@ -71,13 +66,7 @@ def follow(
 ) -> dict[str, Callable[..., None]]:
     """The calls of a rank other than 0."""
     spec = RunSpec.from_canonical(options["spec"].encode())
-    layers = _layers(spec, group, rank, num_ranks)
-
-    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
-        make = functools.partial(RankStage, make_layers=functools.partial(layers, fd=fd))
-        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
-
-    return following(build)
+    return follow_lead(spec, device, _layers(spec, group, rank, num_ranks))
 
 
 def _layers(

@@ -44,9 +44,8 @@ from swarmnet.training.ranks.cuts import Cut, part_of
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.packed_parts import GatheredRows, check_packed
 from swarmnet.training.ranks.part_dropout import drawn_in_part, samples_of
-from swarmnet.training.ranks.rank_stage import LeadStage, RankLayers, RankStage, following
+from swarmnet.training.ranks.rank_stage import LeadStage, RankLayers, follow_lead, lead
 from swarmnet.training.ranks.tensor_parallel import both_ways, unchanged
-from swarmnet.training.stage import TorchStage, build_stage
 
 
 def check_split(spec: RunSpec, num_ranks: int) -> None:
@@ -385,10 +384,7 @@ def build_fsdp_stage(
         computing or computing_of(spec, device), activations="recompute", compile=False
     )
     layers = functools.partial(FsdpLayers, mesh=group.group, rank=0, num_ranks=group.num_ranks)
-    make = functools.partial(LeadStage, group=group, make_layers=layers)
-    stage = build_stage(spec, stage_index, device=device, computing=computing, make=make)
-    assert isinstance(stage, LeadStage)
-    return stage
+    return lead(spec, stage_index, group, computing, layers)
 
 
 def follow(
@@ -402,10 +398,5 @@ def follow(
     """The calls of a rank other than 0."""
     mesh = open_default_group(device, store, rank, num_ranks, timeout_s)
     spec = RunSpec.from_canonical(options["spec"].encode())
-
-    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
-        layers = functools.partial(FsdpLayers, mesh=mesh, rank=rank, num_ranks=num_ranks, fd=fd)
-        make = functools.partial(RankStage, make_layers=layers)
-        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
-
-    return following(build)
+    layers = functools.partial(FsdpLayers, mesh=mesh, rank=rank, num_ranks=num_ranks)
+    return follow_lead(spec, device, layers)

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, SwarmnetError, one_line
 from swarmnet.ports import Base, Generation, LossResult, Passage, StageResult, StepKey, undivided
+from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.processes.sessions import SessionNumbers
 from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.ranks.local_group import LocalGroup
-from swarmnet.training.stage import TorchStage
+from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 
 T = TypeVar("T")
@@ -326,6 +327,34 @@ class LeadStage(RankStage):
             self._group.join()
             self.layers.add_slots()
             self._is_whole = True
+
+
+def lead(
+    spec: RunSpec,
+    stage_index: int,
+    group: LocalGroup,
+    computing: Computing | None,
+    layers: Callable[..., RankLayers],
+) -> LeadStage:
+    """A stage on all ranks of `group`; replaces the one that they had. `layers`: makes rank 0's,
+    with the arguments of `StageLayers`. Raises `RankLost` where a rank is gone."""
+    make = partial(LeadStage, group=group, make_layers=layers)
+    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
+    assert isinstance(stage, LeadStage)
+    return stage
+
+
+def follow_lead(
+    spec: RunSpec, device: torch.device, layers: Callable[..., RankLayers]
+) -> dict[str, Callable[..., None]]:
+    """The calls of a rank other than 0. `layers`: makes its own, with the arguments of
+    `StageLayers` and `fd`, of the shared memory."""
+
+    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
+        make = partial(RankStage, make_layers=partial(layers, fd=fd))
+        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
+
+    return following(build)
 
 
 def following(

@@ -14,9 +14,8 @@ from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.cut_plan import cut_plan
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.parallel_layers import ParallelLayers
-from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
+from swarmnet.training.ranks.rank_stage import LeadStage, follow_lead, lead
 from swarmnet.training.ranks.tensor_parallel import Region
-from swarmnet.training.stage import TorchStage, build_stage
 
 
 def build_parallel_stage(
@@ -30,12 +29,8 @@ def build_parallel_stage(
     """
     is_split = group.options.get("sequence_parallel", False)
     check_cut(spec, group.num_ranks, sequence_parallel=is_split)
-    region = Region(group.group, 0, group.num_ranks, sequence_parallel=is_split)
-    layers = functools.partial(ParallelLayers, region=region, cut=cut_plan(spec.model))
-    make = functools.partial(LeadStage, group=group, make_layers=layers)
-    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
-    assert isinstance(stage, LeadStage)
-    return stage
+    layers = _layers(spec, group.group, 0, group.num_ranks, is_split)
+    return lead(spec, stage_index, group, computing, layers)
 
 
 def rank_options(
@@ -55,12 +50,12 @@ def follow(
 ) -> dict[str, Callable[..., None]]:
     """The calls of a rank other than 0."""
     spec = RunSpec.from_canonical(options["spec"].encode())
-    region = Region(group, rank, num_ranks, sequence_parallel=options["sequence_parallel"])
-    cut = cut_plan(spec.model)
+    layers = _layers(spec, group, rank, num_ranks, options["sequence_parallel"])
+    return follow_lead(spec, device, layers)
 
-    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
-        layers = functools.partial(ParallelLayers, region=region, cut=cut, fd=fd)
-        make = functools.partial(RankStage, make_layers=layers)
-        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
 
-    return following(build)
+def _layers(
+    spec: RunSpec, group: Any, rank: int, num_ranks: int, is_split: bool
+) -> functools.partial[ParallelLayers]:
+    region = Region(group, rank, num_ranks, sequence_parallel=is_split)
+    return functools.partial(ParallelLayers, region=region, cut=cut_plan(spec.model))
