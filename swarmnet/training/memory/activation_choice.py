@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
 from swarmnet.spec import RunSpec
@@ -30,6 +29,7 @@ from swarmnet.training.memory.plan import (
 )
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec, described
 from swarmnet.training.models.registry import model_plan, split_stages
+from swarmnet.training.torch_calls import TorchCalls
 
 log = logging.getLogger("swarmnet.training")
 
@@ -294,24 +294,9 @@ def _kept_by(
             kept[at] = t
         return t
 
-    with _FusedAttention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    fused = TorchCalls({functional.scaled_dot_product_attention: _attention})
+    with fused, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         return module(x), kept
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Attention in one operation, as a device computes it: on the `meta` device torch takes it
-    apart, and would keep all scores."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def _attention(
@@ -323,7 +308,9 @@ def _attention(
     is_causal: bool = False,
     **more: Any,
 ) -> Tensor:
-    """As torch's `scaled_dot_product_attention`, whose names of arguments these are."""
+    """As torch's `scaled_dot_product_attention`, whose names of arguments these are, in one
+    operation, as a device computes it: on the `meta` device torch takes it apart, and would keep
+    all scores."""
     is_fused = dropout_p == 0 and q_BHSE.ndim == 4 and q_BHSE.shape[-1] == v_BHSE.shape[-1]
     if is_fused and (attn_mask is None or attn_mask.dtype == q_BHSE.dtype):
         more.pop("enable_gqa", None)

@@ -17,13 +17,12 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from swarmnet.errors import SpecError, one_line
 from swarmnet.spec import ModelSpec
@@ -40,6 +39,7 @@ from swarmnet.training.models.llama import LOSS_FLOPS_PER_LOGIT, count_tokens, n
 from swarmnet.training.models.model_config import load_config, model_classes
 from swarmnet.training.models.routing import ROUTED_FAMILIES, RouterLosses, heard
 from swarmnet.training.models.text_cache import TextCache
+from swarmnet.training.torch_calls import TorchCalls
 
 EMBEDDING, LAYERS, NORM, HEAD = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
 PLAN_PARTS = ("embed_tokens", "layers", "norm")
@@ -138,23 +138,12 @@ class Decoder(TakesContext):
         return heard(context.routing, self, y_BSD, logits_TE, chosen_TK, self._losses)
 
 
-class AttendsBy(TorchFunctionMode):
+class AttendsBy(TorchCalls):
     """In place of torch's causal attention, which a family's code calls, that of a sequence."""
 
     def __init__(self, sequence: SharedSequence) -> None:
-        super().__init__()
+        super().__init__({F.scaled_dot_product_attention: self._attended})
         self._sequence = sequence
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self._attended(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
     def _attended(
         self,

@@ -4,15 +4,15 @@ for the whole tensor, by the same seed."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from swarmnet.training.models.base import seeded
+from swarmnet.training.torch_calls import TorchCalls
 
 Place = Callable[[torch.Size], tuple[int, int, int] | None]
 """Of a tensor of which this rank has so much: the dimension that is a part, the size of the whole
@@ -61,29 +61,20 @@ class PartDropout(nn.Module):
         return x * factors(x, self._p, (self._dim, *self._place(x.shape[self._dim])))
 
 
-class PartDraws(TorchFunctionMode):
+class PartDraws(TorchCalls):
     """In this context torch's dropout, also that of weights of attention, leaves out of a part what
     it would leave out of the whole. The weights are made, as torch does on a CPU: no fused kernel
     tells what it draws."""
 
     def __init__(self, place: Place, generator: torch.Generator | None = None) -> None:
         """`generator`: as of `factors`."""
-        super().__init__()
+        instead: dict[Callable[..., Any], Callable[..., Any]] = {
+            functional.dropout: self._dropped,
+            functional.scaled_dot_product_attention: self._attended,
+        }
+        super().__init__(instead)
         self._place = place
         self._generator = generator
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.dropout:
-            return self._dropped(*args, **(kwargs or {}))
-        if func is functional.scaled_dot_product_attention:
-            return self._attended(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
     def _dropped(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
