@@ -271,6 +271,17 @@ def _why_not_streamed(
     return ""
 
 
+def _why_not_compiled(spec: RunSpec, options: PeerOptions) -> str:
+    """Why layers on several ranks cannot be compiled; empty where they can."""
+    from swarmnet.training.models.registry import model_plan
+
+    if options.ranks_option != "--tp":
+        return f"what ranks of {options.ranks_option} do within a layer is no graph of torch's"
+    if model_plan(spec).is_random:
+        return "compiled layers on several ranks draw no dropout"
+    return ""
+
+
 def _one_rank(options: PeerOptions) -> str:
     """How a peer has no more than one."""
     own = options.ranks_option
@@ -310,8 +321,8 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
                 f"--optimizer-memory device: {devices[0]} makes other bits than the CPUs of other "
                 "machines would; use host"
             )
-    if len(devices) > 1 and options.compile:
-        raise UsageError(f"--compile goes with one rank; leave it out, or {_one_rank(options)}")
+    if len(devices) > 1 and options.compile and (why := _why_not_compiled(spec, options)):
+        raise UsageError(f"--compile: {why}; leave it out, or {_one_rank(options)}")
 
 
 def _line(

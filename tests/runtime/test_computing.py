@@ -17,6 +17,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.memory.activation_choice import expected_in_flight, known_activations
 from swarmnet.training.memory.plan import EXPERTS, FP32, SEQUENCES
 from swarmnet.training.models.registry import stage_parameter_ranges
+from tests.training.ranks.test_family_ranks import spec_of
 from tests.training.specs import small_spec
 
 CPU = ["cpu"]
@@ -311,8 +312,13 @@ def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--compile goes with one rank"):
-        choose(tmp_path, large(), ["cpu", "cpu"], compile=True)
+    for own in ("cp", "ep"):
+        message = f"--compile: what ranks of --{own} do .*; leave it out, or leave --{own} out"
+        with pytest.raises(UsageError, match=message):
+            choose(tmp_path, large(), ["cpu", "cpu"], compile=True, **{own: 2})
+    drawing = spec_of("llama", 1, document_mask=False, attention_dropout=0.1)
+    with pytest.raises(UsageError, match=r"--compile: .* no dropout; leave it out, or add --tp 1"):
+        choose(tmp_path, drawing, ["cpu", "cpu"], compile=True, tp=2)
 
 
 def _has(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
@@ -123,12 +124,21 @@ class CutPlan:
         )
 
     def parallelize(
-        self, layers: Sequence[LayerBuilder], modules: Sequence[nn.Module], region: Region
+        self,
+        layers: Sequence[LayerBuilder],
+        modules: Sequence[nn.Module],
+        region: Region,
+        *,
+        is_compiled: bool = False,
     ) -> None:
-        """Hangs the collectives on some layers. Their parameters are cut elsewhere."""
+        """Hangs the collectives on some layers. Their parameters are cut elsewhere.
+
+        Where layers are compiled, collectives are not: a graph ends before each, so that all ranks
+        make them in the order of the code, whatever a compiler does with its graphs."""
+        mark = mark_of(is_compiled)
         for layer, module in zip(layers, modules, strict=True):
             for name, part in parts_of(layer, module):
-                _hang(part, self.style(name), name, self.vocab_size, region)
+                _hang(part, self.style(name), name, self.vocab_size, region, mark)
 
 
 def parts_of(layer: LayerBuilder, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -147,26 +157,40 @@ def _cut_key_value(shape: Sequence[int], num_heads: int, rank: int, num_ranks: i
 
 # ---- hooks ----------------------------------------------------------------------------------
 
+Mark = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes of a hook one that the compiler leaves as it is."""
 
-def _hang(module: Any, style: str, name: str, vocab_size: int, region: Region) -> None:
+
+def mark_of(is_compiled: bool) -> Mark:
+    """For hooks of layers that are compiled, or not."""
+    return torch.compiler.disable if is_compiled else lambda hook: hook
+
+
+def _hang(module: Any, style: str, name: str, vocab_size: int, region: Region, mark: Mark) -> None:
+    def before(way: Callable[[Tensor], Tensor]) -> None:
+        module.register_forward_pre_hook(mark(lambda _, args: (way(args[0]), *args[1:])))
+
+    def after(way: Callable[[Tensor], Tensor]) -> None:
+        module.register_forward_hook(mark(lambda _, __, output: way(output)))
+
     if style == VOCABULARY and name == EMBEDDING:
-        _look_up(module, vocab_size, region)
+        _look_up(module, vocab_size, region, mark)
     elif style == VOCABULARY or style in ("colwise", "packed_colwise", BLOCK):
-        _before(module, region.enter)
+        before(region.enter)
     elif style == "colwise_gather_output":
         size = module.out_features
-        _before(module, region.enter)
-        _after(module, lambda y: gather_last(region, size, y))
+        before(region.enter)
+        after(lambda y: gather_last(region, size, y))
     elif style in ("rowwise", INNER_COLUMNS):
         _drop_of_part(module, region)
-        _after(module, lambda y: leave(region, y))
+        after(lambda y: leave(region, y))
     elif style == "rowwise_split_input":
         _drop_of_part(module, region)
-        _before(module, lambda x: split_last(region, x))
-        _after(module, lambda y: leave(region, y))
+        before(lambda x: split_last(region, x))
+        after(lambda y: leave(region, y))
     elif style == EXPERTS:
-        module.register_forward_pre_hook(lambda _, args: _enter_experts(region, args))
-        _after(module, lambda y: leave(region, y))
+        module.register_forward_pre_hook(mark(lambda _, args: _enter_experts(region, args)))
+        after(lambda y: leave(region, y))
 
 
 def _drop_of_part(module: nn.Module, region: Region) -> None:
@@ -183,15 +207,7 @@ def _enter_experts(region: Region, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (region.enter(states), chosen, region.enter(weights), *rest)
 
 
-def _before(module: nn.Module, way: Callable[[Tensor], Tensor]) -> None:
-    module.register_forward_pre_hook(lambda _, args: (way(args[0]), *args[1:]))
-
-
-def _after(module: nn.Module, way: Callable[[Tensor], Tensor]) -> None:
-    module.register_forward_hook(lambda _, __, output: way(output))
-
-
-def _look_up(module: Any, vocab_size: int, region: Region) -> None:
+def _look_up(module: Any, vocab_size: int, region: Region, mark: Mark) -> None:
     """Tokens of other ranks are looked up as one of this rank's and give zeros."""
     start, stop = part_of(vocab_size, region.rank, region.num_ranks)
     padding = getattr(module, "padding_idx", None)
@@ -208,8 +224,8 @@ def _look_up(module: Any, vocab_size: int, region: Region) -> None:
     def add_up(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return leave(region, output.masked_fill(elsewhere.pop().unsqueeze(-1), 0.0))
 
-    module.register_forward_pre_hook(look_up)
-    module.register_forward_hook(add_up)
+    module.register_forward_pre_hook(mark(look_up))
+    module.register_forward_hook(mark(add_up))
 
 
 # ---- which models ---------------------------------------------------------------------------

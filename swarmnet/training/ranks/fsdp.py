@@ -381,7 +381,7 @@ def build_fsdp_stage(
     check_split(spec, group.num_ranks)
     device = group.devices[0]
     computing = dataclasses.replace(
-        computing or computing_of(spec, device), activations="recompute", compile=False
+        computing or computing_of(spec, device), activations="recompute"
     )
     layers = functools.partial(FsdpLayers, mesh=group.group, rank=0, num_ranks=group.num_ranks)
     return lead(spec, stage_index, group, computing, layers)

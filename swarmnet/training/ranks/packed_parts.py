@@ -4,6 +4,7 @@ part of that."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,7 @@ class GatheredRows:
 
     def __init__(self, packed: Packed, cut: Cut, num_rows: int, device: torch.device) -> None:
         """`cut`: this rank's rows of `num_rows`, as `torch.chunk` cuts."""
+        _leave_uncompiled()
         self._part = packed_part(packed, cut, device)
         self._num_rows = num_rows
 
@@ -54,6 +56,12 @@ class GatheredRows:
         parts = [torch.empty_like(padded) for _ in range(num_ranks)]
         dist.all_gather(parts, padded)
         return torch.cat(parts)[: self._num_rows]
+
+
+@functools.cache
+def _leave_uncompiled() -> None:
+    """As `Packed`: all ranks make the same collectives in the order of the code."""
+    GatheredRows.unpacked = torch.compiler.disable(GatheredRows.unpacked)  # type: ignore[method-assign]
 
 
 def check_packed(plan: ModelPlan, columns: Callable[[str, tuple[int, int]], list[int]]) -> None:

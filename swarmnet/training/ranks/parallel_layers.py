@@ -14,7 +14,7 @@ from torch import Tensor
 from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan
 from swarmnet.training.ranks.cut_layers import CutLayers
-from swarmnet.training.ranks.cut_plan import CutPlan
+from swarmnet.training.ranks.cut_plan import CutPlan, mark_of
 from swarmnet.training.ranks.part_dropout import Place, drawn_in_part
 from swarmnet.training.ranks.tensor_parallel import (
     Region,
@@ -59,7 +59,8 @@ class ParallelLayers(CutLayers):
             loss = functools.partial(vocabulary_parallel_loss, region, cut.vocab_size)
             plan = dataclasses.replace(plan, loss=loss)
         super().__init__(plan, builders, region=region, cut=cut, **options)
-        cut.parallelize(builders, self.modules, region)
+        is_compiled = self._computing.compile
+        cut.parallelize(builders, self.modules, region, is_compiled=is_compiled)
         self.place = heads_of(region, cut)
         """Of what layers draw for."""
         self.drawing = functools.partial(drawn_in_part, self.place)
@@ -86,9 +87,10 @@ class ParallelLayers(CutLayers):
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._has_head and wants_outputs:
-                hook = self.modules[-1].register_forward_hook(
+                whole = mark_of(self._computing.compile)(
                     lambda _, __, logits: gather_last(self._region, self._vocab_size, logits)
                 )
+                hook = self.modules[-1].register_forward_hook(whole)
                 stack.callback(hook.remove)
             stack.enter_context(
                 super().evaluating(is_whole_batch=is_whole_batch, wants_outputs=wants_outputs)
