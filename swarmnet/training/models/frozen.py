@@ -151,7 +151,8 @@ class StageBase:
         self.shard_sizes = base_shards(self._ranges)
         self._missing = set(range(len(self.shard_sizes)))
         linears = (m for module in modules for m in module.modules() if isinstance(m, FrozenLinear))
-        self._packing = {id(m.weight): m for m in linears if m.packing}
+        # One that another rank has is without a weight.
+        self._packing = {id(m.weight): m for m in linears if m.packing and m.weight is not None}
         self._lacking = [r.num_elements for r in self._ranges]
         """Of each, elements that have not come."""
 

@@ -22,12 +22,25 @@ from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, documents_of
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan
+from swarmnet.training.ranks.part_dropout import Drawn, drawn_in_part
 from swarmnet.training.ranks.ring import Ring, part_of_rank, whole
 from swarmnet.training.ranks.tensor_parallel import Region, both_ways, unchanged
 from swarmnet.training.ranks.zigzag import Zigzag, is_long_enough
 
 NOTHING_IS_CUT = CutPlan({}, 0, 0, 0, 0, shares_heads=False)
 """All of each matrix is on every rank."""
+
+
+def _place(zigzag: Zigzag, rank: int, shape: torch.Size) -> Drawn:
+    """A `Place`, of what adapters draw for in training: (samples, positions, inputs), or tokens of
+    all samples and their inputs."""
+    width, num_tokens = shape[-1], shape[:-1].numel()
+    of_all = (num_tokens // zigzag.size(rank), zigzag.length, width)
+
+    def part(drawn: Tensor) -> Tensor:
+        return part_of_rank(zigzag, rank, drawn.view(of_all)).view(shape)
+
+    return Drawn(of_all, part)
 
 
 class ContextParallelLayers(CutLayers):
@@ -60,6 +73,10 @@ class ContextParallelLayers(CutLayers):
 
         plan = dataclasses.replace(plan, loss=loss)
         super().__init__(plan, builders, region=region, cut=NOTHING_IS_CUT, **options)
+        if plan.is_random:
+            length = plan.inputs.shape[0]
+            place = partial(_place, Zigzag(length, region.num_ranks), region.rank)
+            self.drawing = partial(drawn_in_part, place)
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         region, length = self._region, x.shape[1]

@@ -12,8 +12,7 @@ import torch
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
-from swarmnet.training.models.lora import packing_of
-from swarmnet.training.models.registry import draws_itself, model_plan
+from swarmnet.training.models.registry import draws_itself
 from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayers
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.rank_stage import LeadStage, follow_lead, lead
@@ -35,11 +34,10 @@ def check_sequences(spec: RunSpec, num_ranks: int) -> None:
             f"{begin}experts of the built-in Llama, and routers that have a loss, take whole "
             f"microbatches; {instead}"
         )
-    if packing_of(spec.lora):
-        raise SpecError(f"{begin}[lora] base_dtype int8 and nf4 are for one rank; {instead}")
-    if model_plan(spec).is_random:
-        what = "the model" if draws_itself(spec) else "[lora] lora_dropout"
-        raise SpecError(f"{begin}{what} draws random numbers for whole sequences; {instead}")
+    if draws_itself(spec):
+        raise SpecError(
+            f"{begin}a model with dropout draws random numbers for whole sequences; {instead}"
+        )
     if not is_long_enough(spec.sequence_length, num_ranks):
         raise SpecError(
             f"{begin}sequences of {spec.sequence_length} tokens are too short, each rank has two "

@@ -191,7 +191,8 @@ class CutLayers(RankLayers):
             part = module.get_submodule(within)
             kept = part.kept if isinstance(part, FrozenLinear) else None
             place: dict[str, Any] = {"dtype": kept or self.dtype, "device": self.device}
-            if isinstance(part, FrozenLinear) and part.packing and own == "weight":
+            is_cut = own == "weight" and cut.shape(p.shape) != p.shape
+            if isinstance(part, FrozenLinear) and part.packing and is_cut:
                 # Untouched memory until it comes: by then others are packed.
                 mine = torch.empty(p.shape, **place | {"device": "cpu"})
                 part.part_of = functools.partial(packed_part, cut=cut, device=self.device)

@@ -38,11 +38,11 @@ from swarmnet.training.models.experts import (
     expert_of,
     is_stack,
 )
-from swarmnet.training.models.lora import A, LoraLinear
+from swarmnet.training.models.lora import A
 from swarmnet.training.models.routing import Heard
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cuts import Cut, part_of
-from swarmnet.training.ranks.part_dropout import PartDropout
+from swarmnet.training.ranks.part_dropout import Drawn, drawn_in_part, narrowed
 from swarmnet.training.ranks.tensor_parallel import Region, both_ways, unchanged
 
 
@@ -168,12 +168,11 @@ def _share(stack: Any, num_experts: int, exchange: ExpertExchange) -> None:
     stack.forward = forward
 
 
-def _place(microbatch: int, region: Region, size: int) -> tuple[int, int]:
-    """Of a tensor of all samples of a microbatch, or of their tokens: from the size of this rank's
-    part to that of the whole, and where the part begins."""
+def _place(microbatch: int, region: Region, shape: torch.Size) -> Drawn:
+    """A `Place`, of what is drawn for samples or for their tokens."""
     mine = samples_of(microbatch, region.rank, region.num_ranks)
-    each = size // (mine.stop - mine.start)
-    return each * microbatch, each * mine.start
+    each = shape[0] // (mine.stop - mine.start)
+    return narrowed(shape, 0, each * microbatch, each * mine.start)
 
 
 class ExpertLayers(CutLayers):
@@ -211,9 +210,7 @@ class ExpertLayers(CutLayers):
                     part.shared = self._exchange
                 elif isinstance(getattr(part, STACKS[0], None), nn.Parameter):
                     _share(part, num_experts, self._exchange)
-                elif isinstance(part, LoraLinear) and isinstance(part.dropout, nn.Dropout):
-                    place = partial(_place, microbatch, region)
-                    part.dropout = PartDropout(part.dropout.p, 0, place)
+        self.drawing = partial(drawn_in_part, partial(_place, microbatch, region))
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         num_samples = x.shape[0]

@@ -12,7 +12,6 @@ import torch
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
-from swarmnet.training.models.lora import packing_of
 from swarmnet.training.models.registry import draws_itself, model_plan, num_experts
 from swarmnet.training.models.routing import ROUTED_FAMILIES
 from swarmnet.training.ranks.expert_layers import ExpertLayers
@@ -34,10 +33,13 @@ def check_experts(spec: RunSpec, num_ranks: int) -> None:
             f"{begin}models with experts go with it, the built-in Llama's and those of {families}; "
             f"{instead}"
         )
-    if packing_of(spec.lora):
-        raise SpecError(f"{begin}[lora] base_dtype int8 and nf4 are for one rank; {instead}")
     if draws_itself(spec):
-        raise SpecError(f"{begin}the model draws random numbers for whole microbatches; {instead}")
+        from swarmnet.training.ranks.cut_trial import check_samples
+
+        try:
+            check_samples(spec.model.config)
+        except SpecError as error:
+            raise SpecError(f"{begin}{error}; {instead}") from None
     most = min(experts, spec.pipeline.microbatch)
     if num_ranks > most:
         what = "experts" if most == experts else "samples in a microbatch"

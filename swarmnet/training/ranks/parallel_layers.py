@@ -15,7 +15,7 @@ from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan, mark_of
-from swarmnet.training.ranks.part_dropout import Place, drawn_in_part
+from swarmnet.training.ranks.part_dropout import Drawn, Place, drawn_in_part, narrowed
 from swarmnet.training.ranks.tensor_parallel import (
     Region,
     gather_last,
@@ -32,10 +32,10 @@ def heads_of(region: Region, cut: CutPlan) -> Place:
     """Weights of attention may be of a rank's heads. All else that families draw for is whole on
     each rank, or their trial tells."""
 
-    def place(shape: torch.Size) -> tuple[int, int, int] | None:
+    def place(shape: torch.Size) -> Drawn | None:
         is_part = len(shape) == NUM_DIMS_OF_WEIGHTS
         is_part = is_part and shape[1] * region.num_ranks == cut.num_heads
-        return (1, cut.num_heads, shape[1] * region.rank) if is_part else None
+        return narrowed(shape, 1, cut.num_heads, shape[1] * region.rank) if is_part else None
 
     return place
 

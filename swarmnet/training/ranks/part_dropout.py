@@ -4,7 +4,8 @@ for the whole tensor, by the same seed."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,29 +15,42 @@ from torch.nn import functional
 from swarmnet.training.models.base import seeded
 from swarmnet.training.torch_calls import TorchCalls
 
-Place = Callable[[torch.Size], tuple[int, int, int] | None]
-"""Of a tensor of which this rank has so much: the dimension that is a part, the size of the whole
-one, and where the part begins. None where a tensor of this shape is whole."""
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What is drawn for a part."""
+
+    shape: Sequence[int]
+    """Of the whole tensor."""
+    part: Callable[[Tensor], Tensor]
+    """What this rank has of it."""
 
 
-def samples_of(rank: int, num_ranks: int, shape: torch.Size) -> tuple[int, int, int]:
+Place = Callable[[torch.Size], Drawn | None]
+"""From the shape of what this rank has. None where a tensor of this shape is whole."""
+
+
+def narrowed(shape: Sequence[int], dim: int, whole: int, start: int) -> Drawn:
+    """A part of this shape begins at `start` of a dimension, of which the whole has `whole`."""
+    of_all = list(shape)
+    of_all[dim] = whole
+    return Drawn(of_all, lambda drawn: drawn.narrow(dim, start, shape[dim]))
+
+
+def samples_of(rank: int, num_ranks: int, shape: torch.Size) -> Drawn:
     """A `Place` where a rank has so many samples of all that layers draw for."""
-    return 0, shape[0] * num_ranks, shape[0] * rank
+    return narrowed(shape, 0, shape[0] * num_ranks, shape[0] * rank)
 
 
-def factors(
-    x: Tensor, p: float, place: tuple[int, int, int], generator: torch.Generator | None = None
-) -> Tensor:
+def factors(x: Tensor, p: float, place: Drawn, generator: torch.Generator | None = None) -> Tensor:
     """By which dropout multiplies the elements of a part: 0, or 1 / (1 - p). `generator`: on the
     CPU, in place of torch's own."""
-    dim, whole, start = place
-    shape = list(x.shape)
-    shape[dim] = whole
     if generator is None:
-        drawn = functional.dropout(x.new_ones(shape), p)
+        drawn = functional.dropout(x.new_ones(place.shape), p)
     else:
-        drawn = x.new_empty(shape).bernoulli_(1.0 - p, generator=generator).div_(1.0 - p or 1.0)
-    return drawn.narrow(dim, start, x.shape[dim])
+        drawn = x.new_empty(place.shape).bernoulli_(1.0 - p, generator=generator)
+        drawn = drawn.div_(1.0 - p or 1.0)
+    return place.part(drawn)
 
 
 class PartDropout(nn.Module):
@@ -58,7 +72,8 @@ class PartDropout(nn.Module):
         """Of the same shape."""
         if not self.training:
             return x
-        return x * factors(x, self._p, (self._dim, *self._place(x.shape[self._dim])))
+        place = narrowed(x.shape, self._dim, *self._place(x.shape[self._dim]))
+        return x * factors(x, self._p, place)
 
 
 class PartDraws(TorchCalls):
@@ -82,7 +97,7 @@ class PartDraws(TorchCalls):
         """As torch's, whose names of arguments these are; so the next one."""
         if not training or p == 0.0:
             return input
-        place = self._place(input.shape) or (0, input.shape[0], 0)
+        place = self._place(input.shape) or Drawn(input.shape, lambda drawn: drawn)
         drawn = factors(input, p, place, self._generator)
         return input.mul_(drawn) if inplace else input * drawn
 

@@ -350,3 +350,11 @@ def test_experts_that_ranks_cannot_divide_are_one_line(
     with pytest.raises(SpecError, match=rf"--ep {num_ranks}: .*{message}"):
         check_experts(spec, num_ranks)
     check_experts(spec, 1)
+
+
+def test_what_cannot_be_drawn_for_some_samples_is_one_line() -> None:
+    """Noise before routers is no dropout."""
+    spec = family_of("mixtral", 1, num_local_experts=4, router_jitter_noise=0.1)
+    with pytest.raises(SpecError, match=r"--ep 2: .*mixtral draws cannot .*; leave it out"):
+        check_experts(spec, 2)
+    check_experts(family_of("mixtral", 1, num_local_experts=4, attention_dropout=0.1), 2)

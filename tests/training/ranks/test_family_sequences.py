@@ -209,7 +209,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": LONG, "original_max_position_embeddings": 16},
         "beyond 16 tokens positions of this phi3 depend on the whole sequence",
     ),
-    ("llama", {"attention_dropout": 0.1}, "the model draws random numbers"),
+    ("llama", {"attention_dropout": 0.1}, "a model with dropout draws random numbers"),
 ]
 
 

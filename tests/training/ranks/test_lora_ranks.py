@@ -3,8 +3,9 @@ on each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,9 +17,15 @@ from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.frozen import FrozenLinear
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
+from swarmnet.training.models.lora import LoraLinear
+from swarmnet.training.ranks.context_parallel_stage import (
+    build_context_parallel_stage,
+    check_sequences,
+)
 from swarmnet.training.ranks.cut_check import check_cut
-from swarmnet.training.ranks.expert_stage import build_expert_stage
+from swarmnet.training.ranks.expert_stage import build_expert_stage, check_experts
 from swarmnet.training.ranks.fsdp import check_split
+from swarmnet.training.ranks.rank_stage import LeadStage
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage
 from swarmnet.training.stage import TorchStage, build_stage
 from tests.swarm.lora_runs import LORA, lora_run
@@ -41,6 +48,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "adapted experts": ("mixtral", {"num_local_experts": 4}),
 }
 """What is special in the cut."""
+WHOLE: dict[str, tuple[Callable[..., None], Callable[..., LeadStage]]] = {
+    "context": (check_sequences, build_context_parallel_stage),
+    "experts": (check_experts, build_expert_stage),
+}
+"""Ranks that have whole matrices: what says whether they can, and what builds theirs."""
 ON_EXPERTS = {**LORA, "target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
 
 
@@ -232,11 +244,11 @@ def test_blocks_that_ranks_cannot_share_are_one_line(
 
 
 def test_adapters_over_experts_that_ranks_divide(tmp_path: Path) -> None:
-    """In processes: dropout seeds torch. Of four samples two are on rank 0; linear layers of the
-    shared expert get tokens, others samples."""
+    """In processes: dropout seeds torch, that of the model too. Of four samples two are on rank 0;
+    linear layers of the shared expert get tokens, others samples."""
     folder = tmp_path / "model"
     sizes = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
-    folder_of(folder, "qwen2_moe", num_experts_per_tok=2, **sizes)
+    folder_of(folder, "qwen2_moe", num_experts_per_tok=2, attention_dropout=0.2, **sizes)
     lora = {**ALL, "lora_dropout": 0.3, "base_dtype": "bfloat16"}
     spec, _ = lora_run(folder, tmp_path, lora=lora, num_stages=1)
     (one,) = stages_of_one(spec, folder)
@@ -285,10 +297,15 @@ def compare(one: TorchStage, many: TorchStage) -> None:
     assert gradient(many).norm() < 1e-5 * whole.norm()
 
 
-def test_adapters_on_experts_of_the_built_in_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", ["", "int8"])
+def test_adapters_on_experts_of_the_built_in_model(
+    kept: Literal["", "int8"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Uneven: of three experts rank 1 has two. The run that it goes on from is left out."""
+    if kept:
+        pytest.importorskip("torchao")
     targets = ["shared_expert.down_proj", "experts.gate_up_proj", "experts.down_proj"]
-    lora = LoraSpec.model_validate({**LORA, "target_modules": targets})
+    lora = LoraSpec.model_validate({**LORA, "target_modules": targets, "base_dtype": kept})
     mixture = {"num_experts": 3, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
     spec = small_spec(
         model=mixture, pipeline={"num_stages": 1, "microbatch": 4, "global_batch": 8}
@@ -305,17 +322,41 @@ def test_adapters_on_experts_of_the_built_in_model(monkeypatch: pytest.MonkeyPat
         compare(one, many)
 
 
-def test_what_dropout_leaves_out_is_that_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("mode", ["context", "experts"])
+def test_a_base_of_few_bits_that_each_rank_has(mode: str, kind: str, tmp_path: Path) -> None:
+    """As one rank has it, of inputs that are no whole blocks of nf4 too."""
+    pytest.importorskip("torchao")
+    check, make = WHOLE[mode]
+    folder = tmp_path / "model"
+    if mode == "experts":
+        folder_of(folder, "mixtral", num_local_experts=4)
+    else:
+        folder_of(folder, "qwen2")
+    spec, _ = lora_run(folder, tmp_path, lora={**ALL, "base_dtype": kind}, num_stages=1)
+    check(spec, 2)
+    (one,) = stages_of_one(spec, folder)
+    with rank_threads(spec, 2, mode=mode) as group:
+        many = make(spec, 0, group, Computing(activations="blocks"))
+        fill(many, spec, folder)
+        linears = [m for x in many.layers.modules for m in x.modules() if isinstance(m, LoraLinear)]
+        assert all(m.packed is not None and m.weight.numel() == 0 for m in linears)
+        compare(one, many)
+
+
+@pytest.mark.parametrize("mode", ["tensor", "context"])
+def test_what_dropout_leaves_out_is_that_of_one_rank(mode: str, tmp_path: Path) -> None:
     """In processes: dropout seeds torch, which threads have in common. The inputs of some adapters
-    are cut, and those of others not."""
+    are cut, and those of others not, or each rank has two pieces of every sequence."""
+    check, make = {"tensor": (check_cut, build_parallel_stage), **WHOLE}[mode]
     folder = tmp_path / "model"
     folder_of(folder, "llama")
     spec, _ = lora_run(folder, tmp_path, lora={**ALL, "lora_dropout": 0.3}, num_stages=1)
-    check_cut(spec, 2)
-    with ranks(spec, 2) as group:
+    check(spec, 2)
+    with ranks(spec, 2, mode=mode) as group:
         stages = [
             build_stage(spec, 0, computing=Computing()),
-            build_parallel_stage(spec, 0, group, Computing(activations="blocks")),
+            make(spec, 0, group, Computing(activations="blocks")),
         ]
         losses = []
         for stage in stages:

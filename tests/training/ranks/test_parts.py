@@ -13,7 +13,7 @@ from swarmnet.training.models.base import seeded
 from swarmnet.training.models.packing import BITS, Packed
 from swarmnet.training.ranks.cuts import Cut
 from swarmnet.training.ranks.packed_parts import packed_part
-from swarmnet.training.ranks.part_dropout import drawn_in_part
+from swarmnet.training.ranks.part_dropout import drawn_in_part, narrowed
 
 LENGTH = 24
 MASK = torch.ones(LENGTH, LENGTH).tril().bool()
@@ -41,9 +41,9 @@ def test_weights_of_attention_that_are_left_out(how: dict[str, Any], dtype: torc
     with seeded(SEED):
         whole = attend(q, k, v, **options)
         assert not torch.equal(whole, attend(q, k, v, **options))
-    with drawn_in_part(lambda _: (1, 4, 2), SEED):
+    with drawn_in_part(lambda shape: narrowed(shape, 1, 4, 2), SEED):
         heads = attend(q[:, 2:], k[:, 1:], v[:, 1:], **options)
-    with drawn_in_part(lambda _: (0, 2, 1), SEED):
+    with drawn_in_part(lambda shape: narrowed(shape, 0, 2, 1), SEED):
         samples = attend(q[1:], k[1:], v[1:], **options)
     near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 1e-3}
     torch.testing.assert_close(heads, whole[:, 2:], **near)
@@ -55,7 +55,7 @@ def test_what_is_left_out_of_a_layer_s_outputs() -> None:
     x, dropout = drawn(3, 5, 6), torch.nn.Dropout(RATE)
     with seeded(SEED):
         wholes = [dropout(x) for _ in range(3)]
-    with drawn_in_part(lambda shape: (0, 3, 1) if shape[0] == 2 else None, SEED):
+    with drawn_in_part(lambda s: narrowed(s, 0, 3, 1) if s[0] == 2 else None, SEED):
         assert torch.equal(dropout(x[1:]), wholes[0][1:])
         assert torch.equal(dropout(x), wholes[1])
         assert torch.equal(functional.dropout(x[1:].clone(), RATE, inplace=True), wholes[2][1:])
