@@ -78,7 +78,7 @@ def check(choices: PeerChoices) -> None:
         raise UsageError("--rounds and --seed go with --spec; who joins takes the run's")
     stages = choices.stages
     is_number = stages.isascii() and stages.isdigit() and 1 <= int(stages) <= MAX_SEATS
-    if stages != AUTO_STAGES and not is_number:
+    if stages not in ("", AUTO_STAGES) and not is_number:
         raise UsageError(f"--stages {stages}: a number from 1 to {MAX_SEATS}, or auto")
     if stages == AUTO_STAGES and (choices.num_ranks or 1) > 1:
         raise UsageError(

@@ -23,7 +23,8 @@ OptimizerMemoryName = Literal["auto", "device", "host", "disk"]
 WeightsMemoryName = Literal["auto", "device", "host", "disk"]
 
 AUTO_STAGES = "auto"
-"""As `PeerOptions.stages`: by what this machine has and the swarm needs."""
+"""As `PeerOptions.stages`: by what this machine has and the swarm needs. Where it is empty nobody
+has said: one, or several seats if cards do more so."""
 MAX_PORT = 65_535
 LOOPBACK = "127.0.0.1"
 INVITE_VARIABLE = "SWARMNET_INVITE"
@@ -109,9 +110,10 @@ class RunOptions:
         Option(
             metavar="N|auto",
             help="Serve so many stages. auto: as many as this machine has room for and the swarm "
-            "needs.",
+            "needs. Default: 1, or with several GPUs one on each where that does more.",
+            show_default=False,
         ),
-    ] = "1"
+    ] = ""
     exit_when_done: Annotated[
         bool,
         Option(help="End with the run; else stay and serve the model."),

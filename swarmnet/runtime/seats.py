@@ -190,14 +190,14 @@ class SeatCount:
         if self.options.stages == AUTO_STAGES:
             num_seats, why = await self._by_room(num_here)
         else:
-            num_seats, why = int(self.options.stages), "as chosen"
+            num_seats, why = int(self.options.stages or 1), "as chosen"
         num_stages = self.spec.pipeline.num_stages
         if num_seats > num_stages:
             raise UsageError(
                 f"--stages {num_seats}: this run has {num_stages}, and a machine serves each of "
                 f"them once; --stages {num_stages} is the most"
             )
-        if num_seats != self.last and (num_seats, self.options.stages) != (1, "1"):
+        if num_seats != self.last and (num_seats > 1 or self.options.stages == AUTO_STAGES):
             log.warning("serves %d of %d stages: %s", num_seats, num_stages, why)
         self.last = num_seats
         return num_seats

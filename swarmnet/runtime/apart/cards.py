@@ -98,7 +98,7 @@ def _is_named(options: PeerOptions) -> bool:
         options.num_ranks is not None
         or options.local != "tensor"
         or options.sequence_parallel
-        or options.stages != "1"
+        or options.stages != ""
         or options.stage is not None
         or options.optimizer_memory == DEVICE
         or options.weights_memory in (HOST, DISK)

@@ -76,9 +76,9 @@ def test_a_machine_chooses_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert chosen(tmp_path, monkeypatch, 1e12) == ("1", 1)
+        assert chosen(tmp_path, monkeypatch, 1e12) == ("", 1)
         assert chosen(tmp_path, monkeypatch, 1e5) == ("2", 1)
-        assert chosen(tmp_path, monkeypatch, 0) == ("1", 1)
+        assert chosen(tmp_path, monkeypatch, 0) == ("", 1)
         assert chosen(tmp_path, monkeypatch, 1e12, num_cards=3) == ("3", 1), (
             "of three, two are ranks"
         )
@@ -100,6 +100,7 @@ def test_a_machine_chooses_and_says_why(
         {"local": "fsdp"},
         {"sequence_parallel": True},
         {"stages": "auto"},
+        {"stages": "1"},
         {"stage": 1},
         {"optimizer_memory": "device"},
         {"weights_memory": "host"},
@@ -113,7 +114,7 @@ def test_a_machine_chooses_and_says_why(
 def test_nothing_is_measured_where_somebody_has_chosen(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert chosen(tmp_path, monkeypatch, 1e5, **given) == (given.get("stages", "1"), 0)
+    assert chosen(tmp_path, monkeypatch, 1e5, **given) == (given.get("stages", ""), 0)
 
 
 def test_two_devices_are_measured_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,5 +131,5 @@ def test_what_is_not_there_is_not_measured(
     have_cards(monkeypatch, 2)
     monkeypatch.setattr(cards, "PROGRAM", "swarmnet.runtime.apart.no_program")
     with caplog.at_level(logging.WARNING):
-        assert settle(small_spec(), options(tmp_path)).stages == "1"
+        assert settle(small_spec(), options(tmp_path)).stages == ""
     assert "was not measured (CalledProcessError)" in caplog.text
