@@ -319,10 +319,11 @@ def plan(options: PlanOptions) -> None:
         raise UsageError("give --measure or --explain, not both")
     if options.join:
         others = options.measure, options.explain, options.machines, options.choose
-        if any((*others, max(options.cp, options.ep) > 1, options.schedules, options.picture)):
+        has_ranks = max(options.cp, options.ep, options.tp) > 1
+        if any((*others, has_ranks, options.schedules, options.picture)):
             raise UsageError(
                 "--join asks the live run; leave --machines, --choose, --measure, --explain, "
-                "--cp, --ep, --schedules and --picture out"
+                "--cp, --ep, --tp, --schedules and --picture out"
             )
         from peer.planning.live import show_live
 
@@ -337,7 +338,7 @@ def plan(options: PlanOptions) -> None:
 
         show_tables(options, make_console())
         return
-    for name, number in (("--cp", options.cp), ("--ep", options.ep)):
+    for name, number in (("--cp", options.cp), ("--ep", options.ep), ("--tp", options.tp)):
         if number > 1:
             raise UsageError(f"{name} goes with --explain; add it, or leave {name} out")
     if options.precision == "mixed":

@@ -837,6 +837,10 @@ class PlanOptions:
             min=1, max=64, metavar="N", help="Ranks that divide the experts, with --explain."
         ),
     ] = 1
+    tp: Annotated[
+        int,
+        typer.Option(min=1, max=64, metavar="N", help="Ranks that cut layers, with --explain."),
+    ] = 1
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16", "mixed"],
         typer.Option(

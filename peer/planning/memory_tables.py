@@ -34,14 +34,20 @@ def show_tables(options: PlanOptions, console: Console) -> None:
     """Prints the table. Raises `SpecError`."""
     from peer.planning.question import asked
     from swarmnet.training.ranks.context_parallel_stage import check_sequences
+    from swarmnet.training.ranks.cut_check import check_cut
     from swarmnet.training.ranks.expert_stage import check_experts
+    from swarmnet.training.ranks.rows.row_stage import check_rows
 
     spec = asked(options.file, lora=options.lora, choose=False).spec
     known = None if spec.model.kind == "custom" else known_activations
     precision = precision_of(spec, options)
-    check_sequences(spec, options.cp)
-    check_experts(spec, options.ep)
-    num_ranks = max(options.cp, options.ep)
+    num_rows = max(options.cp, options.ep)
+    if min(num_rows, options.tp) > 1:
+        check_rows(spec, "experts" if options.ep > 1 else "context", num_rows, options.tp)
+    else:
+        check_sequences(spec, options.cp)
+        check_experts(spec, options.ep)
+        check_cut(spec, options.tp)
 
     def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:
         return plan_memory(
@@ -51,7 +57,8 @@ def show_tables(options: PlanOptions, console: Console) -> None:
             precision=precision,
             activations=policy,
             mode=mode,
-            num_ranks=num_ranks,
+            num_ranks=num_rows,
+            row_size=options.tp,
             shared=EXPERTS if options.ep > 1 else SEQUENCES,
             known=known,
         )
@@ -71,12 +78,12 @@ def show_tables(options: PlanOptions, console: Console) -> None:
             "replicas": options.replicas,
             "precision": precision.name,
             "mode": spec.sync.mode,
-            "ranks": num_ranks,
+            "ranks": num_rows * options.tp,
             "stages": stages,
         }
         console.print_json(json.dumps(plan), ensure_ascii=True)
         return
-    console.print(_table(rows, num_ranks))
+    console.print(_table(rows, num_rows * options.tp))
     console.print(_policies(policies))
     console.print(_modes(modes))
     for line in _formulae(spec, options, precision):

@@ -76,7 +76,8 @@ def choose_computing(
     from swarmnet.training.models.registry import stage_matrix_parameters, stage_parameter_ranges
 
     device = torch.device(devices[0])
-    num_sharing = len(devices) if options.shares_sequences or options.shares_experts else 1
+    num_sharing = min(options.num_rows, len(devices))
+    row_size = len(devices) // num_sharing
     shared = EXPERTS if options.shares_experts else SEQUENCES
     is_sharded = len(devices) > 1 and options.local == "fsdp"
     check_options(spec, options, devices)
@@ -96,8 +97,8 @@ def choose_computing(
     base = base_bytes(spec, stage, numbers)
     masked = device.type not in FUSED or options.compile
     activations = known_activations(spec, stage, numbers, num_sharing, shared, masked=masked)
-    if activations is not None and num_sharing == 1:
-        activations = of_ranks(activations, len(devices), options.local, numbers)
+    if activations is not None:
+        activations = of_ranks(activations, row_size, options.local, numbers)
     needs = StageNeeds(
         *state_bytes(
             ranges[-1].stop,
@@ -121,9 +122,9 @@ def choose_computing(
     place = host_place(spec, options) if is_left else options.optimizer_memory
     smaller = _smallest(devices)
     free = max(0, free_bytes_of(device) - smaller.by)
-    # Ranks with devices of their own share the stage, or each has all of it, or all but some
-    # experts; those on CPUs share the memory.
-    num_devices = len(devices) if is_apart and num_sharing == 1 else 1
+    # Ranks of a row with devices of their own share the stage. Each row has all of it, or all but
+    # some experts. Those on CPUs share the memory.
+    num_devices = row_size if is_apart else 1
     room = num_devices * free
     weights: WeightsPlace = "device"
     if options.weights_memory != "auto":

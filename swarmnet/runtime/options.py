@@ -321,8 +321,8 @@ class ComputeOptions:
             min=1,
             max=64,
             metavar="N",
-            help="Share each sequence among N ranks of this machine, in place of --tp: for long "
-            "sequences.",
+            help="Share each sequence among N ranks of this machine, or with --tp N rows of ranks: "
+            "for long sequences.",
         ),
     ] = None
     ep: Annotated[
@@ -331,8 +331,8 @@ class ComputeOptions:
             min=1,
             max=64,
             metavar="N",
-            help="Divide each layer's experts, and the samples, among N ranks of this machine, in "
-            "place of --tp.",
+            help="Divide each layer's experts, and the samples, among N ranks of this machine, or "
+            "with --tp N rows of ranks.",
         ),
     ] = None
     compile: Annotated[
@@ -353,9 +353,20 @@ class ComputeOptions:
     @property
     def num_ranks(self) -> int | None:
         """Those that are asked for; None: it is for the machine to say."""
+        return self.tp if self.num_rows == 1 else self.num_rows * (self.tp or 1)
+
+    @property
+    def num_rows(self) -> int:
+        """Of ranks that share sequences, or experts and samples, each of as many ranks as cut
+        matrices; 1 where nothing is shared so."""
         if self.shares_sequences:
-            return self.cp
-        return self.ep if self.shares_experts else self.tp
+            return self.cp or 1
+        return (self.ep or 1) if self.shares_experts else 1
+
+    @property
+    def are_in_rows(self) -> bool:
+        """Ranks share something, and cut matrices too."""
+        return self.num_rows > 1 and (self.tp or 1) > 1
 
     @property
     def ranks_option(self) -> str:
@@ -363,6 +374,13 @@ class ComputeOptions:
         if self.shares_sequences:
             return "--cp"
         return "--ep" if self.shares_experts else "--tp"
+
+    @property
+    def ranks_given(self) -> str:
+        """All that has, with its numbers."""
+        if self.are_in_rows:
+            return f"{self.ranks_option} {self.num_rows} --tp {self.tp}"
+        return f"{self.ranks_option} {self.num_ranks or 1}"
 
 
 @dataclass(frozen=True, kw_only=True)

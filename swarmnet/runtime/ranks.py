@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import SpecError, UsageError, UserError
@@ -40,7 +41,7 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
         check_ranks(spec, options, wanted)
         kind = here if num_gpus >= wanted else accelerators.CPU
         if options.ranks_option != "--tp" and kind == accelerators.CPU:
-            _check_cores(options.ranks_option, wanted)
+            _check_cores(options, wanted)
         return [kind if kind == accelerators.CPU else f"{kind}:{i}" for i in range(wanted)]
     if num_gpus < 2:
         return [f"{here}:0" if num_gpus else accelerators.CPU]
@@ -84,10 +85,13 @@ def check_ranks(spec: RunSpec, options: PeerOptions, num_ranks: int) -> None:
     from swarmnet.training.ranks.cut_check import check_cut
     from swarmnet.training.ranks.expert_stage import check_experts
     from swarmnet.training.ranks.fsdp import check_split
+    from swarmnet.training.ranks.rows.row_stage import check_rows
 
     if options.ranks_option != "--tp":
         _check_alone(options)
-    if options.shares_sequences:
+    if options.are_in_rows:
+        check_rows(spec, _mode(options), options.num_rows, num_ranks // options.num_rows)
+    elif options.shares_sequences:
         check_sequences(spec, num_ranks)
     elif options.shares_experts:
         check_experts(spec, num_ranks)
@@ -103,7 +107,6 @@ def _check_alone(options: PeerOptions) -> None:
     """Raises `UsageError` where another option divides something else among ranks."""
     own = options.ranks_option
     others = {
-        "--tp": (options.tp or 1) > 1,
         "--ep": own != "--ep" and (options.ep or 1) > 1,
         "--local fsdp": options.local == "fsdp",
         "--sequence-parallel": options.sequence_parallel,
@@ -113,13 +116,14 @@ def _check_alone(options: PeerOptions) -> None:
             raise UsageError(f"{own} does not go with {name}; leave one of them out")
 
 
-def _check_cores(option: str, num_ranks: int) -> None:
+def _check_cores(options: PeerOptions, num_ranks: int) -> None:
     """Raises `UsageError` where ranks on CPUs would wait for each other's core."""
-    cores = os.cpu_count() or 1
+    cores, option = os.cpu_count() or 1, options.ranks_option
     if num_ranks > cores:
+        instead = f"{cores} ranks" if options.are_in_rows else f"{option} {cores}"
         raise UsageError(
-            f"{option} {num_ranks}: this machine has {cores} cores, and not a GPU for each rank; "
-            f"take {option} {cores}, or less"
+            f"{options.ranks_given}: this machine has {cores} cores, and not a GPU for each rank; "
+            f"take {instead}, or less"
         )
 
 
@@ -141,18 +145,33 @@ def start_ranks(spec: RunSpec, options: PeerOptions, devices: list[str]) -> Loca
     from swarmnet.training.ranks.local_group import LocalGroup, open_process_group
     from swarmnet.training.ranks.tensor_parallel_stage import rank_options
 
-    mode: str = options.local
-    if options.shares_sequences:
-        mode = "context"
-    elif options.shares_experts:
-        mode = "experts"
+    row_size = 1
+    open_group: Callable[..., Any] = open_process_group
+    if options.local == "fsdp":
+        open_group = open_default_group
+    elif options.are_in_rows:
+        row_size = len(devices) // options.num_rows
+        open_group = partial(open_process_group, row_size=row_size)
+    told = rank_options(
+        spec,
+        sequence_parallel=options.sequence_parallel,
+        mode=_mode(options),
+        row_size=row_size,
+    )
     return LocalGroup(
         len(devices),
         devices=devices,
         threads=options.threads,
-        options=rank_options(spec, sequence_parallel=options.sequence_parallel, mode=mode),
-        open_group=open_default_group if options.local == "fsdp" else open_process_group,
+        options=told,
+        open_group=open_group,
     )
+
+
+def _mode(options: PeerOptions) -> str:
+    """What ranks divide, or rows of them: of `rank_options`."""
+    if options.shares_sequences:
+        return "context"
+    return "experts" if options.shares_experts else options.local
 
 
 def build_ranked_stage(
@@ -163,6 +182,10 @@ def build_ranked_stage(
     computing: Computing,
 ) -> TorchStage:
     """A stage on all ranks."""
+    if options.are_in_rows:
+        from swarmnet.training.ranks.rows.row_stage import build_row_stage
+
+        return build_row_stage(spec, stage_index, group, computing)
     if options.shares_sequences:
         from swarmnet.training.ranks.context_parallel_stage import build_context_parallel_stage
 

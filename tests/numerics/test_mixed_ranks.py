@@ -17,6 +17,7 @@ from swarmnet.training.optimizer.local_steps import build_optimizer
 from swarmnet.training.ranks.context_parallel_stage import build_context_parallel_stage
 from swarmnet.training.ranks.expert_stage import build_expert_stage
 from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.rows.row_stage import build_row_stage
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from tests.oracles.reference_modes import DelayedReference
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
@@ -129,6 +130,17 @@ def test_replicas_of_which_some_divide_experts(tmp_path: Path, stack: ExitStack)
     _train(spec, ranks, groups)
 
 
+@pytest.mark.parametrize("mode", ["context", "experts"])
+def test_replicas_of_which_some_are_rows(tmp_path: Path, stack: ExitStack, mode: str) -> None:
+    """Two rows of two ranks that are threads, beside a replica of one."""
+    values = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS).model_dump()
+    values["data"] |= {"document_mask": True}
+    values["model"] |= EXPERTS if mode == "experts" else {}
+    spec = RunSpec.model_validate(values)
+    rows = stack.enter_context(rank_threads(spec, 4, mode=mode, row_size=2))
+    _train(spec, {0: (1, 4), 1: (1,)}, {"peer-0-1": rows})
+
+
 def _train(spec: RunSpec, ranks: dict[int, tuple[int, ...]], groups: dict[str, LocalGroup]) -> None:
     """All rounds, and compares with one process. `groups`: of peers with several ranks."""
 
@@ -164,5 +176,8 @@ def _expected(spec: RunSpec, counted: dict[int, list[int]]) -> dict[str, torch.T
 
 def _build(spec: RunSpec, group: LocalGroup, stage_index: int) -> tuple[Any, Any]:
     known = {"context": build_context_parallel_stage, "experts": build_expert_stage}
-    stage = known.get(group.options["mode"], build_parallel_stage)(spec, stage_index, group)
+    build = known.get(group.options["mode"], build_parallel_stage)
+    if group.options["row_size"] > 1:
+        build = build_row_stage
+    stage = build(spec, stage_index, group)
     return stage, build_optimizer(spec, stage)

@@ -133,7 +133,10 @@ def cells(tmp_path: Path) -> dict[str, Callable[[int], Cell]]:
             {},
         ),
         "`--cp N`": with_option(cp=2),
-        "`--ep N`": with_option(ep=2),
+        "`--ep N`": lambda column: (
+            mixture() if column == FAMILY else small_spec(model={"num_experts": 4}),
+            {"ep": 2},
+        ),
         "`--precision bf16`": with_option(precision="bf16"),
         "`--precision fp16`": with_option(precision="fp16"),
         "`--activations`": with_option(activations="offload"),
@@ -149,7 +152,7 @@ def test_each_cell_is_taken_or_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarmnet.training.models.lora.check_packing", lambda _: None)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     rows, made = table(), cells(tmp_path)
     assert rows.keys() == made.keys()
     for name, row in rows.items():

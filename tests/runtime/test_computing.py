@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import choose_devices
 from swarmnet.spec import RunSpec
 from swarmnet.training.memory.activation_choice import expected_in_flight, known_activations
-from swarmnet.training.memory.plan import EXPERTS, FP32, SEQUENCES
+from swarmnet.training.memory.plan import EXPERTS, FP32, SEQUENCES, of_ranks
 from swarmnet.training.models.registry import stage_parameter_ranges
 from tests.training.ranks.test_family_ranks import spec_of
 from tests.training.specs import small_spec
@@ -198,13 +199,14 @@ def test_what_does_not_go_with_weights_elsewhere_is_refused(
     ("options", "why"),
     [
         ({"cp": 5}, "--cp 5: this machine has 4 cores, and not a GPU for each rank; take --cp 4"),
-        ({"cp": 2, "tp": 2}, "--cp does not go with --tp; leave one of them out"),
+        ({"cp": 2, "tp": 4}, "--cp 2 --tp 4: this machine has 4 cores.*; take 4 ranks, or less"),
+        ({"cp": 2, "tp": 3}, "--tp 3: .*; possible: 1, 2, 4"),
         ({"cp": 2, "local": "fsdp"}, "--cp does not go with --local fsdp; leave"),
         ({"cp": 2, "sequence_parallel": True}, "--cp does not go with --sequence-parallel; leave"),
         ({"cp": 9}, "--cp 9: sequences of 16 tokens are too short.*take --cp 8, or less"),
         ({"cp": 2, "ep": 2}, "--cp does not go with --ep; leave one of them out"),
         ({"ep": 5}, "--ep 5: this machine has 4 cores, and not a GPU for each rank; take --ep 4"),
-        ({"ep": 2, "tp": 2}, "--ep does not go with --tp; leave one of them out"),
+        ({"ep": 9, "tp": 2}, "--ep 9: each rank has one at least of the 8 experts; take --ep 8"),
         ({"ep": 2, "local": "fsdp"}, "--ep does not go with --local fsdp; leave"),
         ({"ep": 2, "sequence_parallel": True}, "--ep does not go with --sequence-parallel; leave"),
         ({"ep": 9}, "--ep 9: each rank has one at least of the 8 experts; take --ep 8, or less"),
@@ -257,6 +259,29 @@ def test_ranks_that_divide_experts_have_some_each_and_some_samples(
     assert 0.8 * more == pytest.approx(expected, abs=4e3)
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_ranks_of_a_row_have_what_one_rank_has_and_more_between_their_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Beside one row: of two rows of GPUs a GPU has less, in one memory they have more."""
+    spec = large()
+    needs = [
+        2 * least(tmp_path, monkeypatch, spec, kind, **ranks)
+        if kind == "cuda"
+        else least(tmp_path, monkeypatch, spec, kind, **ranks)
+        for ranks in ({"tp": 2}, {"cp": 2, "tp": 2})
+    ]
+    row, rows = (
+        of_ranks(one, 2, "tensor", FP32).held("keep", expected_in_flight(spec))[0]
+        for one in (known_activations(spec, 0, FP32, n) for n in (1, 2))
+        if one is not None
+    )
+    expected = rows - row
+    if kind == "cpu":
+        expected = 2 * rows - row + 4 * stage_parameter_ranges(spec, 0)[-1].stop
+    assert 0.8 * (needs[1] - needs[0]) == pytest.approx(expected, abs=1e4)
+
+
 def kept(spec: RunSpec, num_ranks: int, shared: str = SEQUENCES) -> int:
     """Of activations, where all are kept."""
     one = known_activations(spec, 0, FP32, num_ranks, shared)
@@ -269,7 +294,7 @@ def least(
 ) -> float:
     """Bytes that have to be free so that a machine keeps all activations of stage 0 in fp32."""
     monkeypatch.setattr("swarmnet.runtime.computing.updates_right_on", lambda *_: False)
-    (num_ranks,) = ranks.values()
+    num_ranks = math.prod(ranks.values())
     devices = [kind if kind == "cpu" else f"{kind}:{i}" for i in range(num_ranks)]
 
     def keeps(free: float) -> bool:

@@ -33,18 +33,18 @@ def seat_devices(spec: RunSpec, options: PeerOptions) -> list[Devices] | None:
         return None
     if num_cards < 2:
         return [(accelerators.CPU,) * num_ranks] * num_seats
-    return share_out(num_cards, num_seats, num_ranks, options.ranks_option, here)
+    return share_out(num_cards, num_seats, num_ranks, options.ranks_given, here)
 
 
 def share_out(
-    num_cards: int, num_seats: int, num_ranks: int, ranks_option: str = "--tp", kind: str = "cuda"
+    num_cards: int, num_seats: int, num_ranks: int, given: str = "", kind: str = "cuda"
 ) -> list[Devices]:
     """Cards for the ranks of each seat, in their order: ranks of a seat are beside each other.
     Where seats of one rank are more than cards, they share some. Raises `UserError` where ranks are
-    more."""
+    more. `given`: what has asked for ranks, as on a command line."""
     if num_ranks > 1 and num_seats * num_ranks > num_cards:
         raise UserError(
-            f"--stages {num_seats} with {ranks_option} {num_ranks} takes {num_seats * num_ranks} "
+            f"--stages {num_seats} with {given} takes {num_seats * num_ranks} "
             f"cards, and this machine has {num_cards}: take fewer stages or ranks, or --device cpu"
         )
     cards = [f"{kind}:{i % num_cards}" for i in range(num_seats * num_ranks)]

@@ -26,6 +26,7 @@ from swarmnet.training.memory.plan import (
     positions_of_rank,
     samples_of_rank,
     stage_activations,
+    with_rows,
 )
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec, described
 from swarmnet.training.models.registry import model_plan, split_stages
@@ -116,7 +117,12 @@ def known_activations(
         if num_ranks == 1:
             return whole
         divided = samples_of_rank if shared == EXPERTS else positions_of_rank
-        part = traced_activations(divided(spec, num_ranks), stage, precision)
+        alone = divided(spec, num_ranks)
+        part = traced_activations(alone, stage, precision)
+        if shared == EXPERTS:
+            layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[stage]
+            num_layers = sum(layer.is_block for layer in layers)
+            part = with_rows(part, alone, num_layers, precision)
         return of_samples(whole, part)
     except Exception as error:  # whatever the author's code does there
         log.debug("a custom layer cannot be traced: %s", error)

@@ -63,6 +63,7 @@ from swarmnet.training.models.experts import adapted_stack, expert_of, is_stack
 from swarmnet.training.models.lora import is_packed, names_experts, packing_of
 from swarmnet.training.models.packing import BITS
 from swarmnet.training.models.registry import (
+    experts_met,
     model_plan,
     num_experts,
     split_stages,
@@ -282,12 +283,13 @@ def layer_bytes(model: ModelSpec, layer: str, positions: int, element: int = FP3
     return kept + positions * element * 4 * model.intermediate_size
 
 
-def experts_bytes(model: ModelSpec, positions: int, element: int) -> int:
+def experts_bytes(model: ModelSpec, positions: int, element: int, *, has_inner: bool = True) -> int:
     """Of it, in place of what a dense feed-forward layer keeps, the experts and their router. An
     expert keeps of each of its tokens what a dense layer does, its input and its output; the router
     the probabilities of all experts, and the logits and more where it has losses of its own, in
     fp32; and of each choice its expert, its place and its weight. That is without a limit to an
-    expert's tokens (`capacity_factor`), under which there are fewer."""
+    expert's tokens (`capacity_factor`), under which there are fewer. `has_inner`: with what lies
+    between an expert's matrices."""
     width, chosen = model.hidden_size, model.num_experts_per_tok
     shared = model.shared_expert_intermediate_size
     balance, z = model.router_losses
@@ -295,8 +297,9 @@ def experts_bytes(model: ModelSpec, positions: int, element: int) -> int:
     numbers = (
         tables * model.num_experts + 2 * bool(z) + chosen + model.norm_topk_prob * (chosen + 1)
     )
-    of_choices = chosen * (element * (2 * width + 4 * model.expert_size) + 2 * INDEX_BYTES)
-    of_shared = element * (4 * shared + width + 1) if shared else 0
+    inner = 4 * model.expert_size if has_inner else 0
+    of_choices = chosen * (element * (2 * width + inner) + 2 * INDEX_BYTES)
+    of_shared = element * (4 * shared * has_inner + width + 1) if shared else 0
     routed = 0
     if element != FP32_BYTES:  # the router has a copy of its input, and of its weights
         routed = (FP32_BYTES - (0 if shared else element)) * width
@@ -341,6 +344,7 @@ def plan_memory(
     mode: str | None = None,
     num_ranks: int = 1,
     shared: str = SEQUENCES,
+    row_size: int = 1,
     known: Callable[[RunSpec, int, Precision, int, str], Activations | None] | None = None,
 ) -> list[StageMemory]:
     """What a replica of each stage holds; `in_flight`: microbatches between their forward and their
@@ -348,8 +352,9 @@ def plan_memory(
     `activations`: the policy; None for the spec's, which may be "auto": then "keep". `mode`: of
     `[sync]`; None for the spec's. `num_ranks`: that share each sequence, or experts and samples, as
     `shared` says; then activations are those of one rank, and weights and gradients those that it
-    computes with. `known`: tells the activations of a stage, at one of so many;
-    `stage_activations` where not given.
+    computes with. `row_size`: ranks in the place of each of these, which cut matrices among them
+    (the few parameters that each of them has are counted alike). `known`: tells the activations of
+    a stage, at one of so many; `stage_activations` where not given.
 
     Raises:
         SpecError: the model cannot be built or cut so; a number is not positive.
@@ -365,7 +370,8 @@ def plan_memory(
         trained = num_parameters(stage_parameter_ranges(spec, k))
         base = base_bytes(spec, k, precision) + fixed_bytes(spec.model)
         part, part_of_base = held_parts(spec, k, num_ranks) if shared == EXPERTS else (1.0, 1.0)
-        base *= part_of_base
+        part /= row_size
+        base *= part_of_base / row_size
         of_stage = trained, num_replicas, spec.sync.replication
         num_muon = stage_matrix_parameters(spec, k)
         how = precision, mode, codec, num_muon
@@ -375,6 +381,8 @@ def plan_memory(
         weights, gradients = part * weights, part * gradients
         alone = state_bytes(trained, 1, 1, *how)
         one = (known or stage_activations)(spec, k, precision, num_ranks, shared)
+        if one is not None:
+            one = of_rank_in_row(one, row_size, precision)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
             StageMemory(
@@ -417,6 +425,9 @@ class Activations:
     is_last: bool
     masks: int = 0
     """Of the graph: masks of short documents, which stay where they are."""
+    rows: int = 0
+    """Of the graph: what comes to experts and from them, which ranks that cut these have whole."""
+    rows_of_layer: int = 0
 
     def held(self, policy: str, in_flight: int) -> tuple[int, int]:
         """(in the device's memory, elsewhere) with so many microbatches in flight and one of them
@@ -457,13 +468,24 @@ def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision)
     uncut = (UNCUT if precision is FP32 else UNCUT_LOW) * one.borders
     return replace(
         one,
-        graph=one.graph + more * min(one.graph, uncut),
+        graph=one.graph + more * min(one.graph, uncut + one.rows),
         came=num_ranks * one.came,
         inputs=num_ranks * one.inputs,
         outputs=num_ranks * one.outputs,
         sent=num_ranks * one.sent,
         borders=num_ranks * one.borders,
-        largest_layer=one.largest_layer + more * min(one.largest_layer // 2, uncut),
+        largest_layer=one.largest_layer
+        + more * min(one.largest_layer // 2 + one.rows_of_layer, uncut + one.rows_of_layer),
+    )
+
+
+def of_rank_in_row(one: Activations, num_ranks: int, precision: Precision) -> Activations:
+    """The same at each of so many ranks that cut matrices."""
+    every = of_ranks(one, num_ranks, "tensor", precision)
+    return replace(
+        one,
+        graph=every.graph // num_ranks,
+        largest_layer=every.largest_layer // num_ranks,
     )
 
 
@@ -511,7 +533,25 @@ def of_samples(whole: Activations, part: Activations) -> Activations:
         borders=part.borders + whole.inputs,
         largest_layer=part.largest_layer,
         is_input_in_graph=False,
+        rows=part.rows,
+        rows_of_layer=part.rows_of_layer,
     )
+
+
+def with_rows(
+    one: Activations, spec: RunSpec, num_layers: int, precision: Precision
+) -> Activations:
+    """The same with what comes to experts and from them at `num_layers` layers of a stage, told
+    apart."""
+    element = element_bytes(precision)
+    positions = spec.pipeline.microbatch * spec.sequence_length
+    chosen, width = experts_met(spec.model)
+    if spec.model.kind == "llama":
+        each = experts_bytes(spec.model, positions, element, has_inner=False)
+    else:
+        each = positions * chosen * (2 * element * width + 2 * INDEX_BYTES)
+    each += positions * chosen * INDEX_BYTES
+    return replace(one, rows=num_layers * each, rows_of_layer=each if num_layers else 0)
 
 
 def stage_activations(
@@ -545,7 +585,7 @@ def stage_activations(
             graph=part.graph + num_layers * places,
             largest_layer=part.largest_layer + places,
         )
-        return of_samples(whole, part)
+        return of_samples(whole, with_rows(part, alone, num_layers, precision))
     whole = llama_activations(*about)
     length = _most_positions(spec, num_ranks)
     return _of_part(spec, whole, llama_activations(*about, length), length)

@@ -168,7 +168,8 @@ class Experts(nn.Module):
         self._num_chosen = spec.num_experts_per_tok
         self._normalizes = spec.norm_topk_prob
         self._capacity_factor = spec.capacity_factor
-        self._losses = RouterLosses.of(*spec.router_losses, spec.num_hidden_layers)
+        self.losses = RouterLosses.of(*spec.router_losses, spec.num_hidden_layers)
+        """Of its router; the part that this rank has of them."""
         self.shared: SharedExperts | None = None
         """None where this rank has all experts."""
         self.expert_adapters: nn.Module | None = None
@@ -209,7 +210,7 @@ class Experts(nn.Module):
         if routing is None:
             return y_BSD
         dropped = None if kept_R is None else (~kept_R).sum()
-        return heard(routing, self, y_BSD, logits_TE, chosen_TK, self._losses, dropped)
+        return heard(routing, self, y_BSD, logits_TE, chosen_TK, self.losses, dropped)
 
     def _product(self, x_RD: Tensor, sizes_E: Tensor) -> Tensor:
         """`in_a_loop` of the experts that are here."""

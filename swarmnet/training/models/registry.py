@@ -93,6 +93,16 @@ def num_experts(model: ModelSpec) -> int:
     return int(getattr(config, "num_local_experts", None) or config.num_experts)
 
 
+def experts_met(model: ModelSpec) -> tuple[int, int]:
+    """Of a model with experts, how many a token meets in a layer, and the width of its state."""
+    if model.kind != "transformers":
+        return model.num_experts_per_tok, model.hidden_size
+    from swarmnet.training.models.model_config import load_config  # slow to import
+
+    config = load_config(model.config)
+    return int(config.num_experts_per_tok), int(config.hidden_size)
+
+
 def draws_itself(spec: RunSpec) -> bool:
     """The model draws random numbers, beside those of `[lora] lora_dropout`."""
     if spec.lora is None or not spec.lora.lora_dropout:

@@ -51,6 +51,10 @@ class RouterLosses:
         """Of coefficients of the mean over so many layers."""
         return cls(balance / max(1, num_layers), z / max(1, num_layers))
 
+    def part(self, num_parts: int) -> RouterLosses:
+        """One of so many, whose gradients are added up."""
+        return RouterLosses(self.balance / num_parts, self.z / num_parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Heard:

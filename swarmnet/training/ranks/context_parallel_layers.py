@@ -22,6 +22,7 @@ from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, documents_of
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan
+from swarmnet.training.ranks.cuts import Cutting, in_rows
 from swarmnet.training.ranks.part_dropout import Drawn, drawn_in_part
 from swarmnet.training.ranks.ring import Ring, part_of_rank, whole
 from swarmnet.training.ranks.tensor_parallel import Region, both_ways, unchanged
@@ -55,10 +56,12 @@ class ContextParallelLayers(CutLayers):
         builders: tuple[LayerBuilder, ...],
         *,
         region: Region,
+        cut: Cutting = NOTHING_IS_CUT,
         **options: Any,
     ) -> None:
-        """`region`: of gradients that ranks have a part of (`sequence_parallel`); the rest as for
-        `CutLayers`."""
+        """`region`: of gradients that ranks have a part of (`sequence_parallel`); `cut`: how the
+        ranks of a row cut matrices; the rest as for `CutLayers`."""
+        self._column = region.column
         self._gathers = False
         self._zigzag: Zigzag | None = None
         """Of the pass that runs; None where each rank has whole sequences."""
@@ -68,18 +71,19 @@ class ContextParallelLayers(CutLayers):
             zigzag = self._zigzag
             if zigzag is None:
                 return inner(outputs, targets)
-            mine = inner(outputs, part_of_rank(zigzag, region.rank, targets))
-            return both_ways(mine, region.all_reduce, unchanged)
+            mine = inner(outputs, part_of_rank(zigzag, self._column.rank, targets))
+            return both_ways(mine, self._column.all_reduce, unchanged)
 
         plan = dataclasses.replace(plan, loss=loss)
-        super().__init__(plan, builders, region=region, cut=NOTHING_IS_CUT, **options)
+        cut = in_rows(NOTHING_IS_CUT, cut, region.row.num_ranks, region.num_ranks)
+        super().__init__(plan, builders, region=region, cut=cut, **options)
         if plan.is_random:
             length = plan.inputs.shape[0]
-            place = partial(_place, Zigzag(length, region.num_ranks), region.rank)
+            place = partial(_place, Zigzag(length, self._column.num_ranks), self._column.rank)
             self.drawing = partial(drawn_in_part, place)
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
-        region, length = self._region, x.shape[1]
+        region, length = self._column, x.shape[1]
         self._zigzag = None
         if not is_long_enough(length, region.num_ranks):
             return super().run(key, x, context)
@@ -96,7 +100,7 @@ class ContextParallelLayers(CutLayers):
     ) -> LayerContext:
         """Of this rank's positions."""
         context = context or LayerContext()
-        mine = partial(part_of_rank, zigzag, self._region.rank)
+        mine = partial(part_of_rank, zigzag, self._column.rank)
         positions, tokens, documents = context.positions, context.tokens, None
         if positions is not None:
             documents = documents_of(positions)
@@ -106,7 +110,7 @@ class ContextParallelLayers(CutLayers):
             context,
             positions=mine(positions),
             tokens=None if tokens is None else mine(tokens),
-            sequence=Ring(zigzag, self._region, documents),
+            sequence=Ring(zigzag, self._column, documents),
         )
 
     @contextlib.contextmanager

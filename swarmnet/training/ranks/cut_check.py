@@ -26,14 +26,21 @@ def check_styles(plan: ModelPlan, cut: CutPlan, kind: str) -> None:
                 )
 
 
-def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False) -> None:
-    """Raises `SpecError` unless the run's model can be cut into so many ranks."""
+def check_cut(
+    spec: RunSpec,
+    num_ranks: int,
+    *,
+    sequence_parallel: bool = False,
+    is_row: bool = False,
+) -> None:
+    """Raises `SpecError` unless the run's model can be cut into so many ranks. `is_row`: there are
+    more of them, which share sequences with these, or experts and samples."""
     if num_ranks == 1:
         return
     if sequence_parallel and spec.model.kind != "llama":
         raise SpecError("--sequence-parallel is for the built-in Llama; leave it out")
     model = model_plan(spec)
-    if spec.model.num_experts or model.routers_learn:
+    if not is_row and (spec.model.num_experts or model.routers_learn):
         raise SpecError(
             f"--tp {num_ranks}: experts of the built-in Llama, and routers that have a loss, are "
             "not cut over ranks; take --tp 1, or a peer for each device"
@@ -42,7 +49,8 @@ def check_cut(spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False)
         plan = _checked_plan(spec, model)
         check_packed(model, functools.partial(_columns, plan, num_ranks))
     except SpecError as error:
-        raise SpecError(f"--tp {num_ranks}: {error}; take {_instead(spec, num_ranks)}") from None
+        instead = "--tp 1" if is_row else _instead(spec, num_ranks)
+        raise SpecError(f"--tp {num_ranks}: {error}; take {instead}") from None
     if not plan.fits(num_ranks):
         possible = [str(n) for n in range(1, MAX_RANKS + 1) if plan.fits(n)]
         raise SpecError(

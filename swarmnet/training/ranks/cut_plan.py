@@ -36,18 +36,20 @@ from swarmnet.training.ranks.tensor_parallel import Region, gather_last, leave, 
 MAX_RANKS = 64
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
-VOCABULARY, INNER_ROWS, INNER_COLUMNS, KEY_VALUE, BLOCK = (
+VOCABULARY, INNER_ROWS, INNER_COLUMNS, KEY_VALUE, BLOCK, MIXTURE, OF_MIXTURE = (
     "vocabulary",
     "rows",
     "columns",
     "kv",
     "in",
+    "mixture",
+    "columns of a mixture",
 )
 """Styles that no plan of transformers has: of embedding and output matrix, and of the built-in
-Llama, which enters a block once for all of its matrices."""
+Llama, which enters a block once for all of its matrices, and leaves one of experts once."""
 ROWS = {"colwise", "colwise_gather_output", "packed_colwise", VOCABULARY, INNER_ROWS}
 """A rank has some of the output features."""
-COLUMNS = {"rowwise", "rowwise_split_input", INNER_COLUMNS}
+COLUMNS = {"rowwise", "rowwise_split_input", INNER_COLUMNS, OF_MIXTURE}
 """A rank has some of the input features."""
 PARTIAL = "replicated_with_grad_allreduce"
 EXPERTS = "moe_tp_experts"
@@ -66,6 +68,24 @@ LLAMA = {
     "model.layers.*.mlp.up_proj": INNER_ROWS,
     "model.layers.*.mlp.down_proj": INNER_COLUMNS,
 }
+LLAMA_OF_EXPERTS = LLAMA | {
+    "model.layers.*.mlp": MIXTURE,
+    "model.layers.*.mlp.gate": PARTIAL,
+    "model.layers.*.mlp.shared_expert_gate": PARTIAL,
+    **{
+        f"model.layers.*.mlp.{expert}.{name}": style
+        for expert in ("experts.*", "shared_expert")
+        for name, style in (
+            ("gate_proj", INNER_ROWS),
+            ("up_proj", INNER_ROWS),
+            ("down_proj", OF_MIXTURE),
+        )
+    },
+    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.layers.*.mlp.experts.down_proj": OF_MIXTURE,
+}
+"""What comes out of experts, and of the gates beside them, is a sum over ranks, so that gradients
+of gates are too. Of matrices of all experts there are adapters alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +208,10 @@ def _hang(module: Any, style: str, name: str, vocab_size: int, region: Region, m
         _drop_of_part(module, region)
         before(lambda x: split_last(region, x))
         after(lambda y: leave(region, y))
+    elif style == MIXTURE:
+        module.losses = module.losses.part(region.num_ranks)
+        before(region.enter)
+        after(lambda y: leave(region, y))
     elif style == EXPERTS:
         module.register_forward_pre_hook(mark(lambda _, args: _enter_experts(region, args)))
         after(lambda y: leave(region, y))
@@ -234,12 +258,15 @@ def _look_up(module: Any, vocab_size: int, region: Region, mark: Mark) -> None:
 def cut_plan(model: ModelSpec) -> CutPlan:
     """Of a model that ranks can share. Raises `SpecError` where there is none."""
     if model.kind == "llama":
+        inner = [model.intermediate_size]
+        if model.num_experts:
+            inner = [model.expert_size, model.shared_expert_intermediate_size]
         return CutPlan(
-            LLAMA,
+            LLAMA_OF_EXPERTS if model.num_experts else LLAMA,
             model.vocab_size,
             model.num_attention_heads,
             model.num_key_value_heads,
-            model.intermediate_size,
+            min(size for size in inner if size),
             shares_heads=True,
         )
     if model.kind != "transformers":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -27,16 +27,24 @@ class Cut:
     packs: int = 1
     """The dimension is so many equal parts one behind the other, such as a gate and what it gates,
     and [start, stop) is of each of them."""
+    within: Cut | None = None
+    """All this is of that part of the parameter, which is cut in another dimension."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part, a view: (..., stop - start, ...), or (..., packs, stop - start, ...)."""
+        dim = self.dim
+        if self.within is not None:
+            tensor = self.within.of(tensor)
+            dim += self.within.packs > 1 and self.within.dim < dim
         if self.packs == 1:
-            return tensor.narrow(self.dim, self.start, self.stop - self.start)
-        parts = tensor.unflatten(self.dim, (self.packs, -1))
-        return parts.narrow(self.dim + 1, self.start, self.stop - self.start)
+            return tensor.narrow(dim, self.start, self.stop - self.start)
+        parts = tensor.unflatten(dim, (self.packs, -1))
+        return parts.narrow(dim + 1, self.start, self.stop - self.start)
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """Of what the rank computes with."""
+        if self.within is not None:
+            whole = self.within.shape(whole)
         size = self.packs * (self.stop - self.start)
         return tuple(size if dim == self.dim else n for dim, n in enumerate(whole))
 
@@ -52,18 +60,23 @@ class Cut:
             first: of the elements, in row-major order.
             values: the elements, one after the other.
         """
+        target = self._places(torch.arange(first, first + values.numel()), whole)
+        is_here = target >= 0
+        part.view(-1)[target[is_here].to(part.device)] = values[is_here].to(part.device, part.dtype)
+
+    def _places(self, index: Tensor, whole: Sequence[int]) -> Tensor:
+        """Where in the part the elements of these numbers lie; -1 for those that do not."""
+        is_here = torch.ones_like(index, dtype=torch.bool)
+        if self.within is not None:
+            index = self.within._places(index, whole)  # noqa: SLF001  of another one of these
+            whole, is_here = self.within.shape(whole), index >= 0
         size, inner = whole[self.dim], math.prod(whole[self.dim + 1 :])
-        place = torch.full((self.packs, size // self.packs), -1)
-        place[:, self.start : self.stop] = torch.arange(self.packs * (self.stop - self.start)).view(
-            self.packs, -1
-        )
-        index = torch.arange(first, first + values.numel())
-        at = place.view(-1)[index // inner % size]
-        is_here = at >= 0
-        outer = index // (inner * size)
         held = self.packs * (self.stop - self.start)
-        target = ((outer * held + at) * inner + index % inner)[is_here].to(part.device)
-        part.view(-1)[target] = values[is_here].to(part.device, part.dtype)
+        place = torch.full((self.packs, size // self.packs), -1)
+        place[:, self.start : self.stop] = torch.arange(held).view(self.packs, -1)
+        at = place.view(-1)[index // inner % size]
+        target = (index // (inner * size) * held + at) * inner + index % inner
+        return torch.where(is_here & (at >= 0), target, -1)
 
 
 class Cutting(Protocol):
@@ -80,6 +93,53 @@ class Cutting(Protocol):
     ) -> Cut:
         """What rank `rank` holds of the parameter with this (Hugging Face) name and shape."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowsCut:
+    """Of ranks in rows: what rows have of a parameter, and of that what the ranks of a row have.
+    Ranks are counted row by row."""
+
+    of_rows: Cutting
+    in_row: Cutting
+    row_size: int
+
+    def cut(
+        self,
+        name: str,
+        shape: Sequence[int],
+        rank: int,
+        num_ranks: int,
+        *,
+        sequence_parallel: bool = False,
+    ) -> Cut:
+        """As `Cutting.cut`; `sequence_parallel`: of what rows share."""
+        row, column = divmod(rank, self.row_size)
+        outer = self.of_rows.cut(
+            name, shape, row, num_ranks // self.row_size, sequence_parallel=sequence_parallel
+        )
+        inner = self.in_row.cut(name, outer.shape(shape), column, self.row_size)
+        sharing = _together(outer.sharing, inner.sharing, row, column)
+        is_whole = outer.shape(shape) == tuple(shape)
+        assert outer.packs == 1 or inner.dim != outer.dim, f"{name} is cut twice in a dimension"
+        return replace(inner, sharing=sharing, within=None if is_whole else outer)
+
+
+def _together(of_rows: Sharing, in_row: Sharing, row: int, column: int) -> Sharing:
+    """Of a gradient: over all ranks, by what it is over rows, and within one."""
+    if "absent" in (of_rows, in_row):
+        return "absent"
+    if in_row == "same":
+        # One rank of a row keeps it.
+        if column:
+            return "same"
+        in_row = "own"
+    return "partial" if of_rows == "partial" and row else in_row
+
+
+def in_rows(of_rows: Cutting, in_row: Cutting, row_size: int, num_ranks: int) -> Cutting:
+    """Of ranks in rows of so many; of what rows have alone, where there is one row."""
+    return of_rows if row_size == num_ranks else RowsCut(of_rows, in_row, row_size)
 
 
 def part_of(size: int, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -41,7 +41,7 @@ from swarmnet.training.models.experts import (
 from swarmnet.training.models.lora import A
 from swarmnet.training.models.routing import Heard
 from swarmnet.training.ranks.cut_layers import CutLayers
-from swarmnet.training.ranks.cuts import Cut, part_of
+from swarmnet.training.ranks.cuts import Cut, Cutting, in_rows, part_of
 from swarmnet.training.ranks.part_dropout import Drawn, drawn_in_part, narrowed
 from swarmnet.training.ranks.tensor_parallel import Region, both_ways, unchanged
 
@@ -189,32 +189,37 @@ class ExpertLayers(CutLayers):
         region: Region,
         num_experts: int,
         microbatch: int,
+        cut: Cutting | None = None,
         **options: Any,
     ) -> None:
         """`region`: of gradients that ranks have a part of (`sequence_parallel`); `num_experts`: of
-        a layer; `microbatch`: samples; the rest as for `CutLayers`."""
+        a layer; `microbatch`: samples; `cut`: how the ranks of a row cut matrices, where there are
+        rows; the rest as for `CutLayers`."""
+        self._column = column = region.column
         self._gathers = False
         self._mine = slice(0, 0)
         """Of the samples of the pass that runs, those of this rank."""
         inner = plan.loss
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            return both_ways(inner(outputs, targets[self._mine]), region.all_reduce, unchanged)
+            return both_ways(inner(outputs, targets[self._mine]), column.all_reduce, unchanged)
 
         plan = dataclasses.replace(plan, loss=loss)
-        super().__init__(plan, builders, region=region, cut=ExpertCut(num_experts), **options)
-        self._exchange = ExpertExchange(region, num_experts)
+        own = ExpertCut(num_experts)
+        both = in_rows(own, cut or own, region.row.num_ranks, region.num_ranks)
+        super().__init__(plan, builders, region=region, cut=both, **options)
+        self._exchange = ExpertExchange(column, num_experts)
         for module in self.modules:
             for part in module.modules():
                 if isinstance(part, Experts):
                     part.shared = self._exchange
                 elif isinstance(getattr(part, STACKS[0], None), nn.Parameter):
                     _share(part, num_experts, self._exchange)
-        self.drawing = partial(drawn_in_part, partial(_place, microbatch, region))
+        self.drawing = partial(drawn_in_part, partial(_place, microbatch, column))
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         num_samples = x.shape[0]
-        self._mine = mine = samples_of(num_samples, self._region.rank, self._region.num_ranks)
+        self._mine = mine = samples_of(num_samples, self._column.rank, self._column.num_ranks)
         is_idle = mine.start == mine.stop
         part = partial(_part, slice(0, 1) if is_idle else mine)
         whole = partial(self._whole, num_samples)
@@ -235,7 +240,7 @@ class ExpertLayers(CutLayers):
         return both_ways(x, whole, part) if is_whole else x
 
     def extend(self, x: Tensor, context: LayerContext) -> Tensor:
-        is_idle = self._region.rank > 0
+        is_idle = self._column.rank > 0
         with self._exchange.idle(is_idle):
             y = super().extend(x, context)
         return torch.zeros_like(y) if is_idle else y
@@ -253,7 +258,7 @@ class ExpertLayers(CutLayers):
 
     def _whole(self, num_samples: int, x: Tensor) -> Tensor:
         """The samples of all ranks from those of each."""
-        region = self._region
+        region = self._column
         counts = [samples_of(num_samples, r, region.num_ranks) for r in range(region.num_ranks)]
         mine = x.new_zeros((counts[0].stop, *x.shape[1:]))  # nobody has more than rank 0
         mine[: x.shape[0]] = x
@@ -264,7 +269,7 @@ class ExpertLayers(CutLayers):
     def _heard_by_all(self, num_samples: int, mine: slice, one: Heard) -> Heard:
         """Of what the router of a layer did with this rank's samples."""
         beside = torch.stack((one.dropped.double(), one.entropy.double()))
-        whole = self._region.all_reduce(torch.cat((one.chosen_E.double(), beside)))
+        whole = self._column.all_reduce(torch.cat((one.chosen_E.double(), beside)))
         return Heard(
             whole[:-2].long(),
             whole[-2].long(),

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,20 +34,55 @@ class RankLost(ProcessLost):
     """The ranks of this peer cannot go on together."""
 
 
+class Groups(NamedTuple):
+    """Process groups of ranks that are counted row by row, as one of them has them."""
+
+    whole: Any
+    row: Any
+    column: Any
+
+
 def open_process_group(
-    device: torch.device, store_path: str, rank: int, num_ranks: int, timeout_s: float
+    device: torch.device,
+    store_path: str,
+    rank: int,
+    num_ranks: int,
+    timeout_s: float,
+    row_size: int = 1,
 ) -> Any:
-    """NCCL on GPUs, gloo over loopback on CPUs. Not global to the process."""
+    """NCCL on GPUs, gloo over loopback on CPUs. Not global to the process: of torch's meshes of
+    devices each is. With `row_size` above 1: `Groups`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    store = dist.FileStore(store_path, num_ranks)
     timeout = datetime.timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout  # noqa: SLF001  torch's own wrapper sets it so too
-        return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
-    return dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+
+    def open_one(store: dist.Store, rank: int, num_ranks: int) -> Any:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout  # noqa: SLF001  torch's own wrapper sets it so too
+            return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        return dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+
+    return open_groups(open_one, dist.FileStore(store_path, num_ranks), rank, num_ranks, row_size)
+
+
+def open_groups(
+    open_one: Callable[[dist.Store, int, int], Any],
+    store: dist.Store,
+    rank: int,
+    num_ranks: int,
+    row_size: int,
+) -> Any:
+    """`open_one(store, rank, num_ranks)`, or with `row_size` above 1 the `Groups` that it makes."""
+    if row_size == 1:
+        return open_one(store, rank, num_ranks)
+    row, column = divmod(rank, row_size)
+    return Groups(
+        open_one(dist.PrefixStore("all", store), rank, num_ranks),
+        open_one(dist.PrefixStore(f"row {row}", store), column, row_size),
+        open_one(dist.PrefixStore(f"column {column}", store), row, num_ranks // row_size),
+    )
 
 
 class LocalGroup(Children):

@@ -53,24 +53,25 @@ class ParallelLayers(CutLayers):
         **options: Any,
     ) -> None:
         """As `CutLayers`; the loss is cut here."""
+        self._row = region.row
         self._vocab_size = cut.vocab_size
         self._has_head = builders[-1].name == "lm_head"
         if self._has_head:
-            loss = functools.partial(vocabulary_parallel_loss, region, cut.vocab_size)
+            loss = functools.partial(vocabulary_parallel_loss, self._row, cut.vocab_size)
             plan = dataclasses.replace(plan, loss=loss)
         super().__init__(plan, builders, region=region, cut=cut, **options)
         is_compiled = self._computing.compile
-        cut.parallelize(builders, self.modules, region, is_compiled=is_compiled)
-        self.place = heads_of(region, cut)
+        cut.parallelize(builders, self.modules, self._row, is_compiled=is_compiled)
+        self.place = heads_of(self._row, cut)
         """Of what layers draw for."""
         self.drawing = functools.partial(drawn_in_part, self.place)
 
     def extend(self, x: Tensor, context: LayerContext) -> Tensor:
-        self._region.begin(1)  # a few tokens are not split by positions
+        self._row.begin(1)  # a few tokens are not split by positions
         return super().extend(x, context)
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
-        region = self._region
+        region = self._row
         region.begin(x.shape[1])
         if self.stage_index > 0:
             x = split(region, x)
@@ -79,16 +80,16 @@ class ParallelLayers(CutLayers):
 
     def _of_pass(self, context: LayerContext) -> LayerContext:
         context = super()._of_pass(context)
-        if context.fixed is None or not self._region.is_split:
+        if context.fixed is None or not self._row.is_split:
             return context
-        return dataclasses.replace(context, fixed=self._region.slice(context.fixed))
+        return dataclasses.replace(context, fixed=self._row.slice(context.fixed))
 
     @contextlib.contextmanager
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._has_head and wants_outputs:
                 whole = mark_of(self._computing.compile)(
-                    lambda _, __, logits: gather_last(self._region, self._vocab_size, logits)
+                    lambda _, __, logits: gather_last(self._row, self._vocab_size, logits)
                 )
                 hook = self.modules[-1].register_forward_hook(whole)
                 stack.callback(hook.remove)

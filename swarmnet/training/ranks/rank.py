@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from swarmnet.errors import SwarmnetError
@@ -53,18 +53,23 @@ def _start(
         from swarmnet.training.ranks.fsdp import follow as follow_fsdp
 
         return follow_fsdp(rank, num_ranks, device, store, timeout_s, options)
-    group = open_process_group(device, store, rank, num_ranks, timeout_s)
-    return following_of(options.get("mode", ""))(group, rank, num_ranks, device, options)
+    row_size = options.get("row_size", 1)
+    group = open_process_group(device, store, rank, num_ranks, timeout_s, row_size)
+    return following_of(options)(group, rank, num_ranks, device, options)
 
 
-def following_of(mode: str) -> Callable[..., dict[str, Callable[..., None]]]:
-    """What makes the calls of a rank, by what the ranks divide: `mode` of `rank_options`."""
+def following_of(options: Mapping[str, Any]) -> Callable[..., dict[str, Callable[..., None]]]:
+    """What makes the calls of a rank, by what the ranks divide: `options` of `rank_options`."""
     from swarmnet.training.ranks import (
         context_parallel_stage,
         expert_stage,
         tensor_parallel_stage,
     )
+    from swarmnet.training.ranks.rows import row_stage
 
+    if options.get("row_size", 1) > 1:
+        return row_stage.follow
+    mode = options.get("mode", "")
     known = {"context": context_parallel_stage, "experts": expert_stage}
     return known.get(mode, tensor_parallel_stage).follow
 

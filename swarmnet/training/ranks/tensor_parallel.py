@@ -47,6 +47,16 @@ class Region:
         """In the pass that runs, tensors between the cut matrices are split by positions."""
         self._entered: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def row(self) -> Region:
+        """Of all ranks, those that cut matrices among them, where that is not what all do."""
+        return self
+
+    @property
+    def column(self) -> Region:
+        """Likewise those that share samples or positions."""
+        return self
+
     def begin(self, length: int) -> None:
         """Before a pass over sequences of `length`; one that cannot be split evenly is not."""
         self.is_split = self.sequence_parallel and length % self.num_ranks == 0

@@ -34,14 +34,15 @@ def build_parallel_stage(
 
 
 def rank_options(
-    spec: RunSpec, *, sequence_parallel: bool = False, mode: str = "tensor"
+    spec: RunSpec, *, sequence_parallel: bool = False, mode: str = "tensor", row_size: int = 1
 ) -> dict[str, Any]:
     """What `LocalGroup` is told, so that its ranks can build stages of the run. `mode`: "tensor",
-    "fsdp", "context" or "experts"."""
+    "fsdp", "context" or "experts". `row_size`: with the last two, ranks that cut each matrix."""
     return {
         "spec": spec.canonical().decode(),
         "sequence_parallel": sequence_parallel,
         "mode": mode,
+        "row_size": row_size,
     }
 
 

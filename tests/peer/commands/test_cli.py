@@ -161,6 +161,7 @@ COMMANDS = {
         "--in-flight",
         "--cp",
         "--ep",
+        "--tp",
         "--precision",
         "--measure",
         "--write",

@@ -104,6 +104,17 @@ def test_ranks_that_divide_experts_have_a_part_of_them(fp32: Path) -> None:
         assert shared["weights"] == shared["gradients"] < 0.8 * alone["weights"]
         assert 0.45 < shared["activations"] / alone["activations"] < 0.75
     assert "Memory of rank 0 of 2" in CliRunner().invoke(app, [*command, "--ep", "2"]).stdout
+    rows = json.loads(
+        CliRunner().invoke(app, [*command, "--ep", "2", "--tp", "2", "--json"]).stdout
+    )
+    assert rows["ranks"] == 4
+    for row, of_rank in zip(two["stages"], rows["stages"], strict=True):
+        assert of_rank["weights"] == row["weights"] / 2
+        assert of_rank["optimizer"] == row["optimizer"]
+        assert 0.5 < of_rank["activations"] / row["activations"] < 0.9
+    refused = CliRunner().invoke(app, [*command, "--ep", "2", "--tp", "3"])
+    assert refused.exit_code == 2
+    assert "possible: 1, 2, 4" in refused.stderr
     refused = CliRunner().invoke(app, [*command, "--ep", "5"])
     assert refused.exit_code == 2
     assert "take --ep 4, or less" in refused.stderr

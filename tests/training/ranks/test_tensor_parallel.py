@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from swarmnet.training.models.registry import model_plan
 from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.cut_layers import lay_out
 from swarmnet.training.ranks.cut_plan import cut_plan
-from swarmnet.training.ranks.local_group import LocalGroup, RankLost
+from swarmnet.training.ranks.local_group import LocalGroup, RankLost, open_process_group
 from swarmnet.training.ranks.rank_stage import LeadStage
 from swarmnet.training.ranks.tensor_parallel_stage import (
     build_parallel_stage,
@@ -43,12 +44,16 @@ def ranks(
     *,
     sequence_parallel: bool = False,
     mode: str = "tensor",
+    row_size: int = 1,
     **options: Any,
 ) -> Iterator[LocalGroup]:
+    about: dict[str, Any] = {"sequence_parallel": sequence_parallel, "mode": mode}
+    if row_size > 1:
+        options["open_group"] = functools.partial(open_process_group, row_size=row_size)
     group = LocalGroup(
         num_ranks,
         threads=1,
-        options=rank_options(spec, sequence_parallel=sequence_parallel, mode=mode),
+        options=rank_options(spec, row_size=row_size, **about),
         **options,
     )
     try:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from swarmnet.errors import SwarmnetError
 from swarmnet.spec import RunSpec
 from swarmnet.system import LOOPBACK_INTERFACE
-from swarmnet.training.ranks.local_group import LocalGroup, RankLost
+from swarmnet.training.ranks.local_group import LocalGroup, RankLost, open_groups
 from swarmnet.training.ranks.rank import following_of
 from swarmnet.training.ranks.tensor_parallel_stage import rank_options
 from swarmnet.wire import Array
@@ -32,12 +32,20 @@ class ThreadGroup:
     """Has what stages use of a `LocalGroup`; values travel as JSON, as they do there."""
 
     def __init__(
-        self, spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False, mode: str
+        self,
+        spec: RunSpec,
+        num_ranks: int,
+        *,
+        sequence_parallel: bool = False,
+        mode: str,
+        row_size: int = 1,
     ) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         self.num_ranks = num_ranks
         self.devices = [torch.device("cpu")] * num_ranks
-        self.options = rank_options(spec, sequence_parallel=sequence_parallel, mode=mode)
+        self.options = rank_options(
+            spec, sequence_parallel=sequence_parallel, mode=mode, row_size=row_size
+        )
         self.failure: RankLost | None = None
         self.calls: list[str] = []
         self._store = dist.HashStore()
@@ -89,13 +97,15 @@ class ThreadGroup:
 
     def _open(self, rank: int) -> Any:
         wait = timedelta(seconds=TIMEOUT_S)
-        return dist.ProcessGroupGloo(self._store, rank, self.num_ranks, wait)
+        open_one = lambda store, rank, size: dist.ProcessGroupGloo(store, rank, size, wait)  # noqa: E731
+        row_size = self.options["row_size"]
+        return open_groups(open_one, self._store, rank, self.num_ranks, row_size)
 
     def _work(self, rank: int) -> None:
         group, waiting = self._open(rank), self._queues[rank - 1]
         calls: dict[str, Callable[..., None]] = {}
         try:
-            follow = following_of(self.options["mode"])
+            follow = following_of(self.options)
             calls = follow(group, rank, self.num_ranks, self.devices[rank], self.options)
         except BaseException as error:
             self.fail(f"rank {rank}: {type(error).__name__}: {error}")
@@ -122,9 +132,16 @@ class ThreadGroup:
 
 @contextmanager
 def rank_threads(
-    spec: RunSpec, num_ranks: int, *, sequence_parallel: bool = False, mode: str = "tensor"
+    spec: RunSpec,
+    num_ranks: int,
+    *,
+    sequence_parallel: bool = False,
+    mode: str = "tensor",
+    row_size: int = 1,
 ) -> Iterator[LocalGroup]:
-    group = ThreadGroup(spec, num_ranks, sequence_parallel=sequence_parallel, mode=mode)
+    group = ThreadGroup(
+        spec, num_ranks, sequence_parallel=sequence_parallel, mode=mode, row_size=row_size
+    )
     try:
         yield cast(LocalGroup, group)
     finally:

@@ -1,0 +1,85 @@
+"""A stage on the ranks of one peer that are in rows: whether it can be, and how each of them builds
+it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import RunSpec
+from swarmnet.training.computing import Computing
+from swarmnet.training.models.lora import packing_of
+from swarmnet.training.models.registry import model_plan, num_experts
+from swarmnet.training.ranks.context_parallel_stage import check_sequences
+from swarmnet.training.ranks.cut_check import check_cut
+from swarmnet.training.ranks.cut_plan import cut_plan
+from swarmnet.training.ranks.expert_stage import check_experts
+from swarmnet.training.ranks.local_group import Groups, LocalGroup
+from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
+from swarmnet.training.ranks.rows.row_layers import CutExperts, CutSequences, Rows
+from swarmnet.training.stage import TorchStage, build_stage
+
+
+def check_rows(spec: RunSpec, mode: str, num_rows: int, row_size: int) -> None:
+    """Raises `SpecError` unless rows can share what `mode` says ("context", "experts"), and the
+    ranks of each cut the model's matrices."""
+    option = "--cp" if mode == "context" else "--ep"
+    (check_sequences if mode == "context" else check_experts)(spec, num_rows)
+    if model_plan(spec).is_random or packing_of(spec.lora):
+        raise SpecError(
+            f"{option} {num_rows} --tp {row_size}: dropout, and [lora] base_dtype int8 and nf4, go "
+            "with one of the two at most; leave the other out"
+        )
+    check_cut(spec, row_size, is_row=True)
+
+
+def build_row_stage(
+    spec: RunSpec, stage_index: int, group: LocalGroup, computing: Computing | None = None
+) -> LeadStage:
+    """A stage on all ranks of `group`; replaces the one that they had.
+
+    Raises:
+        SpecError: the run's model cannot be cut so.
+        RankLost: a rank is gone.
+    """
+    mode, row_size = group.options["mode"], group.options["row_size"]
+    check_rows(spec, mode, group.num_ranks // row_size, row_size)
+    layers = _layers(spec, group.group, 0, group.num_ranks, group.options)
+    make = functools.partial(LeadStage, group=group, make_layers=layers)
+    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
+    assert isinstance(stage, LeadStage)
+    return stage
+
+
+def follow(
+    group: Groups, rank: int, num_ranks: int, device: torch.device, options: dict[str, Any]
+) -> dict[str, Callable[..., None]]:
+    """The calls of a rank other than 0."""
+    spec = RunSpec.from_canonical(options["spec"].encode())
+    layers = _layers(spec, group, rank, num_ranks, options)
+
+    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
+        make = functools.partial(RankStage, make_layers=functools.partial(layers, fd=fd))
+        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
+
+    return following(build)
+
+
+def _layers(
+    spec: RunSpec, groups: Groups, rank: int, num_ranks: int, options: dict[str, Any]
+) -> functools.partial[Any]:
+    region = Rows(groups, rank, num_ranks, options["row_size"])
+    cut = cut_plan(spec.model)
+    if options["mode"] == "context":
+        return functools.partial(CutSequences, region=region, cut=cut)
+    return functools.partial(
+        CutExperts,
+        region=region,
+        cut=cut,
+        num_experts=num_experts(spec.model),
+        microbatch=spec.pipeline.microbatch,
+    )
