@@ -148,13 +148,16 @@ class PackedSequence:
     """Samples of several documents, for all layers of a pass. Implements
     `models.base.SharedSequence`."""
 
+    takes_windows = False
+
     def __init__(self, documents_BS: Tensor) -> None:
         """`documents_BS`: the number of each position's document, which grows along a sample."""
         self.length = documents_BS.shape[1]
         self._parts = parts_of(documents_BS, documents_BS, is_own=True)
 
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, window: int = 0) -> Tensor:
         """The output, (B, S, H, E)."""
+        assert not window
         return attended(self, q_BSHE, k_BSKE, v_BSKE)
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,9 +48,10 @@ POSITION_TABLES = 16
 PROBE_SHAPE = (1, 3)
 NO_MASK = "swarmnet_causal"
 MAX_LENGTH = 1 << 30
-PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
+SLIDING = "sliding_attention"
+PLAIN_LAYERS = {"full_attention", SLIDING, "chunked_attention", "linear_attention"}
 """Kinds of layers that are causal without a mask."""
-WINDOWS = ("sliding_window", "attention_chunk_size")
+WINDOWS = SLIDING_WINDOW, CHUNKS = "sliding_window", "attention_chunk_size"
 """Of a config: how far attention looks back, of some layers at least."""
 MAX_OUTSIDE = 1 << 24
 """Numbers that a family may keep outside embedding, layers, norm and head: tables of positions."""
@@ -87,6 +88,7 @@ class Decoder(TakesContext):
         # A name without masks: attention is causal then, and nothing looks at the positions.
         self._causal._attn_implementation = NO_MASK  # noqa: SLF001  as in `model_config`
         self._window = plain_window(config)
+        self._own_window = layer_window(config, index)
         self._index = index
         self._losses = losses
         self._num_chosen = getattr(config, "num_experts_per_tok", None) or 0
@@ -105,10 +107,14 @@ class Decoder(TakesContext):
         # Layers with a window, and those that are not sdpa, make a mask of the positions.
         mask = context.mask if context and x_BSD.shape[1] <= self._window else None
         sequence = None if context is None else context.sequence
+        window = 0
         if sequence is not None and sequence.length > self._window:
-            if sequence.length > x_BSD.shape[1]:  # no mask says what lies on other ranks
+            if sequence.takes_windows and self._window and self._own_window is not None:
+                window = self._own_window
+            elif sequence.length > x_BSD.shape[1]:  # no mask says what lies on other ranks
                 raise RuntimeError("this model's attention cannot be shared among ranks")
-            sequence = None
+            else:
+                sequence = None
         is_plain = positions is None and cache is None
         if is_plain:
             positions = _positions(x_BSD.shape[1], x_BSD.device)
@@ -120,7 +126,7 @@ class Decoder(TakesContext):
         rotary = getattr(shell, "rotary_emb", None)
         if rotary is not None:
             rotary.move_to(x_BSD.device)
-        with contextlib.nullcontext() if sequence is None else AttendsBy(sequence):
+        with contextlib.nullcontext() if sequence is None else AttendsBy(sequence, window):
             y_BSD: Tensor = shell(
                 inputs_embeds=x_BSD,
                 attention_mask=mask,
@@ -141,9 +147,11 @@ class Decoder(TakesContext):
 class AttendsBy(TorchCalls):
     """In place of torch's causal attention, which a family's code calls, that of a sequence."""
 
-    def __init__(self, sequence: SharedSequence) -> None:
+    def __init__(self, sequence: SharedSequence, window: int = 0) -> None:
+        """`window`: as of `SharedSequence.attend`."""
         super().__init__({F.scaled_dot_product_attention: self._attended})
         self._sequence = sequence
+        self._window = window
 
     def _attended(
         self,
@@ -166,7 +174,7 @@ class AttendsBy(TorchCalls):
         if narrower:  # the kernels take values as wide as keys
             v_BKSE = F.pad(v_BKSE, (0, narrower))
         q_BSHE, k_BSKE, v_BSKE = (x.transpose(1, 2) for x in (q_BHSE, k_BKSE, v_BKSE))
-        y_BSHE = self._sequence.attend(q_BSHE, k_BSKE, v_BSKE)
+        y_BSHE = self._sequence.attend(q_BSHE, k_BSKE, v_BSKE, self._window)
         return y_BSHE[..., : size - narrower].transpose(1, 2)
 
 
@@ -204,6 +212,18 @@ def plain_window(config: Any) -> int:
         return 0  # layers that choose what they look at need to be told what they may see
     found = [getattr(config, name, None) for name in WINDOWS]
     return min((w for w in found if w), default=MAX_LENGTH)
+
+
+def layer_window(config: Any, index: int) -> int | None:
+    """Positions that attention of a layer looks back on, its own included; 0 for all. None where
+    it looks at others than the last ones."""
+    if getattr(config, CHUNKS, None):
+        return None
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds else SLIDING
+    if kind not in (SLIDING, "full_attention"):
+        return None
+    return (getattr(config, SLIDING_WINDOW, None) or 0) if kind == SLIDING else 0
 
 
 class Head(nn.Module):

@@ -27,7 +27,7 @@ from swarmnet.system import LOOPBACK_INTERFACE
 from swarmnet.training.accelerators import CPU
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.device_copies import copies_of
-from swarmnet.training.models.adapter import WINDOWS, adapter_plan, plain_window
+from swarmnet.training.models.adapter import CHUNKS, SLIDING_WINDOW, adapter_plan
 from swarmnet.training.models.base import ModelPlan
 from swarmnet.training.models.family_probe import LENGTH, SAMPLES, check_size, plain_length
 from swarmnet.training.models.model_config import load_config
@@ -46,6 +46,8 @@ TOLERANCE = 1e-3
 LEAST_PART = 1e-3
 """Of the largest norm of a parameter's gradient: less is not told apart from rounding. What
 positions do shows in the gradients of queries and keys, which are small beside others."""
+WINDOW = 5
+"""Of a small model, in positions: fewer than a rank's piece of a sequence has."""
 COLLECTIVE_TIMEOUT_S = 20.0
 """Of a small model's: ranks that do not run the same ones are told after it."""
 
@@ -63,20 +65,22 @@ def check_family(config: Mapping[str, Any]) -> None:
 def check_shared(config: Mapping[str, Any], sequence_length: int) -> None:
     """Raises `SpecError` unless a model of this canonical config computes the same where ranks
     share its sequences, of so many tokens."""
-    kind, window = config["model_type"], plain_window(load_config(config))
-    if 0 < window < sequence_length:
+    kind, chunks = config["model_type"], config.get(CHUNKS) or 0
+    if 0 < chunks < sequence_length:
         raise SpecError(
-            f"sequences of {sequence_length} tokens are longer than the {window} that attention of "
-            f"this {kind} looks back on"
+            f"sequences of {sequence_length} tokens are longer than the {chunks} that attention of "
+            f"this {kind} looks at together"
         )
     limit = plain_length(config)
     if sequence_length > limit:
         raise SpecError(
             f"beyond {limit} tokens positions of this {kind} depend on the whole sequence"
         )
-    # No longer than the window, as the run's.
+    # Longer than the window where the run's are.
+    has_window = 0 < (config.get(SLIDING_WINDOW) or 0) < sequence_length
+    sizes = {SLIDING_WINDOW: WINDOW if has_window else LENGTH, CHUNKS: LENGTH}
     plain = (
-        small | {name: LENGTH for name in WINDOWS if small.get(name)}
+        small | {name: size for name, size in sizes.items() if small.get(name)}
         for small in shrunk_configs(config)
     )
     fault = try_small(_written(plain), shares_sequences=True)

@@ -5,7 +5,8 @@ A rank has its own queries, keys and values. In each step it gets the keys and v
 rank has, and attends to them; outputs are put together by their lse (`attention.blocks`). While it
 computes, those of the next step are under way. At step s rank r gets them from rank r - s, which
 sends what r sees of it and no more. In the backward pass they come once more, and the gradient of
-them goes back to the rank that has them.
+them goes back to the rank that has them. Where attention has a window, a step in which no rank sees
+anything is left out.
 
 All ranks make the same collectives in the same order.
 
@@ -15,6 +16,7 @@ key/value heads, E head size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -30,6 +32,7 @@ from swarmnet.training.attention.documents import (
     attended,
     parts_of,
 )
+from swarmnet.training.attention.windows import Window
 from swarmnet.training.ranks.tensor_parallel import SEQUENCE_DIM, Region
 from swarmnet.training.ranks.zigzag import Zigzag
 
@@ -60,34 +63,82 @@ def whole(zigzag: Zigzag, region: Region, x: Tensor) -> Tensor:
 class Ring:
     """The attention of one pass, for all of its layers. Implements `models.base.SharedSequence`."""
 
+    takes_windows = True
+
     def __init__(self, zigzag: Zigzag, region: Region, documents_BS: Tensor | None = None) -> None:
         """`documents_BS`: the number of each position's document, which grows along the sequence;
         None where all of it is one."""
         self.length = zigzag.length
+        self._about = zigzag, region, documents_BS
+        self._by_window: dict[int, _RingOfWindow] = {}
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0) -> Tensor:
+        """The output of this rank's queries, (B, L, H, E). `window`: positions that a query looks
+        back on, its own included; 0 for all."""
+        if window >= self.length:
+            window = 0
+        if window not in self._by_window:
+            self._by_window[window] = _RingOfWindow(*self._about, window, q_BLHE.device)
+        return attended(self._by_window[window], q_BLHE, k_BLKE, v_BLKE)
+
+
+class _RingOfWindow:
+    """Of the layers with one window, or with none."""
+
+    def __init__(
+        self,
+        zigzag: Zigzag,
+        region: Region,
+        documents_BS: Tensor | None,
+        window: int,
+        device: torch.device,
+    ) -> None:
+        """As for `Ring`. `window`: 0 for none."""
         self._zigzag = zigzag
         self._region = region
-        self._blocks = [
-            _Block(*zigzag.seen(region.rank, other), other == region.rank)
-            for other in range(region.num_ranks)
-        ]
+        self._window = window
+        rank, others = region.rank, range(region.num_ranks)
+        of_ranks = None
         if documents_BS is not None:
-            of_ranks = [part_of_rank(zigzag, r, documents_BS) for r in range(region.num_ranks)]
-            for block, keys in zip(self._blocks, of_ranks, strict=True):
-                block.know(of_ranks[region.rank], keys)
+            of_ranks = [part_of_rank(zigzag, r, documents_BS) for r in others]
+        self._blocks: list[_Block | _WindowBlock] = []
+        for other in others:
+            rows, columns = self._seen(rank, other)
+            of_both = None if of_ranks is None else (of_ranks[rank], of_ranks[other])
+            if not window:
+                block = _Block(rows, columns, other == rank)
+                if of_both is not None:
+                    block.know(*of_both)
+                self._blocks.append(block)
+                continue
+            positions = zigzag.positions(rank)[rows], zigzag.positions(other)[columns]
+            if of_both is not None:
+                of_both = of_both[0][:, rows], of_both[1][:, columns]
+            seen = Window(*positions, window, device, of_both)
+            self._blocks.append(_WindowBlock(rows, columns, seen))
+        self._steps = [step for step in others if step and self._is_used(step)]
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor) -> Tensor:
-        """The output of this rank's queries, (B, L, H, E)."""
-        return attended(self, q_BLHE, k_BLKE, v_BLKE)
+    def _seen(self, rank: int, other: int) -> tuple[slice, slice]:
+        if self._window:
+            return self._zigzag.seen_in_window(rank, other, self._window)
+        return self._zigzag.seen(rank, other)
+
+    def _is_used(self, step: int) -> bool:
+        """Some rank sees keys of the one that it gets them from. All ranks know alike."""
+        num_ranks = self._region.num_ranks
+        columns = (self._seen(r, (r - step) % num_ranks)[1] for r in range(num_ranks))
+        return any(c.start < c.stop for c in columns)
 
     def forward(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor) -> tuple[Tensor, Tensor]:
         """The output, and the lse (B, H, L) in fp32."""
         rank = self._region.rank
-        coming = self._begin_fetch(1, k_BLKE, v_BLKE)
+        ahead = iter(self._steps)
+        coming = self._begin_fetch(next(ahead, None), k_BLKE, v_BLKE)
         out_BLHE, lse_BHL = self._blocks[rank].attend(q_BLHE, k_BLKE, v_BLKE)
         out_BLHE = out_BLHE.float()
-        for step in range(1, self._region.num_ranks):
+        for step in self._steps:
             k, v = coming()
-            coming = self._begin_fetch(step + 1, k_BLKE, v_BLKE)
+            coming = self._begin_fetch(next(ahead, None), k_BLKE, v_BLKE)
             block = self._blocks[self._from(step)]
             if block.is_unseen:
                 continue
@@ -111,14 +162,16 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of queries, keys and values."""
         rank = self._region.rank
-        coming = self._begin_fetch(1, k_BLKE, v_BLKE)
+        ahead = iter(self._steps)
+        coming = self._begin_fetch(next(ahead, None), k_BLKE, v_BLKE)
         own = self._blocks[rank]
         found = own.attend_back(grad_BLHE, q_BLHE, k_BLKE, v_BLKE, out_BLHE, lse_BHL)
         dq_BLHE, dk_BLKE, dv_BLKE = (x.float() for x in found)
         given_back: Callable[[], Tensor] | None = None
-        for step in range(1, self._region.num_ranks):
+        before = 0
+        for step in self._steps:
             k, v = coming()
-            coming = self._begin_fetch(step + 1, k_BLKE, v_BLKE)
+            coming = self._begin_fetch(next(ahead, None), k_BLKE, v_BLKE)
             block = self._blocks[self._from(step)]
             back = k.new_zeros(2, *k.shape)
             if not block.is_unseen:
@@ -133,10 +186,10 @@ class Ring:
                 )
                 dq_BLHE[:, rows] += dq
             if given_back is not None:
-                self._add(step - 1, given_back(), dk_BLKE, dv_BLKE)
-            given_back = self._begin_give(step, back, k_BLKE)
+                self._add(before, given_back(), dk_BLKE, dv_BLKE)
+            given_back, before = self._begin_give(step, back, k_BLKE), step
         if given_back is not None:
-            self._add(self._region.num_ranks - 1, given_back(), dk_BLKE, dv_BLKE)
+            self._add(before, given_back(), dk_BLKE, dv_BLKE)
         to = q_BLHE.dtype
         return dq_BLHE.to(to), dk_BLKE.to(to), dv_BLKE.to(to)
 
@@ -152,14 +205,14 @@ class Ring:
 
     def _seen_by(self, other: int) -> slice:
         """Of this rank's keys."""
-        return self._zigzag.seen(other, self._region.rank)[1]
+        return self._seen(other, self._region.rank)[1]
 
     def _begin_fetch(
-        self, step: int, k_BLKE: Tensor, v_BLKE: Tensor
+        self, step: int | None, k_BLKE: Tensor, v_BLKE: Tensor
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begins to send and get what is attended to in a step. The result waits for what comes:
-        keys and values, each (B, M, K, E)."""
-        if step == self._region.num_ranks:
+        """Begins to send and get what is attended to in a step, if there is one. The result waits
+        for what comes: keys and values, each (B, M, K, E)."""
+        if step is None:
             return lambda: (k_BLKE, v_BLKE)  # nobody asks
         seen = self._seen_by(self._to(step))
         sent = torch.stack((k_BLKE[:, seen], v_BLKE[:, seen]))
@@ -235,6 +288,25 @@ class _Block:
         if self._parts is None:
             return attend_back(*tensors, sees_BLM=None, is_causal=self._is_own)
         return attend_back_in_parts(self._parts, *tensors)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _WindowBlock:
+    """The same where a query looks back on some positions."""
+
+    rows: slice
+    columns: slice
+    seen: Window
+
+    @property
+    def is_unseen(self) -> bool:
+        return self.seen.is_unseen
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.seen.attend(q, k, v)
+
+    def attend_back(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.seen.attend_back(*tensors)
 
 
 def _share(lse_BHL: Tensor, both_BHL: Tensor) -> Tensor:

@@ -54,6 +54,33 @@ class Zigzag:
             return slice(self.early(rank), self.size(rank)), slice(0, self.size(other))
         return slice(0, self.size(rank)), slice(0, self.size(rank))
 
+    def positions(self, rank: int) -> list[int]:
+        """Of a rank, in order."""
+        return [p for piece in self.pieces(rank) for p in range(piece.start, piece.stop)]
+
+    def seen_in_window(self, rank: int, other: int, window: int) -> tuple[slice, slice]:
+        """As `seen`, where a position looks back on so many, its own included: the least slices in
+        which all that is seen lies. Not all of these see all of those."""
+        found = []
+        for a, start in self._placed(rank):
+            for b, begin in self._placed(other):
+                rows = max(a.start, b.start), min(a.stop, b.stop + window - 1)
+                columns = max(b.start, a.start - window + 1), min(b.stop, a.stop)
+                if rows[0] < rows[1] and columns[0] < columns[1]:
+                    found.append(
+                        [*(n - a.start + start for n in rows)]
+                        + [n - b.start + begin for n in columns]
+                    )
+        if not found:
+            return slice(0, 0), slice(0, 0)
+        top, bottom, left, right = zip(*found, strict=True)
+        return slice(min(top), max(bottom)), slice(min(left), max(right))
+
+    def _placed(self, rank: int) -> tuple[tuple[slice, int], tuple[slice, int]]:
+        """The pieces of a rank, and where they begin within what it has."""
+        first, last = self.pieces(rank)
+        return (first, 0), (last, self.early(rank))
+
 
 def most_ranks(length: int) -> int:
     """That a sequence can be cut over."""

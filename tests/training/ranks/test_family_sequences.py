@@ -14,7 +14,8 @@ from swarmnet.training.computing import Computing
 from swarmnet.training.memory import offload
 from swarmnet.training.memory.activation_choice import known_activations
 from swarmnet.training.memory.plan import BF16, FP32, Precision
-from swarmnet.training.models.adapter import AttendsBy
+from swarmnet.training.models.adapter import AttendsBy, layer_window
+from swarmnet.training.models.model_config import load_config
 from swarmnet.training.ranks import cut_trial
 from swarmnet.training.ranks.context_parallel_stage import (
     build_context_parallel_stage,
@@ -57,6 +58,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "values narrower than keys": (
         "deepseek_v3",
         {**MLA, "v_head_dim": 16, "first_k_dense_replace": 4, "num_key_value_heads": 4},
+    ),
+    "mistral, window": ("mistral", {"sliding_window": 5}),
+    "gemma3, windows": ("gemma3_text", FAMILIES["gemma3"][1] | {"sliding_window": 7}),
+    "qwen2, windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     ),
 }
 
@@ -106,9 +113,9 @@ def test_keys_travel_with_as_many_heads_as_they_have(monkeypatch: pytest.MonkeyP
     heads: list[tuple[int, int]] = []
     attend = Ring.attend
 
-    def counted(self: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def counted(self: Ring, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         heads.append((q.shape[2], k.shape[2]))
-        return attend(self, q, k, v)
+        return attend(self, q, k, v, window)
 
     monkeypatch.setattr(Ring, "attend", counted)
     spec = spec_of("llama", 1, document_mask=False, **SMALLER)
@@ -200,7 +207,6 @@ def test_ranks_that_are_processes() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("mistral", {"sliding_window": 8}, "sequences of 24 tokens are longer than the 8 that"),
     ("qwen3_next", {}, "model_type qwen3_next computes something else than one rank does"),
     ("gemma2", {"head_dim": 16}, "model_type gemma2 does not work here"),
     ("gpt_oss", {"num_local_experts": 4}, "model_type gpt_oss does not work here"),
@@ -216,7 +222,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     REFUSED,
-    ids=["window", "linear attention", "caps of scores", "sinks", "positions", "dropout"],
+    ids=["linear attention", "caps of scores", "sinks", "positions", "dropout"],
 )
 def test_what_ranks_cannot_share_is_one_line(kind: str, more: dict[str, Any], message: str) -> None:
     spec = spec_of(kind, 1, document_mask=False, **more)
@@ -235,6 +241,25 @@ def test_attention_that_sees_its_own_rank_alone_is_found(monkeypatch: pytest.Mon
     with pytest.raises(SpecError, match="computes something else"):
         cut_trial.check_shared(config, LENGTH)
     cut_trial.try_small.cache_clear()
+
+
+def test_a_window_that_is_taken_for_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = spec_of("mistral", 1, document_mask=False, sliding_window=8).model.config
+    cut_trial.try_small.cache_clear()
+    cut_trial.check_shared(config, LENGTH)
+    wrong = lambda config, index: layer_window(config, index) + 1  # type: ignore[operator]  # noqa: E731
+    monkeypatch.setattr("swarmnet.training.models.adapter.layer_window", wrong)
+    cut_trial.try_small.cache_clear()
+    with pytest.raises(SpecError, match="computes something else"):
+        cut_trial.check_shared(config, LENGTH)
+    cut_trial.try_small.cache_clear()
+
+
+def test_layers_that_look_at_chunks_have_no_window() -> None:
+    config = load_config({"model_type": "llama4_text", "attention_chunk_size": 8})
+    assert layer_window(config, 0) is None
+    with pytest.raises(SpecError, match=r"longer than the 8 that .* looks at together"):
+        cut_trial.check_shared(config.canonical_values, LENGTH)
 
 
 def _as_torch_does(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

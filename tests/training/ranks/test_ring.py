@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from swarmnet.training.attention import blocks
+from swarmnet.training.attention import blocks, windows
 from swarmnet.training.ranks.ring import Ring, part_of_rank, whole
 from swarmnet.training.ranks.tensor_parallel import Region
 from swarmnet.training.ranks.zigzag import Zigzag
@@ -40,6 +40,12 @@ def test_each_position_is_of_one_rank_and_their_work_is_alike(length: int, num_r
             assert seen == {(q, k) for q in queries for k in keys if k <= q}, (
                 "a query sees a later key, or one that is not shown"
             )
+            for window in (1, 3, length):
+                rows, columns = zigzag.seen_in_window(rank, other, window)
+                near = {(q, k) for q in queries for k in keys if 0 <= q - k < window}
+                assert {q for q, _ in near} <= set(queries[rows])
+                assert {k for _, k in near} <= set(keys[columns])
+                assert bool(near) == (rows.start < rows.stop) == (columns.start < columns.stop)
 
 
 def on_threads(num_ranks: int, work: Callable[[Region], Any]) -> list[Any]:
@@ -66,19 +72,40 @@ def documents(samples: int, length: int, part: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "length", "num_kv_heads", "part"),
-    [(2, 64, 4, 0.0), (2, 67, 2, 0.1), (3, 67, 1, 0.1), (4, 16, 2, 0.4), (5, 101, 2, 0.02)],
+    ("num_ranks", "length", "num_kv_heads", "part", "window"),
+    [
+        (2, 64, 4, 0.0, 0),
+        (2, 67, 2, 0.1, 0),
+        (3, 67, 1, 0.1, 0),
+        (4, 16, 2, 0.4, 0),
+        (5, 101, 2, 0.02, 0),
+        (2, 64, 4, 0.0, 5),
+        (3, 67, 1, 0.1, 20),
+        (4, 101, 2, 0.0, 40),
+        (5, 101, 2, 0.02, 2),
+        (2, 67, 2, 0.0, 66),
+    ],
 )
 def test_a_ring_attends_as_one_does(
-    num_ranks: int, length: int, num_kv_heads: int, part: float
+    num_ranks: int,
+    length: int,
+    num_kv_heads: int,
+    part: float,
+    window: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With documents, lengths that do not divide, and fewer key/value heads."""
+    """With documents, windows, lengths that do not divide, and fewer key/value heads."""
+    monkeypatch.setattr(windows, "ROWS", 7)
     torch.manual_seed(num_ranks)
     q, k, v, grad = (torch.randn(2, length, n, 8) for n in (4, num_kv_heads, num_kv_heads, 4))
     of, mask = None, None
+    sees = torch.ones(2, length, length, dtype=torch.bool).tril()
+    if window:
+        sees = sees.triu(1 - window)
     if part:
         of = documents(2, length, part)
-        sees = (of.unsqueeze(2) == of.unsqueeze(1)).tril()
+        sees &= of.unsqueeze(2) == of.unsqueeze(1)
+    if part or window:
         mask = torch.zeros(sees.shape).masked_fill_(~sees, -torch.inf).unsqueeze(1)
     wanted = [x.clone().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(
@@ -94,7 +121,7 @@ def test_a_ring_attends_as_one_does(
         ring = Ring(zigzag, region, of)
         here = [part_of_rank(zigzag, region.rank, x) for x in (q, k, v, grad)]
         mine = [x.requires_grad_() for x in here[:3]]
-        found = ring.attend(*mine)
+        found = ring.attend(*mine, window)
         found.backward(here[3])
         parts = (found.detach(), *(x.grad for x in mine))
         return [whole(zigzag, region, x) for x in parts if x is not None]
@@ -103,6 +130,30 @@ def test_a_ring_attends_as_one_does(
         for ours, theirs in zip(made, (out.detach(), *(x.grad for x in wanted)), strict=True):
             assert theirs is not None
             close(ours, theirs)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(0, 3), (1, 0), (4, 2), (30, 3), (64, 3)])
+def test_ranks_that_are_out_of_a_window_send_nothing(
+    window: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four ranks with pieces of eight positions, each has neighbours on two."""
+    sizes: list[int] = []
+    exchange = dist.ProcessGroupGloo.alltoall_base
+
+    def counted(self: Any, came: Tensor, *rest: Any) -> Any:
+        sizes.append(came.numel())
+        return exchange(self, came, *rest)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "alltoall_base", counted)
+
+    def work(region: Region) -> None:
+        q, k, v = (torch.randn(2, 16, n, 8) for n in (4, 2, 2))
+        Ring(Zigzag(64, 4), region).attend(q, k, v, window)
+
+    on_threads(4, work)
+    assert len(sizes) == 4 * expected
+    if window == 4:  # three positions before a piece, of one neighbour or the other
+        assert sum(sizes) == 6 * 3 * (2 * 2 * 2 * 8)
 
 
 @pytest.mark.parametrize("sees_some", [False, True])
