@@ -541,16 +541,11 @@ def of_samples(whole: Activations, part: Activations) -> Activations:
 def with_rows(
     one: Activations, spec: RunSpec, num_layers: int, precision: Precision
 ) -> Activations:
-    """The same with what comes to experts and from them at `num_layers` layers of a stage, told
-    apart."""
-    element = element_bytes(precision)
-    positions = spec.pipeline.microbatch * spec.sequence_length
+    """The same of another model than the built-in one, with what comes to experts and from them at
+    `num_layers` layers of a stage told apart."""
     chosen, width = experts_met(spec.model)
-    if spec.model.kind == "llama":
-        each = experts_bytes(spec.model, positions, element, has_inner=False)
-    else:
-        each = positions * chosen * (2 * element * width + 2 * INDEX_BYTES)
-    each += positions * chosen * INDEX_BYTES
+    numbers = 2 * element_bytes(precision) * width
+    each = spec.pipeline.microbatch * spec.sequence_length * chosen * (numbers + 3 * INDEX_BYTES)
     return replace(one, rows=num_layers * each, rows_of_layer=each if num_layers else 0)
 
 
@@ -584,8 +579,10 @@ def stage_activations(
             part,
             graph=part.graph + num_layers * places,
             largest_layer=part.largest_layer + places,
+            rows=part.rows + num_layers * places,
+            rows_of_layer=part.rows_of_layer + places,
         )
-        return of_samples(whole, with_rows(part, alone, num_layers, precision))
+        return of_samples(whole, part)
     whole = llama_activations(*about)
     length = _most_positions(spec, num_ranks)
     return _of_part(spec, whole, llama_activations(*about, length), length)
@@ -647,6 +644,8 @@ def llama_activations(
     code = FP32_BYTES * border + (TOKEN_BYTES * positions if is_narrow else 0)
     whole = FP32_BYTES * positions * model.hidden_size
     own = {name: 0 if _is_apart(model, name, is_low) else whole for name in again}
+    rows = experts_bytes(model, positions, element, has_inner=False) if model.num_experts else 0
+    num_layers = sum(name.startswith("model.layers.") for name in names)
     return Activations(
         graph=sum(parts.values()) + mask + tables,
         came=code if has_own_input and not is_first else 0,
@@ -658,6 +657,8 @@ def llama_activations(
         is_input_in_graph=is_first or not has_own_input,
         is_last=is_last,
         masks=0 if masked else mask,
+        rows=num_layers * rows,
+        rows_of_layer=rows if num_layers else 0,
     )
 
 

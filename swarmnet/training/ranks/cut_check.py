@@ -39,12 +39,9 @@ def check_cut(
         return
     if sequence_parallel and spec.model.kind != "llama":
         raise SpecError("--sequence-parallel is for the built-in Llama; leave it out")
+    if sequence_parallel and spec.model.num_experts:
+        raise SpecError("--sequence-parallel: routers look at whole microbatches; leave it out")
     model = model_plan(spec)
-    if not is_row and (spec.model.num_experts or model.routers_learn):
-        raise SpecError(
-            f"--tp {num_ranks}: experts of the built-in Llama, and routers that have a loss, are "
-            "not cut over ranks; take --tp 1, or a peer for each device"
-        )
     try:
         plan = _checked_plan(spec, model)
         check_packed(model, functools.partial(_columns, plan, num_ranks))

@@ -208,6 +208,8 @@ def _hang(module: Any, style: str, name: str, vocab_size: int, region: Region, m
         _drop_of_part(module, region)
         before(lambda x: split_last(region, x))
         after(lambda y: leave(region, y))
+    elif style == OF_MIXTURE:
+        _drop_of_part(module, region)
     elif style == MIXTURE:
         module.losses = module.losses.part(region.num_ranks)
         before(region.enter)

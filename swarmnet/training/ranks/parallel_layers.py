@@ -43,6 +43,8 @@ def heads_of(region: Region, cut: CutPlan) -> Place:
 class ParallelLayers(CutLayers):
     """The layers of one rank under tensor parallelism: a part of most matrices."""
 
+    routes = True
+
     def __init__(
         self,
         plan: ModelPlan,

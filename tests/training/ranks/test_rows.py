@@ -22,12 +22,13 @@ from swarmnet.training.ranks.cut_plan import cut_plan
 from swarmnet.training.ranks.cuts import in_rows
 from swarmnet.training.ranks.expert_layers import ExpertCut
 from swarmnet.training.ranks.rows.row_stage import build_row_stage, check_rows
+from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage
 from swarmnet.training.stage import TorchStage, build_stage
 from tests.swarm.lora_runs import LORA, lora_run
 from tests.training.flights import gradient, parameters
 from tests.training.memory.test_memory_plan import kept_bytes
 from tests.training.models.test_routers import FAMILIES
-from tests.training.passes.test_generation import at_once, through, tokens_of
+from tests.training.passes.test_generation import at_once, copy_all, through, tokens_of
 from tests.training.ranks.test_expert_ranks import EXPERTS, same_reports
 from tests.training.ranks.test_expert_ranks import spec_of as mixture_of
 from tests.training.ranks.test_family_ranks import close_by_name, renew
@@ -95,6 +96,40 @@ def compare(spec: RunSpec, mode: str, num_ranks: int, row_size: int) -> None:
 )
 def test_experts_and_matrices(microbatch: int, row_size: int, model: dict[str, Any]) -> None:
     compare(mixture_of(microbatch=microbatch, **model), OF_EXPERTS, 2 * row_size, row_size)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"shared_expert_intermediate_size": 15, "capacity_factor": 1.0},
+        pytest.param({"num_experts_per_tok": 1}, marks=pytest.mark.long),
+    ],
+)
+def test_experts_that_one_row_cuts(model: dict[str, Any]) -> None:
+    spec = mixture_of(**model)
+    one = build_stage(spec, 0)
+    with rank_threads(spec, 2) as group:
+        many = build_parallel_stage(spec, 0, group)
+        assert sum(p.numel() for p in many.layers.parameters()) < 0.6 * many.num_parameters
+        compare_microbatches(one, many, spec)
+        compare_evaluation(one, many, spec)
+        for stage in (one, many):
+            stage.finish_round()
+        same_reports(one, many)
+
+
+def test_routers_of_a_family_that_one_row_cuts() -> None:
+    sizes = {"initializer_range": 0.1, "num_experts_per_tok": 2, "num_local_experts": 4}
+    spec = family_of("mixtral", 1, num_hidden_layers=2, **sizes)
+    losses = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update=losses)})
+    one = build_stage(spec, 0, computing=Computing())
+    with rank_threads(spec, 2) as group:
+        many = build_parallel_stage(spec, 0, group, Computing(activations="blocks"))
+        compare_family([one], [many])
+        for stage in (one, many):
+            stage.finish_round()
+        same_reports(one, many)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +205,9 @@ def test_families(mode: str, kind: str, sizes: dict[str, Any]) -> None:
         found = [
             through(many, words[:, b:e], b, is_copied=False) for b, e in ((0, 7), (7, 8), (8, 12))
         ]
-        expected = [at_once(one, words[:, :end]) for end in (7, 8, 12)]
+        copy_all(many)
+        found.append(through(many, words, 0))
+        expected = [at_once(one, words[:, :end]) for end in (7, 8, 12, words.shape[1])]
         torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
