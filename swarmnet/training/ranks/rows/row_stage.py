@@ -19,9 +19,8 @@ from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.cut_plan import cut_plan
 from swarmnet.training.ranks.expert_stage import check_experts
 from swarmnet.training.ranks.local_group import Groups, LocalGroup
-from swarmnet.training.ranks.rank_stage import LeadStage, RankStage, following
+from swarmnet.training.ranks.rank_stage import LeadStage, follow_lead, lead
 from swarmnet.training.ranks.rows.row_layers import CutExperts, CutSequences, Rows
-from swarmnet.training.stage import TorchStage, build_stage
 
 
 def check_rows(spec: RunSpec, mode: str, num_rows: int, row_size: int) -> None:
@@ -49,10 +48,7 @@ def build_row_stage(
     mode, row_size = group.options["mode"], group.options["row_size"]
     check_rows(spec, mode, group.num_ranks // row_size, row_size)
     layers = _layers(spec, group.group, 0, group.num_ranks, group.options)
-    make = functools.partial(LeadStage, group=group, make_layers=layers)
-    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
-    assert isinstance(stage, LeadStage)
-    return stage
+    return lead(spec, stage_index, group, computing, layers)
 
 
 def follow(
@@ -60,13 +56,7 @@ def follow(
 ) -> dict[str, Callable[..., None]]:
     """The calls of a rank other than 0."""
     spec = RunSpec.from_canonical(options["spec"].encode())
-    layers = _layers(spec, group, rank, num_ranks, options)
-
-    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
-        make = functools.partial(RankStage, make_layers=functools.partial(layers, fd=fd))
-        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
-
-    return following(build)
+    return follow_lead(spec, device, _layers(spec, group, rank, num_ranks, options))
 
 
 def _layers(
