@@ -312,7 +312,10 @@ def peers_table(peers: Sequence[PeerRow]) -> RenderableType:
         Column("direct", [f"{r.direct_links}/{r.links}" for r in rows], goes=6),
         Column("re-routes", [str(r.rerouted) for r in rows], goes=8),
     ]
-    numbers = [c.title for c in columns if c.title not in ("peer", "state")]
+    if any(r.household for r in rows):
+        houses = [short_id(r.household) if r.household else "-" for r in rows]
+        columns.append(Column("household", houses, goes=3))
+    numbers = [c.title for c in columns if c.title not in ("peer", "state", "household")]
     styles = {"state": [STATE_STYLES.get(r.state, "dim") for r in rows]}
     table = FittedTable(columns, numbers, styles)
     if len(peers) <= MAX_PEERS_SHOWN:

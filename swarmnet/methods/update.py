@@ -25,6 +25,9 @@ from swarmnet.protocol.update.late_tokens import Late, are_possible
 from swarmnet.protocol.update.roster import MAX_TERM
 from swarmnet.wire import MAX_ARRAYS, MAX_BODY_BYTES
 
+MAX_NEIGHBOURS = 64
+"""Peers of a household of which one has the contributions, at most."""
+
 
 def _check_ballots(terms: tuple[int, ...], primary: str) -> None:
     if any(not 0 <= term <= MAX_TERM for term in terms) or len(primary) > MAX_ID_CHARS:
@@ -65,9 +68,16 @@ class ReduceRequest:
     older: tuple[Late, ...] = ()
     """By shard, of these, those of the exchange before the last one, of that before it, and so on;
     empty where there are none."""
+    members: tuple[tuple[str, ...], ...] = ()
+    """By shard, the peers of the caller's household whose contributions are in its own, ascending;
+    empty where there are none."""
 
     def __post_init__(self) -> None:
         num_shards = len(self.shards)
+        if len(self.members) not in (0, num_shards):
+            raise ValueError("not for each shard whose contributions it has")
+        for members in self.members:
+            check_ids(members, MAX_NEIGHBOURS)
         if len(self.signatures) > num_shards or any(
             len(s) > 2 * HASH_BYTES for s in self.signatures
         ):
@@ -89,6 +99,39 @@ class ReduceRequest:
             raise ValueError("more tokens that were late than tokens")
         if max(self.num_tokens) > MAX_TOKENS:
             raise ValueError("more tokens than there can be")
+
+
+@dataclass(frozen=True, slots=True)
+class GatherRequest:
+    """Contributions to the gradients of shards, for a peer of the caller's household to have them
+    in its own. Arrays: as of `reduce`."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    """By shard."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.shards) == len(self.num_tokens) <= MAX_ARRAYS:
+            raise ValueError("no shards, too many, or not tokens for each")
+        if len(set(self.shards)) < len(self.shards):
+            raise ValueError("a shard twice")
+        check_indices(self.round, self.stage, *self.shards, *self.num_tokens)
+        if not 0 < min(self.num_tokens) <= max(self.num_tokens) <= MAX_TOKENS:
+            raise ValueError("no tokens, or more than there can be")
+
+
+@dataclass(frozen=True, slots=True)
+class GatherReply:
+    """The contributions to these shards are in the callee's own. Nothing follows of the others."""
+
+    shards: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_indices(*self.shards)
+        if len(self.shards) > MAX_ARRAYS:
+            raise ValueError("more shards than were asked for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +437,15 @@ REDUCE = Method(
     body_bytes=SMALL_BYTES,
     arrays=Arrays.SHARDS,
     progress=ReduceProgress,
+)
+GATHER = Method(
+    "gather",
+    GatherRequest,
+    GatherReply,
+    Caller.WORKING,
+    Callee.SYNCED,
+    body_bytes=SMALL_BYTES,
+    arrays=Arrays.SHARDS,
 )
 REDUCE_TIED = Method(
     "reduce_tied", TiedSum, ReduceReply, Caller.REPLICA, Callee.REPLICA, arrays=Arrays.SHARD

@@ -576,6 +576,7 @@ def _peer_row(r: Record, live: bool) -> PeerRow:
         has_data=r.has_data,
         paused=printable(r.paused),
         allowances=told_allowances(r.totals),
+        household=r.house,
     )
 
 

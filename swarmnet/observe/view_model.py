@@ -56,6 +56,8 @@ class PeerRow:
     """Samples that it computed for its stage, forward and backward, since it was started."""
     allowances: tuple[tuple[str, int, int], ...] = ()
     """What its owner allows it in a day or a month: what, bytes so far, and bytes at most."""
+    household: str = ""
+    """The key of the household that it is of. Empty: of none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from swarmnet.errors import UsageError
+from swarmnet.household import household_of
 from swarmnet.identity import Identity as Key
+from swarmnet.protocol.membership.records import Household
 from swarmnet.runtime.admission import Admitted
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches
 from swarmnet.runtime.joining.stopped import keep_stop
@@ -82,6 +85,7 @@ def compose(
             started_unix_s=now_unix_s,
             agent=AGENT,
             credential=admitted.credential,
+            household=_household(options.household, key),
         ),
         admission=admitted.admission,
         settings=replace(run_settings(spec), num_shards=_num_shards(spec, options)),
@@ -97,6 +101,12 @@ def compose(
         keep_stop=keep_stop(options.state_dir, spec.run_id),
         journal=CountedMicrobatches(options.state_dir / COUNTED_FILE, spec.run_id),
     )
+
+
+def _household(path: Path | None, key: Key) -> Household | None:
+    """What this peer shows of the household whose key is in a file, made there if there is none.
+    Raises `UserError`."""
+    return None if path is None else household_of(Key.load_or_create(path), key.peer_id)
 
 
 def _num_shards(spec: RunSpec, options: PeerOptions) -> tuple[int, ...]:

@@ -99,6 +99,14 @@ class RunOptions:
         ),
     ] = ()
     invite: InviteOption = ""
+    household: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="The key of this household: machines behind one uplink that all have it sum "
+            "their gradients before one of them sends the sum. Made there if there is none.",
+        ),
+    ] = None
     rounds: RoundsOption = None
     seed: SeedOption = None
     stage: Annotated[

@@ -28,6 +28,7 @@ from swarmnet.protocol.membership.records import (
     LEFT,
     MAX_ADDRESSES,
     OBSERVER_STAGE,
+    Household,
     Record,
 )
 from swarmnet.protocol.membership.view import View
@@ -83,6 +84,8 @@ class Identity:
     agent: str = ""
     credential: bytes = b""
     """What admits this peer to a closed run."""
+    household: Household | None = None
+    """Whose neighbours this peer's are."""
 
 
 @dataclass
@@ -152,6 +155,7 @@ class Peer:
             agent=self.identity.agent,
             started_unix_s=self.identity.started_unix_s,
             credential=self.identity.credential,
+            household=self.identity.household,
         )
         self.gossip = Gossip(
             self.transport,

@@ -16,6 +16,7 @@ import torch
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.ports import Data, InitialWeights
+from swarmnet.protocol.membership.records import Household
 from swarmnet.protocol.slots import slot_of
 from swarmnet.runtime.compose import run_settings
 from swarmnet.runtime.net import KeySigner
@@ -192,6 +193,8 @@ class Swarm:
     admission: Admission = OPEN
     credential: Callable[[str], bytes] = lambda name: b""
     """What a peer shows, by its name."""
+    household: Callable[[str], Household | None] = lambda name: None
+    """Of a peer by its name."""
     owner: str = ""
     """Peer id of the key that may end the run."""
     is_synthetic: bool = False
@@ -254,6 +257,7 @@ class Swarm:
                 self.spec.canonical(),
                 next(self._incarnations),
                 credential=self.credential(name),
+                household=self.household(name),
             ),
             admission=self.admission,
             settings=run_settings(self.spec),

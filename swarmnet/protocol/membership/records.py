@@ -30,6 +30,7 @@ MAX_RESTORABLE = 16
 """Checkpoints that a peer offers at most."""
 MAX_STRIKES = 32
 """Senders of bad contributions that a record names at most."""
+SIGNATURE_BYTES = 64
 VOUCH_BYTES = 8
 """Of the name of a peer in vouches: the first bytes of the BLAKE2b hash of its id."""
 MAX_VOUCHES = 64
@@ -117,6 +118,21 @@ class Restorable:
 
     def holds_shard(self, shard_index: int) -> bool:
         return has_bit(self.holds, shard_index)
+
+
+@dataclass(frozen=True, slots=True)
+class Household:
+    """What shows that a peer is of a household (see `swarmnet.household`)."""
+
+    key: str
+    """Peer id of the household's key."""
+    signature: bytes
+
+    def __post_init__(self) -> None:
+        if not (0 < len(self.key) <= MAX_TEXT and self.key.isprintable()):
+            raise ValueError("the key of a household is no peer id")
+        if len(self.signature) != SIGNATURE_BYTES:
+            raise ValueError("the signature of a household has an impossible length")
 
 
 NOTHING_DECLARED = (-1, 0)
@@ -210,6 +226,8 @@ class Record:
     publishes: bool = False
     """Has a node of the directory, and publishes records there (see
     `protocol.membership.publishers`)."""
+    household: Household | None = None
+    """The household that the peer is of."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -280,6 +298,11 @@ class Record:
     def is_moving(self) -> bool:
         """The peer has decided to serve another stage, and does not serve it yet."""
         return self.moving_to != OBSERVER_STAGE
+
+    @property
+    def house(self) -> str:
+        """The key of its household; empty where it is of none."""
+        return "" if self.household is None else self.household.key
 
     @property
     def is_replica(self) -> bool:

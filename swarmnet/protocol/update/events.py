@@ -23,6 +23,11 @@ class Begun:
     num_tokens: int
     gradient: Handle | None
     """None for no tokens."""
+    members: tuple[str, ...] = ()
+    """Neighbours of this replica whose contributions are in it too."""
+    neighbour: str = ""
+    """Who has this one in its own contribution, and gives the result on; empty where nobody has
+    said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class Pushed:
     ballot: Ballot
     num_tokens: int
     gradient: Handle | None
+    members: tuple[str, ...] = ()
+    """Neighbours of the sender whose contributions are in it too."""
 
 
 @dataclass(frozen=True, slots=True)

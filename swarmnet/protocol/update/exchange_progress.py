@@ -72,6 +72,10 @@ class ExchangeProgress:
         """Notes that a primary has a sum, as it says."""
         self._waits.summed(shard, primary)
 
+    def is_summed(self, shard: int, primary: str) -> bool:
+        """Whether it is known here that a primary has a sum."""
+        return shard in self.summed or self._waits.is_summed(shard, primary)
+
     def hanging(
         self,
         shards: Mapping[int, ShardState],
@@ -82,8 +86,9 @@ class ExchangeProgress:
         begin_s: float,
         sum_s: float,
     ) -> list[str]:
-        """Primaries that hang, ascending. `began`: when this replica began the exchange; None where
-        it has not. Who is still at work itself may be the one that hangs.
+        """Primaries that hang, and neighbours between them and this replica; ascending. `began`:
+        when this replica began the exchange; None where it has not. Who is still at work itself may
+        be the one that hangs.
 
         `behind`: primaries that are in the exchange before. Their time begins when they have left
         it, within `begin_s`: beside rounds one may end at one replica long before it does at
@@ -152,6 +157,10 @@ class SumWaits:
         """Notes that a primary has the sum of a shard."""
         self._summed.add((shard, primary))
 
+    def is_summed(self, shard: int, primary: str) -> bool:
+        """As it was noted."""
+        return (shard, primary) in self._summed
+
     def hung(
         self,
         shards: Mapping[int, ShardState],
@@ -160,17 +169,19 @@ class SumWaits:
         limit_s: Callable[[str], float],
     ) -> set[str]:
         """Living primaries without a sum after the limit of each, of an exchange that this replica
-        has begun, which began for a primary at `began`."""
+        has begun, which began for a primary at `began`. Where a neighbour stands between, it is
+        that one, for its word is all that comes; and only then the primary, from that time on."""
         found = set()
         for j, shard in shards.items():
-            primary = shard.ballot.primary
+            primary, asked = shard.ballot.primary, shard.target()
             is_waiting = shard.state is FOLLOWING and shard.begun is not None
-            if not is_waiting or shard.target() != primary or shard.is_dead(primary):
+            if not is_waiting or asked not in (primary, shard.neighbour) or shard.is_dead(asked):
                 continue
-            wait = (j, primary)
-            since = self._since.setdefault(wait, began(primary) if shard.ballot.is_first else now)
-            if wait not in self._summed and now >= since + limit_s(primary):
-                found.add(primary)
+            is_first = shard.ballot.is_first and (j, shard.neighbour) not in self._since
+            since = self._since.setdefault((j, asked), began(asked) if is_first else now)
+            is_summed = (j, primary) in self._summed
+            if not is_summed and now >= since + limit_s(asked):
+                found.add(asked)
         return found
 
 

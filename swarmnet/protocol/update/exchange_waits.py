@@ -135,6 +135,14 @@ class ExchangeWaits:
         is known yet, a slow peer must not be suspected."""
         return self.contributions_due_s if self._measured_s else self._longest_s
 
+    @property
+    def gather_s(self) -> float:
+        """For the contributions of neighbours to be in that of one of them: as long as the slowest
+        uplink takes for one, which leaves most of the time to send that. What exchanges took
+        lately has this wait in it, and would make it longer each time."""
+        gathered_s = self.least_s + self.closing_s + self.upload_s / UPLOAD_SLACK
+        return min(gathered_s, self.contributions_due_s)
+
     def grace_s(self, passed_s: float) -> float:
         """Beside a quorum: how much longer a primary waits for the contributions of others, when
         that has come `passed_s` after its own. Whose link is half as fast as the quorum's is in

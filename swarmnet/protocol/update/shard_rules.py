@@ -20,6 +20,7 @@ from swarmnet.protocol.update.shard_state import (
     GATHERING,
     HAS_STEPPED,
     MIRRORING,
+    NOTHING,
     STEPPING,
     ShardState,
 )
@@ -55,7 +56,7 @@ def is_overthrown(u: ShardState) -> bool:
 
 def is_next(u: ShardState) -> bool:
     """It takes over: by its own roster, or by that of others, who wait here for a result."""
-    is_called = u.successor() == u.me or bool(u.calls)
+    is_called = u.successor() == u.me or u.calls_here()
     return u.roster.may_lead and u.is_dead(u.ballot.primary) and is_called
 
 
@@ -87,7 +88,7 @@ def is_outvoted(u: ShardState) -> bool:
 
 
 def is_complete(u: ShardState) -> bool:
-    given = sum(num_tokens for _, (num_tokens, _) in u.parts)
+    given = sum(num_tokens for _, (num_tokens, _, _) in u.parts)
     is_whole = not u.waits_for() and given >= u.counted
     is_enough = u.is_graced and u.has_quorum()
     return u.begun is not None and (u.is_expired or is_whole or is_enough)
@@ -138,7 +139,7 @@ def lead(u: ShardState) -> None:
     u.claims, u.doubted = (), frozenset()
     give_up_push(u)
     if u.begun is not None:
-        add_part(u, u.me, *u.begun)
+        add_part(u, u.me, *u.begun, u.neighbours)
     if u.roster.pulls:
         u.commands += [do.Pull(p) for p in u.living()]
     if not u.ballot.is_first and u.answering():
@@ -193,7 +194,7 @@ def stand_back(u: ShardState) -> None:
 def push(u: ShardState) -> None:
     give_up_push(u)
     u.pushing = u.target()
-    has_gradient = u.pushing == u.ballot.primary
+    has_gradient = u.pushing == u.ballot.primary != u.neighbour
     u.commands.append(do.Push(u.pushing, u.ballot, has_gradient))
 
 
@@ -207,11 +208,11 @@ def close(u: ShardState) -> None:
     u.state, u.has_norm = CLIPPING, False
     missing = tuple(u.waits_for())
     absent, late = (missing, ()) if u.is_expired else ((), missing)
-    u.senders = frozenset(p for p, _ in u.parts)
-    parts = tuple((p, n, g) for p, (n, g) in u.parts if g is not None)
+    u.senders = u.given()
+    parts = tuple((p, n, g) for p, (n, g, _) in u.parts if g is not None)
     u.attempt += 1
     u.commands.append(do.Sum(parts, u.senders, absent, u.attempt, late))
-    u.promised, u.asked, u.lost = u.senders, frozenset(), u.dead()
+    u.promised, u.asked, u.lost = frozenset(p for p, _ in u.parts), frozenset(), u.dead()
     u.parts = ()
 
 
@@ -245,8 +246,9 @@ def ignore(u: ShardState, event: Event) -> None:
 
 def begin(u: ShardState, event: on.Begun) -> None:
     u.begun = (event.num_tokens, event.gradient)
+    u.neighbours, u.neighbour = event.members, event.neighbour
     if u.state is GATHERING:
-        add_part(u, u.me, *u.begun)
+        add_part(u, u.me, *u.begun, u.neighbours)
         set_deadline(u)
 
 
@@ -265,7 +267,7 @@ def take_push(u: ShardState, event: on.Pushed) -> None:
         wait(u, event.call, event.sender)
     drop_claim(u, event.sender)
     if u.state is GATHERING:
-        add_part(u, event.sender, event.num_tokens, event.gradient)
+        add_part(u, event.sender, event.num_tokens, event.gradient, event.members)
 
 
 def deny(u: ShardState, event: on.Pushed | on.Asked) -> None:
@@ -460,7 +462,7 @@ def adopt_instead(u: ShardState, event: on.ResultCame) -> None:
 
 def push_failed(u: ShardState, event: on.PushFailed) -> None:
     if event.target == u.pushing:
-        u.pushing, u.failed, u.host = None, event.target, None
+        u.pushing, u.failed, u.host, u.neighbour = None, event.target, None, ""
         pause(u)
 
 
@@ -564,7 +566,7 @@ def copied(u: ShardState, event: on.Stepped) -> None:
     u.commands.append(do.Confirm(u.copied_for, u.result))
     u.copied_for = None
     if not must_use_copy(u):
-        deny_all(u)
+        deny_others(u)
 
 
 def use_copy(u: ShardState) -> None:
@@ -578,7 +580,7 @@ def not_copied(u: ShardState, event: on.StepFailed) -> None:
         return
     u.commands.append(do.Refuse(u.copied_for))
     u.state, u.copied_for = FOLLOWING, None
-    deny_all(u)
+    deny_others(u)
 
 
 def fell_through(u: ShardState, event: on.StepFailed) -> None:
@@ -798,6 +800,14 @@ def deny_all(u: ShardState) -> None:
     u.calls = ()
 
 
+def deny_others(u: ShardState) -> None:
+    """But not neighbours, which wait here for the primary's result as this replica does."""
+    kept = tuple(item for item in u.calls if item[0] in u.neighbours)
+    u.calls = tuple(item for item in u.calls if item not in kept)
+    deny_all(u)
+    u.calls = kept
+
+
 def give_up_push(u: ShardState) -> None:
     if u.pushing is not None:
         u.commands.append(do.GiveUpPush())
@@ -810,10 +820,22 @@ def pause(u: ShardState) -> None:
         u.commands.append(do.Pause())
 
 
-def add_part(u: ShardState, peer_id: str, num_tokens: int, gradient: Handle | None) -> None:
-    parts = dict(u.parts)
-    if num_tokens or peer_id not in parts:
-        parts[peer_id] = (num_tokens, gradient)
+def add_part(
+    u: ShardState,
+    peer_id: str,
+    num_tokens: int,
+    gradient: Handle | None,
+    members: tuple[str, ...],
+) -> None:
+    """Neighbours may have summed theirs first, and one of them may not have heard whether its own
+    is in that, and give it too. Of two contributions with one in both, that counts which has all
+    of the other's."""
+    parts, whole = dict(u.parts), {peer_id, *members}
+    alike = [p for p, (_, _, others) in u.parts if not whole.isdisjoint((p, *others))]
+    if num_tokens and all(whole.issuperset((p, *parts[p][2])) for p in alike):
+        parts |= dict.fromkeys(alike, NOTHING)
+        parts[peer_id] = (num_tokens, gradient, members)
+    parts.setdefault(peer_id, NOTHING)
     u.parts = tuple(sorted(parts.items(), key=lambda item: item[0]))
 
 

@@ -39,8 +39,10 @@ IS_OVER = HAS_RESULT | {ABANDONED}
 NO_BALLOT = Ballot(-1, "")
 """Lower than all others."""
 
-Contribution = tuple[int, Handle | None]
-"""The tokens behind it, and the gradient; none for no tokens."""
+Contribution = tuple[int, Handle | None, tuple[str, ...]]
+"""The tokens behind it; the gradient, none for no tokens; and whose contributions are in it beside
+that of who gives it."""
+NOTHING: Contribution = (0, None, ())
 
 
 @dataclass(slots=True)
@@ -56,7 +58,13 @@ class ShardState:
     result: Handle | None = None
     senders: frozenset[str] = frozenset()
     """Whose contributions are in the sum that was made here."""
-    begun: Contribution | None = None
+    begun: tuple[int, Handle | None] | None = None
+    """The tokens and the gradient of the own contribution."""
+    neighbours: tuple[str, ...] = ()
+    """Whose contributions are in it too."""
+    neighbour: str = ""
+    """Who has the own contribution in its own, and gives the result on: it is waited for there,
+    until that fails once."""
     members: Mapping[str, MemberStatus] = field(default_factory=dict)
     counted: int = 0
     """Tokens that contributions have to come up to."""
@@ -133,9 +141,18 @@ class ShardState:
         """There is a result, or there will be none."""
         return self.state in IS_OVER
 
+    def given(self) -> frozenset[str]:
+        """Of a primary that gathers: whose contributions are there, each by itself or in that of a
+        neighbour."""
+        return frozenset(q for p, (_, _, members) in self.parts for q in (p, *members))
+
+    def calls_here(self) -> bool:
+        """Others wait here for a result, and not because they are neighbours."""
+        return any(sender not in self.neighbours for sender, _ in self.calls)
+
     def waits_for(self) -> list[str]:
         """Members that live and have not contributed, ascending: of a primary that gathers."""
-        given = {peer_id for peer_id, _ in self.parts}
+        given = self.given()
         return [
             peer_id
             for peer_id, status in sorted(self.members.items())
@@ -149,7 +166,7 @@ class ShardState:
         """Of a primary that gathers: enough has come for what is late to count in the next
         exchange. That is more than half of the tokens, as far as they are known. Who has declared
         none yet may have as many as the largest contribution."""
-        came = [num_tokens for _, (num_tokens, _) in self.parts if num_tokens]
+        came = [num_tokens for _, (num_tokens, _, _) in self.parts if num_tokens]
         if not self.roster.quorum or len(came) < self.roster.quorum:
             return False
         declared = [self.members[p].declared for p in self.waits_for()]
@@ -280,6 +297,8 @@ class ShardState:
 
     def target(self) -> str:
         """Whose answer to a push is the result."""
+        if not self.is_dead(self.neighbour):
+            return self.neighbour
         past = self.past()
         if past is not None and not self.is_for_primary():
             return past

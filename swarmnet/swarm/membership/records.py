@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from swarmnet.admission import Admission
 from swarmnet.errors import Busy, Forged, ProtocolViolation
+from swarmnet.household import is_of
 from swarmnet.methods.records import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.failure_detector import CopyDetector
@@ -353,6 +354,8 @@ class KnownRecords:
         if not self._signer.verify(peer_id, envelope.payload, envelope.signature):
             raise Forged(f"the signature on the record of {peer_id} is wrong")
         record = _decode(envelope.payload)
+        if record.household is not None and not is_of(record.household, peer_id):
+            raise Forged(f"{peer_id} is of no household that it names")
         if reason := self._bounds.impossible(record, self._own.record.incarnation):
             raise ProtocolViolation(f"{record.peer_id} says that it {reason}")
         return record

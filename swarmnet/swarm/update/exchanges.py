@@ -239,18 +239,30 @@ class Exchanges:
         """Codes and gives the contributions, a few at a time: the first are on their way while the
         others are coded. Returns the tokens behind them."""
         declared, parts, num_bytes = -1, dict[int, Contribution](), 0
+        own = self.gossip.own.peer_id
 
-        async def give() -> None:
-            nonlocal declared
+        async def code(parts: dict[int, Contribution]) -> None:
             given = {j: gradient for j, (_, gradient) in parts.items() if gradient is not None}
             if given and self.work.codes_contributions:
                 coded = await self.work.contributions(exchange.number, given)
                 parts.update((j, (parts[j][0], gradient)) for j, gradient in coded.items())
+
+        async def gather(shard: int, part: Contribution) -> None:
+            found = {shard: await exchange.gathered(shard, part)}
+            await code(found)
+            exchange.contribute(found, put, stays_in_stage=stays_in_stage)
+
+        async def give() -> None:
+            nonlocal declared
             tokens = max((num_tokens for num_tokens, _ in parts.values()), default=0)
+            headed = {j: parts.pop(j) for j in list(parts) if exchange.head(j) == own}
+            await code(parts)
             if tokens > declared:
                 declared = tokens
                 self.gossip.update(declared=(exchange.number, declared))
             exchange.contribute(parts, put, stays_in_stage=stays_in_stage)
+            for j, part in headed.items():
+                exchange.start(gather(j, part))
 
         for j in _rotated(shards, self.gossip.own.peer_id):
             num_tokens, gradient = await part(j)

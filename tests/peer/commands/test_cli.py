@@ -73,6 +73,7 @@ COMMANDS = {
         "--ready-file",
         "--parent-pid",
         "--invite",
+        "--household",
         "--patience",
         "--health-file",
         "--metrics-port",

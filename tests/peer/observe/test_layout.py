@@ -13,6 +13,7 @@ from rich.console import Console
 
 from peer.observe.layout import Column, first_that_fits, fitting
 from peer.observe.screen import dashboard
+from swarmnet.observe.text import short_id
 from swarmnet.observe.view_model import PeerRow, StageRow, ViewModel
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec
@@ -130,6 +131,16 @@ def test_nothing_is_cut_at_any_width(width: int) -> None:
         assert number.endswith(" "), "a number has its unit beside it"
     heads = next(line for line in body if " stage " in line and "round" in line)
     assert "peer" in heads
+
+
+def test_households_are_shown_where_there_are_any() -> None:
+    peers = [
+        replace(row, household="12D3KooWhousehold1" * (k < 2)) for k, row in enumerate(MODEL.peers)
+    ]
+    text = drawn(100, replace(MODEL, peers=tuple(peers)))
+    assert "household" in text
+    assert text.count(short_id("12D3KooWhousehold1")) == 2
+    assert "household" not in drawn(100)
 
 
 def test_wider_terminals_show_more() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress, HeldUp, SumWaits
-from swarmnet.protocol.update.roster import ALIVE, DEAD, Ballot, MemberStatus, Roster
+from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, Ballot, MemberStatus, Roster
 from swarmnet.protocol.update.shard_state import ShardState, State
 
 LIMIT_S = 10.0
@@ -47,6 +47,22 @@ def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
     waits.summed(0, PRIMARY)
     assert waits.hung({0: shards[0]}, began, 150.0, lambda _: LIMIT_S) == set()
     assert waits.hung(shards, began, 150.0, lambda _: LIMIT_S) == {PRIMARY}
+
+
+def test_a_neighbour_between_hangs_first_and_the_primary_from_then_on() -> None:
+    """Unless that has the sum, as the neighbour says."""
+    waits, shard = SumWaits(), waiting(Ballot(1, PRIMARY))
+    shard.neighbour = NEXT
+    assert waits.hung({0: shard}, began, 109.9, lambda _: LIMIT_S) == set()
+    assert waits.hung({0: shard}, began, 110.0, lambda _: LIMIT_S) == {NEXT}
+    shard.members = {**shard.members, NEXT: MemberStatus(HUNG)}
+    assert waits.hung({0: shard}, began, 110.0, lambda _: LIMIT_S) == set()
+    assert waits.hung({0: shard}, began, 119.9, lambda _: LIMIT_S) == set()
+    assert waits.hung({0: shard}, began, 120.0, lambda _: LIMIT_S) == {PRIMARY}
+    told, shard = SumWaits(), waiting(Ballot(1, PRIMARY))
+    shard.neighbour = NEXT
+    told.summed(0, PRIMARY)
+    assert told.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
 
 
 def test_who_takes_over_gets_as_long() -> None:

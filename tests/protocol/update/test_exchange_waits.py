@@ -39,6 +39,15 @@ def test_nothing_is_known_so_a_slow_peer_is_not_suspected() -> None:
     assert waits.call_s == 66.0 + 60.0
 
 
+def test_neighbours_are_waited_for_as_the_slowest_uplink_and_not_as_exchanges_took() -> None:
+    """The rest of the time until contributions are due is for sending the sum."""
+    waits = replace(NOTHING_KNOWN, exchange_s=4.0, upload_s=9.0)
+    assert waits.gather_s == 1.0 + 2.0 + 9.0 / UPLOAD_SLACK
+    assert waits.gather_s == replace(waits, exchange_s=40.0).gather_s
+    assert waits.gather_s < waits.contributions_due_s - 9.0
+    assert NOTHING_KNOWN.gather_s == NOTHING_KNOWN.contributions_due_s
+
+
 def test_what_exchanges_took_bounds_every_wait() -> None:
     waits = replace(NOTHING_KNOWN, exchange_s=2.0)
     assert waits.is_known

@@ -1905,3 +1905,110 @@ def test_what_is_late_goes_to_the_primary_though_others_have_the_result() -> Non
     sees(u, b=PAST)
     u.handle(on.Begun(0, None))
     assert u.shard.pushing == "b"
+
+
+# ---- neighbours ------------------------------------------------------------------------------
+
+
+def gathered(sender: str, *members: str, num_tokens: int = 2) -> on.Pushed:
+    """A contribution that has those of neighbours in it."""
+    return replace(pushed(sender, num_tokens=num_tokens), members=members)
+
+
+def summed_by(u: ShardUpdate, *events: on.Pushed) -> tuple[list[str], frozenset[str]]:
+    """Whose contributions are summed, and who is told so."""
+    (made,) = [c for event in events for c in u.handle(event) if isinstance(c, do.Sum)]
+    return [p for p, _, _ in made.parts], made.senders
+
+
+def test_what_a_neighbour_has_given_counts_once_though_it_gives_it_again() -> None:
+    """In whichever order they come, and though that one has nothing of its own."""
+    own, whole = pushed("c"), gathered("b", "c")
+    assert summed_by(replica("a"), own, whole) == (["a", "b"], frozenset("abc"))
+    assert summed_by(replica("a", "abcd"), whole, own, pushed("d")) == (
+        ["a", "b", "d"],
+        frozenset("abcd"),
+    )
+    assert summed_by(replica("a", "abcd"), whole, whole, own, pushed("d", num_tokens=0)) == (
+        ["a", "b"],
+        frozenset("abcd"),
+    )
+
+
+def test_of_contributions_with_one_in_both_the_first_stands_unless_it_is_in_the_other() -> None:
+    u = replica("a", "abcde")
+    found = summed_by(u, gathered("b", "c"), gathered("d", "c", "e"), pushed("e", num_tokens=0))
+    assert found[0] == ["a", "b"]
+
+
+def test_contributions_without_tokens_take_the_place_of_none() -> None:
+    u = replica("a")
+    assert summed_by(u, gathered("b", "c"), gathered("b", "c", num_tokens=0)) == (
+        ["a", "b"],
+        frozenset("abc"),
+    )
+
+
+def test_who_was_promised_nothing_by_a_neighbour_asks_it_before_a_result_is_given() -> None:
+    """c has given to b, which says nothing of whom c goes by."""
+    u = replica("a", holders="a", clips=False)
+    (made,) = [c for c in u.handle(gathered("b", "c")) if isinstance(c, do.Sum)]
+    found = u.handle(on.Summed("sum", made.attempt))
+    asked = [c for c in found if isinstance(c, do.Ask)]
+    assert [c.members for c in asked] == [("c",)]
+    found = u.handle(on.Stepped("result", made.attempt))
+    assert not any(isinstance(c, do.Give) for c in found)
+    found = u.handle(on.Agreed("c", A, is_final=True, count=asked[0].count))
+    assert [c.call for c in found if isinstance(c, do.Give)] == ["push of b"]
+
+
+def neighbour(me: str, head: str = "", members: tuple[str, ...] = ()) -> ShardUpdate:
+    """It has given to a neighbour, or neighbours have given to it."""
+    u = ShardUpdate(me, Roster(A, tuple("abc"), tuple("ab"), tuple("ab"), me in "ab"))
+    sees(u)
+    u.handle(on.Begun(1, f"gradient of {me}", members, head))
+    return u
+
+
+def test_a_result_is_waited_for_at_a_neighbour_until_that_fails_once() -> None:
+    u = ShardUpdate("c", Roster(A, tuple("abc"), tuple("ab"), tuple("ab")))
+    sees(u)
+    assert u.handle(on.Begun(1, "gradient", (), "b")) == [do.Push("b", A, has_gradient=False)]
+    failed = u.handle(on.PushFailed("b"))
+    assert do.Push("a", A, has_gradient=True) in failed
+
+
+def test_who_has_given_to_a_neighbour_gives_to_the_primary_when_that_is_dead() -> None:
+    u = neighbour("c", head="b")
+    assert do.Push("a", A, has_gradient=True) in sees(u, b=GONE)
+
+
+def test_what_the_primary_has_from_a_neighbour_is_not_given_to_it_twice() -> None:
+    u = ShardUpdate("c", Roster(A, tuple("abc"), tuple("ab"), tuple("ab")))
+    sees(u)
+    assert u.handle(on.Begun(1, "gradient", (), "a")) == [do.Push("a", A, has_gradient=False)]
+
+
+def test_a_neighbour_that_waits_names_nobody_the_successor() -> None:
+    """b comes after a; c waits at d because it is its neighbour, and not because a is dead to it
+    and d is next. A stranger's call is word of that."""
+    for members, state in ((("c",), FOLLOWING), ((), CANVASSING)):
+        u = ShardUpdate("d", Roster(A, tuple("abcd"), tuple("ab"), tuple("ab")))
+        sees(u)
+        u.handle(on.Begun(1, "gradient", members))
+        u.handle(pushed("c", num_tokens=0))
+        sees(u, a=GONE)
+        assert u.shard.state is state
+
+
+def test_neighbours_wait_on_while_a_step_is_copied_and_others_go_elsewhere() -> None:
+    for members, denied in ((("c",), []), ((), ["push of c"])):
+        for event in (on.Stepped("result", 1), on.StepFailed(1)):
+            u = neighbour("b", members=members)
+            u.handle(pushed("c", num_tokens=0))
+            u.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+            found = u.handle(event)
+            assert [c.call for c in found if isinstance(c, do.Deny)] == denied
+            found = u.handle(on.ResultCame("a", "result", A))
+            given = [c.call for c in found if isinstance(c, do.Give)]
+            assert given == ([] if denied else ["push of c"])

@@ -13,7 +13,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from swarmnet.errors import ProtocolViolation
+from swarmnet.errors import Forged, ProtocolViolation
+from swarmnet.household import household_of
+from swarmnet.identity import Identity
 from swarmnet.methods.records import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.protocol.membership.failure_detector import SILENCE_S
 from swarmnet.protocol.membership.records import LEFT, Record, record_bytes
@@ -41,6 +43,26 @@ def test_a_newer_record_is_news_and_an_older_one_is_not() -> None:
         assert site.records.take(signed(record("b", 3)))
         assert heard == [2, 3]
         assert site.records.envelopes(["nobody", "b"]) == (signed(record("b", 3)),)
+
+    run(scenario())
+
+
+def test_a_peer_is_of_a_household_that_has_signed_for_it_and_of_no_other() -> None:
+    """All seats of its machine are. Another's signature, or one of another key, is false."""
+    key, other = Identity(b"h" * 32), Identity(b"o" * 32)
+    own = household_of(key, "b")
+
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        for name in ("b", "b/1"):
+            assert site.records.take(signed(replace(record(name), household=own)))
+            known = site.view.get(name)
+            assert known is not None
+            assert known.house == key.peer_id
+        for household in (own, replace(own, key=other.peer_id), replace(own, key="nobody")):
+            with pytest.raises(Forged, match="household"):
+                site.records.take(signed(replace(record("c"), household=household)))
+        assert site.view.get("c") is None
 
     run(scenario())
 

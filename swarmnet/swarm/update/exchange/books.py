@@ -5,7 +5,7 @@ Kept for a few exchanges after they are over, for stragglers and for the report 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ class Books:
         """By exchange and shard: of the tokens behind the result, those that were late before."""
         self._counted: dict[int, int] = {}
         """In mode `local`: tokens that rounds counted, by the word of the feeders."""
+        self._neighbours: dict[tuple[int, int], frozenset[str]] = {}
+        """By exchange and shard: whose contributions count, since they were in the own one."""
         self._copies: dict[tuple[int, int], dict[str, bytes]] = {}
         """By exchange and shard: backups of the newest step made here, with the digests of what
         they made."""
@@ -56,6 +58,10 @@ class Books:
         brought = self._brought.get(key, {})
         self._late[key] = added(late for p, late in brought.items() if p in senders)
         self._copies.pop(key, None)
+
+    def counts_too(self, exchange: int, shard: int, neighbours: Collection[str]) -> None:
+        """The own contribution is in the result, and those of these in that."""
+        self._neighbours[(exchange, shard)] = frozenset(neighbours)
 
     def brings(self, exchange: int, shard: int, contributor: str, late: Late) -> None:
         """So many tokens of a contribution were late in exchanges before."""
@@ -114,10 +120,10 @@ class Books:
     ) -> ShardReply:
         """What a contributor is told with its result. `coming`: the round that begins with it;
         `is_late`: its contribution counts in the next one."""
-        late = self.late_behind(exchange, shard)
+        late, key = self.late_behind(exchange, shard), (exchange, shard)
         return ShardReply(
             exchange + 1 if coming is None else coming,
-            remote in self._senders.get((exchange, shard), ()),
+            remote in self._senders.get(key, ()) or remote in self._neighbours.get(key, ()),
             self._tokens.get((exchange, shard), UNKNOWN),
             self.norm(exchange),
             is_copy,
@@ -206,6 +212,7 @@ class Books:
         books: tuple[dict[tuple[int, int], Any], ...] = (
             self._tokens,
             self._senders,
+            self._neighbours,
             self._brought,
             self._late,
             self._copies,

@@ -23,10 +23,12 @@ from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale, Swarmn
 from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.methods.update import (
     BALLOT,
+    GATHER,
     MIRROR,
     REDUCE,
     SUMS,
     BallotRequest,
+    GatherRequest,
     MirrorReply,
     MirrorRequest,
     ReduceProgress,
@@ -195,6 +197,8 @@ class ExchangeCalls:
         """What this replica contributes, by shard, as long as it is needed."""
         self.tokens: dict[int, int] = {}
         """Behind it."""
+        self.members: dict[int, tuple[str, ...]] = {}
+        """By shard, the neighbours whose contributions are in it too, ascending."""
         self._pushes: dict[int, PushCall] = {}
         """By shard, the push whose answer counts."""
         self._turned: set[int] = set()
@@ -312,12 +316,20 @@ class ExchangeCalls:
             signatures=tuple(signatures.values()),
             late=late,
             older=older,
+            members=self._members_in(given, shards),
         )
         message = Message(request, tuple(given.values()))
         reply = await self._calls.call(
-            call.target, REDUCE, message, lambda told: self._heard(call.target, told.body)
+            call.target, REDUCE, message, lambda told: self._heard(primary, told.body)
         )
         return self._results_in(shards, reply.body.shards, reply.arrays)
+
+    def _members_in(
+        self, given: Mapping[int, Array], shards: Sequence[int]
+    ) -> tuple[tuple[str, ...], ...]:
+        """By shard, whose contributions are in what is given; empty where there are none."""
+        found = tuple(self.members.get(j, ()) if j in given else () for j in shards)
+        return found if any(found) else ()
 
     def _late_in(self, shards: Sequence[int]) -> tuple[tuple[int, ...], tuple[Late, ...]]:
         """Of the own contributions to these, the tokens that were late in exchanges before, and how
@@ -351,6 +363,33 @@ class ExchangeCalls:
         del self._pushes[shard]
         call.wanted.discard(shard)
         return True
+
+    # ---- neighbours -------------------------------------------------------------------------
+
+    def in_calls(self, shards: Iterable[int]) -> list[tuple[int, ...]]:
+        """Shards whose contributions go to a neighbour, by the calls that take them there."""
+        calls: list[list[int]] = []
+        room = 0
+        for j in shards:
+            num_bytes = coded_bytes(self._replica, j)
+            if not calls or num_bytes > room or len(calls[-1]) == MAX_ARRAYS:
+                calls.append([])
+                room = MAX_SHARED_CALL_BYTES
+            calls[-1].append(j)
+            room -= num_bytes
+        return list(map(tuple, calls))
+
+    async def gather(self, neighbour: str, shards: tuple[int, ...], longest_s: float) -> set[int]:
+        """Gives a neighbour the own contributions to these. Returns those that it has in its own;
+        raises `SwarmnetError`, and then it may have them too."""
+        given = [self.own[j] for j in shards]
+        tokens = tuple(num_tokens for num_tokens, _ in given)
+        request = GatherRequest(self._exchange, self._replica.index, shards, tokens)
+        arrays = tuple(gradient for _, gradient in given if gradient is not None)
+        reply = await self._gossip.liveness.call_while_live(
+            neighbour, GATHER, Message(request, arrays), timeout_s=longest_s
+        )
+        return set(shards).intersection(reply.body.shards)
 
     # ---- ballots ----------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from swarmnet.errors import (
     DeadlineExceeded,
@@ -49,6 +50,7 @@ from swarmnet.swarm.update.exchange.calls import (
     shard_in,
 )
 from swarmnet.swarm.update.exchange.late import LateContributions
+from swarmnet.swarm.update.exchange.neighbours import Neighbours
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.shard_work import Before, Came, Put, Result, ShardWork, Total
@@ -174,6 +176,7 @@ class Exchange:
         self._pauses = Pauses(RETRY_S, LOOK_LESS_S)
         self._timers: dict[bool, asyncio.TimerHandle] = {}
         """Of the pauses that are going on, by whether they are long."""
+        self._neighbours = Neighbours(gossip, replica)
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []
         self._is_feeding = False
@@ -235,10 +238,82 @@ class Exchange:
             self._begun_at = self._gossip.liveness.awake_s()
         self._calls.contribute(contributions)
         self.refresh()
-        for j, (num_tokens, gradient) in contributions.items():
-            self.feed(j, on.Begun(num_tokens, gradient))
-            if j in self.results:
-                self._tasks.start(self._finish(j))
+        for head, shards in self._by_head(contributions).items():
+            if head:
+                self._tasks.start(self._give(head, shards))
+            for j in shards:
+                if not head:
+                    num_tokens, gradient = contributions[j]
+                    self.feed(j, on.Begun(num_tokens, gradient, self._calls.members.get(j, ())))
+                if j in self.results:
+                    self._tasks.start(self._finish(j))
+
+    # ---- neighbours -------------------------------------------------------------------------
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """What this replica contributes later; where that fails, the exchange does."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as e:
+                if not isinstance(e, SwarmnetError):
+                    log.exception("round %d: no contribution", self.number)
+                self.fail(e)
+
+        self._tasks.start(guarded())
+
+    def head(self, shard: int) -> str:
+        """The neighbour that has the contributions of the household in its own, this replica
+        perhaps; empty where there is none."""
+        if not self._neighbours.are_any(self._members):
+            return ""
+        order = self._machine(shard).shard.roster.order
+        return self._neighbours.head(shard, order, self._members)
+
+    def _by_head(self, shards: Iterable[int]) -> dict[str, list[int]]:
+        """By another one that is the head, or "" where that is this replica, or there is none."""
+        own, found = self._gossip.own.peer_id, dict[str, list[int]]()
+        for j in shards:
+            head = self.head(j)
+            found.setdefault("" if head == own else head, []).append(j)
+        return found
+
+    async def _give(self, head: str, shards: list[int]) -> None:
+        """Gives a neighbour what this replica contributes. What that does not take, or perhaps
+        has not got, goes to the primary."""
+        given = [j for j in shards if self._calls.tokens[j] and j not in self.results]
+        self._neighbours.given |= set(given)
+        taken = {j for j in shards if not self._calls.tokens[j]}  # it has the result alone
+        longest_s = self._pace.waits().gather_s
+        for call in self._calls.in_calls(given):
+            try:
+                taken |= await self._calls.gather(head, call, longest_s)
+            except SwarmnetError as e:
+                log.debug("round %d: not given to %s: %s", self.number, head[-8:], e)
+        for j in shards:
+            if j not in self.results:
+                self.feed(j, on.Begun(*self._calls.own[j], (), head if j in taken else ""))
+
+    async def take(self, shard: int, sender: str, num_tokens: int, gradient: Array) -> bool:
+        """A neighbour's contribution; whether it is in the own one."""
+        if shard in self._calls.tokens or self.head(shard) != self._gossip.own.peer_id:
+            return False
+        return await self._neighbours.take(shard, sender, num_tokens, gradient)
+
+    async def gathered(self, shard: int, contribution: Contribution) -> Contribution:
+        """The own contribution, which is not coded, with those of the neighbours that come in
+        time."""
+        awake_s = self._gossip.liveness.awake_s
+        end = Deadline.after(awake_s(), self._pace.waits().gather_s)
+        while self._neighbours.awaited(shard, self._members) and shard not in self.results:
+            left_s = end.left_s(awake_s())
+            if not left_s:
+                break
+            await self._neighbours.changed.wait(min(left_s, LOOK_AGAIN_S))
+        closed = await self._neighbours.close(shard, contribution, self._members)
+        self._calls.members[shard], found = closed
+        return found
 
     def is_over(self, shards: Iterable[int]) -> bool:
         """All results are where they go, or there is no hope."""
@@ -307,9 +382,10 @@ class Exchange:
         try:
             event = make(call)
             if isinstance(event, on.Pushed):
-                self.progress.came(event.sender)
-                # In the exchange before, it was slow and no more.
-                self._pace.durations.straggled(event.sender)
+                for contributor in (event.sender, *event.members):
+                    self.progress.came(contributor)
+                    # In the exchange before, it was slow and no more.
+                    self._pace.durations.straggled(contributor)
             elif isinstance(event, on.Asked) and event.is_final:
                 self._leads(event.sender)
             self.feed(shard, event)
@@ -373,7 +449,7 @@ class Exchange:
     def _look_for_hung(self) -> None:
         shards = {j: machine.shard for j, machine in self._machines.items()}
         members, waits = self._ownership.members, self._pace.waits()
-        primaries = {shard.ballot.primary for shard in shards.values()}
+        primaries = {p for s in shards.values() for p in (s.ballot.primary, s.neighbour) if p}
         found = self.progress.hanging(
             shards,
             self._begun_at,
@@ -557,7 +633,8 @@ class Exchange:
             parameters,
             copy,
             is_primary=sender == shard.ballot.primary,
-            has_given=self._calls.tokens.get(j, 0) > 0,
+            # Of what a neighbour has nothing bears this replica's signature.
+            has_given=self._calls.tokens.get(j, 0) > 0 and j not in self._neighbours.given,
         )
         return result
 
@@ -581,6 +658,10 @@ class Exchange:
                 self._audits.came(self.number, j, came)
             self.results[j] = result
         shard = self._machines[j].shard
+        if members := self._calls.members.get(j):
+            counted = self.results[j].counted
+            if counted or (counted is None and shard.me in shard.senders):
+                self._books.counts_too(self.number, j, members)
         if is_own and shard.roster.quorum:
             self._late.decided(self.number, j, shard.senders)
         self._steps.forget(j)

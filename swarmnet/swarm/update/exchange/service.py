@@ -12,12 +12,15 @@ from swarmnet.methods.state import FetchRequest
 from swarmnet.methods.update import (
     BALLOT,
     FOLLOWS,
+    GATHER,
     MIRROR,
     REDUCE,
     REDUCE_TIED,
     SUMS,
     BallotReply,
     BallotRequest,
+    GatherReply,
+    GatherRequest,
     MirrorReply,
     MirrorRequest,
     ReduceProgress,
@@ -83,6 +86,7 @@ class ExchangeService:
         have begun here."""
         self._contributed = Contributed()
         serve(self.transport, REDUCE, self._on_reduce)
+        serve(self.transport, GATHER, self._on_gather)
         serve(self.transport, BALLOT, self._on_ballot)
         serve(self.transport, MIRROR, self._on_mirror)
         serve(self.transport, SUMS, self._on_sums)
@@ -102,9 +106,12 @@ class ExchangeService:
         if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
             raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
         record = self.gossip.view.get(request.remote)
+        for members in push.members:
+            if not all(self._are_neighbours(request.remote, p) for p in members):
+                raise ProtocolViolation("contributions of another household")
         if any(push.num_tokens) and not may_contribute(record, push.stage):
             raise NotReady("a peer that joins has no gradient")
-        gradients = self._gradients_of(push, request.message.arrays)
+        gradients = self._gradients_of(push.shards, push.num_tokens, request.message.arrays)
         tokens = {j: n for j, n in zip(push.shards, push.num_tokens, strict=True) if n}
         given = {j: (tokens[j], gradient) for j, gradient in gradients.items()}
         await self.proofs.check(push.round, request.remote, given, push.signatures)
@@ -124,8 +131,32 @@ class ExchangeService:
         await self.pace.turn(sum(values.num_bytes for values in arrays))
         return Message(reply, arrays)
 
-    def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
-        shards = [j for j, n in zip(push.shards, push.num_tokens, strict=True) if n]
+    def _are_neighbours(self, one: str, other: str) -> bool:
+        """Whether two peers are of one household, as their records show."""
+        view = self.gossip.view
+        records = [
+            self.gossip.own if p == self.gossip.own.peer_id else view.get(p) for p in (one, other)
+        ]
+        houses = {record.house for record in records if record is not None}
+        return len(houses) == 1 and "" not in houses
+
+    async def _on_gather(self, request: Request[GatherRequest]) -> Message[GatherReply]:
+        """As head of the household: a neighbour's contributions, to be in the own ones."""
+        given, remote = request.message.body, request.remote
+        if not self._are_neighbours(self.gossip.own.peer_id, remote):
+            raise ProtocolViolation("this peer is of another household")
+        gradients = self._gradients_of(given.shards, given.num_tokens, request.message.arrays)
+        taken = list[int]()
+        for j, num_tokens in zip(given.shards, given.num_tokens, strict=True):
+            await self._until_now(given.round, j)
+            if await self.exchange.now().take(j, remote, num_tokens, gradients[j]):
+                taken.append(j)
+        return Message(GatherReply(tuple(taken)))
+
+    def _gradients_of(
+        self, pushed: Sequence[int], num_tokens: Sequence[int], arrays: tuple[Array, ...]
+    ) -> dict[int, Array]:
+        shards = [j for j, n in zip(pushed, num_tokens, strict=True) if n]
         if len(arrays) != len(shards):
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(shards)} shards")
         for j, array in zip(shards, arrays, strict=True):
@@ -182,8 +213,9 @@ class ExchangeService:
                 push.follows[push.shards.index(j)] or self._has_state.get((remote, j)) == asked
             )
             exchange.progress.told_of_state(remote, j, is_here=is_here)
+        members = push.members[push.shards.index(j)] if push.members else ()
         answer = await exchange.answer(
-            j, lambda call: on.Pushed(call, remote, ballot, num_tokens, gradient)
+            j, lambda call: on.Pushed(call, remote, ballot, num_tokens, gradient, members)
         )
         if not isinstance(answer, do.Give):
             raise _redirect(j, answer)
@@ -233,9 +265,11 @@ class ExchangeService:
         await asyncio.sleep(self.pace.waits().contributions_s)
         untold = set(push.shards)
         while untold and push.round == self.replica.current_exchange:
-            for j in untold & self.exchange.now().progress.summed:
-                request.progress(Message(ReduceProgress(j, has_step=False)))
-                untold.discard(j)
+            exchange = self.exchange.now()
+            for j in sorted(untold):
+                if exchange.progress.is_summed(j, exchange.ballot(j).primary):
+                    request.progress(Message(ReduceProgress(j, has_step=False)))
+                    untold.discard(j)
             await asyncio.sleep(LOOK_LESS_S)
 
     async def _straggler(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -599,16 +600,16 @@ class Aggregator:
         parts = await self._decoded(round_index, shard_index, parts)
         if self._is_mean(parts):
             if tells:
-                self._norms.tell(round_index, shard_index, await self._squares(parts))
+                names = self._contributors([p.peer_id for p in parts])
+                told = {names[p]: s for p, s in (await self._squares(parts)).items()}
+                self._norms.tell(round_index, shard_index, told)
             return await self._sum(round_index, shard_index, parts, finish, are_coded=False)
         squares = await self._squares(parts)
         parts = self._only_sound(round_index, shard_index, parts, squares)
         tokens = robust.fair_tokens({p.peer_id: p.num_tokens for p in parts}, counted)
         factors = dict.fromkeys(tokens, 1.0)
         if self._rule == robust.MEDIAN_CLIP:
-            finite = {p: s for p, s in squares.items() if p in tokens}
-            whole = await self._norms.whole(round_index, shard_index, finite)
-            factors = robust.clip_factors({p: whole.get(p, s) for p, s in finite.items()}, tokens)
+            factors = await self._factors(round_index, shard_index, squares, tokens)
             if shard_index == 0:
                 self._report_clipped(round_index, factors)
         if not parts:
@@ -628,6 +629,41 @@ class Aggregator:
             return finish(total, total_squares, sum(tokens.values()), used)
 
         return await self._worker.run(work)
+
+    async def _factors(
+        self,
+        round_index: int,
+        shard_index: int,
+        squares: Mapping[str, float],
+        tokens: Mapping[str, int],
+    ) -> dict[str, float]:
+        """By peer, as `robust.clip_factors`, of the contributions that are sound. Those of several
+        of one household are judged by this shard alone, as all beside them are: for other shards
+        these may have contributed as one."""
+        names = self._contributors(tokens)
+        finite = {names[p]: squares[p] for p in tokens}
+        if self._are_apart(names):
+            self._norms.tell(round_index, shard_index, finite)
+            whole = finite
+        else:
+            whole = finite | await self._norms.whole(round_index, shard_index, finite)
+        return robust.clip_factors({p: whole[names[p]] for p in tokens}, tokens)
+
+    def _house(self, peer_id: str) -> str:
+        own = self._gossip.own
+        record = own if peer_id == own.peer_id else self._gossip.view.get(peer_id)
+        return "" if record is None else record.house
+
+    def _contributors(self, peer_ids: Iterable[str]) -> dict[str, str]:
+        """By peer, who contributes: its household where no other one of that does, since to other
+        shards another one of it may give; else itself."""
+        houses = {p: self._house(p) for p in peer_ids}
+        num = Counter(houses.values())
+        return {p: house if house and num[house] == 1 else p for p, house in houses.items()}
+
+    def _are_apart(self, names: Mapping[str, str]) -> bool:
+        """Several of one household contribute."""
+        return any(name == p and self._house(p) for p, name in names.items())
 
     def _is_mean(self, parts: list[FromPeer]) -> bool:
         return self._rule == robust.MEAN or len(parts) < robust.MIN_CONTRIBUTORS

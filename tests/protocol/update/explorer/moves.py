@@ -158,7 +158,7 @@ class Moves(Interned):
         elif actor.own.declared is None:
             return Outcome(NOBODY, self.nothing, False)
         else:
-            n = actor.tokens()
+            n = self.scenario.tokens[self.scenario.peers.index(actor.me)]
             ballot = actor.machine.shard.roster.ballot._replace(primary=message.source)
             actor.answer(
                 message.call, on.Pushed(None, actor.me, ballot, n, actor.me if n else None)

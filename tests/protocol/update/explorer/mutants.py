@@ -17,6 +17,8 @@ from tests.protocol.update.explorer.small_world import Broken
 
 MOST_ROUNDS = 300
 STATE_RULES = (
+    "given",
+    "calls_here",
     "waits_for",
     "has_quorum",
     "is_late",

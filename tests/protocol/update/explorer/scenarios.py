@@ -75,6 +75,18 @@ SMALL = {
     "a quorum and a backup that cannot step": Scenario(quorum=2, failures=1),
     "a quorum, where records differ": Scenario(quorum=2, primaries="aba"),
     "a quorum, and each its own primary": Scenario(quorum=2, primaries="abc"),
+    "neighbours": Scenario(household="bc"),
+    "neighbours and a crash": Scenario(household="bc", crashes=1),
+    "neighbours and a lost message": Scenario(household="bc", drops=1),
+    "neighbours and a false suspicion": Scenario(household="bc", suspicions=1),
+    "neighbours and an early deadline": Scenario(household="bc", deadlines=1),
+    "neighbours of the primary": Scenario(household="ac", crashes=1),
+    "a neighbour that is unsure": Scenario(household="bc", unsure=True),
+    "a neighbour that is unsure, and a crash": Scenario(household="bc", unsure=True, crashes=1),
+    "a neighbour of the primary that is unsure": Scenario(household="ac", unsure=True, drops=1),
+    "neighbours, one without tokens": Scenario(household="bc", tokens=(1, 1, 0), drops=1),
+    "neighbours, the first without tokens": Scenario(household="bc", tokens=(1, 0, 1), crashes=1),
+    "neighbours, where records differ": Scenario(household="bc", primaries="aba"),
     "a pair": Scenario(
         peers="ab", tokens=(1, 1), pulls=True, clips=False, crashes=1, drops=1, suspicions=1
     ),

@@ -88,6 +88,10 @@ class Scenario:
     """Two peers that cannot reach each other, ever."""
     quorum: int = 0
     """Contributions with which a primary may go on, at any time after they are there."""
+    household: str = ""
+    """Neighbours: the contributions of all but the first are in that of the first."""
+    unsure: bool = False
+    """They have not heard so, and give theirs too."""
     returns: bool = False
     """Who crashes comes back at once, and takes no part: it is no member any more."""
     clips: bool = True
@@ -222,6 +226,22 @@ def copied(machine: ShardUpdate) -> ShardUpdate:
     return other
 
 
+def members_in(scenario: Scenario, peer: str) -> tuple[str, ...]:
+    """Whose contributions are in that which a peer gives, beside its own."""
+    return tuple(scenario.household[1:]) if scenario.household.startswith(peer) else ()
+
+
+def given_by(scenario: Scenario, peer: str) -> str:
+    """Of those that are in it, who has tokens."""
+    tokens = dict(zip(scenario.peers, scenario.tokens, strict=True))
+    return "".join(p for p in (peer, *members_in(scenario, peer)) if tokens[p])
+
+
+def summed_in(parts: Any) -> tuple[str, ...]:
+    """Whose contributions are in a sum."""
+    return tuple(sorted(p for _, _, given in parts for p in given))
+
+
 class Actor:
     """A peer while it takes an event in."""
 
@@ -275,7 +295,8 @@ class Actor:
         """What was under way comes."""
         self.under_way.remove(event)
         if isinstance(event, on.Begun):
-            self.own = replace(self.own, declared=event.num_tokens)
+            own = self.scenario.tokens[self.scenario.peers.index(self.me)]
+            self.own = replace(self.own, declared=own)
         if isinstance(event, on.Stepped) and step_of(event)[1]:
             if self.applied not in (UNTOUCHED, None) and not self.is_told_spoiled:
                 raise Broken(f"{self.me} makes two steps in one exchange on one state")
@@ -331,11 +352,12 @@ class Actor:
             case do.Push(target, ballot, has_gradient):
                 if self.own.declared is None:
                     raise Broken(f"{me} contributes before it has closed the round")
-                n = self.tokens() if has_gradient else 0
+                given = given_by(self.scenario, me) if has_gradient else ""
+                members = members_in(self.scenario, me) if given else ()
                 self.open_call = self.call(
                     target,
                     "push",
-                    lambda name: on.Pushed(name, me, ballot, n, me if n else None),
+                    lambda name: on.Pushed(name, me, ballot, len(given), given or None, members),
                     ballot,
                     has_gradient,
                 )
@@ -376,7 +398,7 @@ class Actor:
         match command:
             case do.Sum(parts, senders, absent, attempt, late):
                 self.check_sum(parts, senders, (*absent, *late))
-                summed = on.Summed(tuple(p for p, _, _ in parts) or None, attempt)
+                summed = on.Summed(summed_in(parts) or None, attempt)
                 if self.scenario.slow_sums:
                     self.later(summed)
                 else:
@@ -412,9 +434,6 @@ class Actor:
         if has_gradient and n and sender not in self.carried:
             self.carried = tuple(sorted((*self.carried, sender)))
 
-    def tokens(self) -> int:
-        return self.scenario.tokens[self.scenario.peers.index(self.me)]
-
     def mirror(self, target: str, total: Any, ballot: Ballot, attempt: int) -> None:
         if self.scenario.pulls:  # the time that a partner has for its pull
             self.later(on.Refused(target, attempt))
@@ -431,7 +450,7 @@ class Actor:
     def check_sum(self, parts: Any, senders: frozenset[str], absent: tuple[str, ...]) -> None:
         """All are told that they count that do, and no others; who lives is in it or absent."""
         scenario, peers = self.scenario, self.scenario.peers
-        summed = [p for p, _, _ in parts]
+        summed = list(summed_in(parts))
         due = [p for p in peers if p in senders and scenario.tokens[peers.index(p)]]
         if summed != due:
             raise Broken(f"the sum has {summed}, and {sorted(senders)} are told so")
@@ -468,11 +487,13 @@ def start(scenario: Scenario) -> list[Actor]:
         local = Local(me, (), tuple(seen), applied, (), None, False, None, frozenset())
         actor = Actor(scenario, local, ShardUpdate(me, roster))
         actor.show()
-        n = scenario.tokens[i]
         if scenario.liar:
             actor.seen[-1] = replace(actor.seen[-1] or MemberStatus(), declared=0)
         if me != scenario.mute:
-            actor.later(on.Begun(n, me if n else None))
+            given, members = given_by(scenario, me), members_in(scenario, me)
+            is_inside = me in scenario.household[1:] and not scenario.unsure
+            neighbour = scenario.household[0] if is_inside else ""
+            actor.later(on.Begun(len(given), given or None, members, neighbour))
         actors.append(actor)
     return actors
 
