@@ -15,8 +15,8 @@ from rich.table import Table
 
 from peer.machine.measured_layers import write_values
 from peer.options import PlanOptions
-from peer.planning.answer import Answer, answer_of, late, left_out, smaller_batches
-from peer.planning.machines import peers_here, read_links, read_machines
+from peer.planning.answer import Answer, answer_of, compared, late, left_out, smaller_batches
+from peer.planning.machines import Described, peers_here, read_links, read_machines
 from peer.planning.question import (
     Asked,
     Found,
@@ -30,11 +30,12 @@ from peer.planning.schedules import show_schedules
 from swarmnet.errors import SpecError, UsageError
 from swarmnet.files import write_whole
 from swarmnet.protocol.planning.model import Held
-from swarmnet.protocol.planning.search import cut_of, even_cuts
+from swarmnet.protocol.planning.search import OUT, cut_of, even_cuts
 from swarmnet.protocol.sync_modes import DELAYED, LOCAL
 from swarmnet.runtime.text import size
 from swarmnet.spec import LoraSpec, RunSpec
-from swarmnet.training.memory.stage_table import StageTable
+from swarmnet.training.memory.plan import FP16, FP32
+from swarmnet.training.memory.stage_table import StageTable, memory_of
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 NEW_FILE = Path("run.toml")
@@ -67,7 +68,7 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     if options.schedules or options.picture is not None:
         show_schedules(found, console, picture=options.picture, as_json=options.as_json)
         return
-    kind, _ = Counter(machines).most_common(1)[0]
+    kind = _usual_kind(found, machines)
     more = planner.find(found.table, is_open=question.is_open, more=[kind])
     answer = answer_of(found, wanted_tokens=tokens, more=more, kind=kind.name)
     helps = [
@@ -98,23 +99,33 @@ def read_tokens(text: str) -> float:
     return number
 
 
+def _usual_kind(found: Found, machines: Sequence[Described]) -> Described:
+    """Of which there are most at work; of all, where peers there have a part of a machine."""
+    serves = zip(found.described, found.plan.serves, strict=True)
+    at_work = Counter(one for one, stage in serves if stage != OUT and one in machines)
+    return (at_work or Counter(machines)).most_common(1)[0][0]
+
+
 def _say(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _table(answer: Answer) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("machine", no_wrap=True)
-    for name in ("stage", "layers", "device", "host", "activ.", "up/day", "down/day"):
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("machine", overflow="fold")  # where it is narrow, no figure is cut
+    has_host = any(r.is_gpu for r in answer.rows)
+    names = ("stage", "layers", "device", *(("host",) * has_host), "activ.", "up/day", "down/day")
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for r in answer.rows:
+        host = _of(r.host_bytes, r.host_room) if r.is_gpu else ""
         table.add_row(
             f"{r.count} x {r.machine}",
             str(r.stage),
             f"{r.layers[0]}-{r.layers[1] - 1}",
             _of(r.device_bytes, r.device_room),
-            _of(r.host_bytes, r.host_room) if r.is_gpu else "",
+            *((host,) * has_host),
             r.activations,
             *(size(x) for x in (r.up_per_day, r.down_per_day)),
         )
@@ -132,8 +143,7 @@ def _helps(planner: Planner, question: Asked, found: Found) -> list[str]:
 
     def tried(name: str, other: Found | None, beside: str = "") -> None:
         if other is not None and other.plan.round.tokens_per_s > GAIN * now:
-            rate = other.plan.round.tokens_per_s
-            lines.append(f"{name}: {rate:,.0f} tokens/s ({100 * (rate / now - 1):+.0f} %){beside}")
+            lines.append(f"{name}: {compared(other.plan.round.tokens_per_s, now)}{beside}")
 
     if not question.is_open:
         freed = planner.find(found.table, is_open=True)
@@ -211,6 +221,11 @@ def _least_short(planner: Planner, spec: RunSpec, table: StageTable, stages: int
 
 def _changes(planner: Planner, question: Asked, table: StageTable) -> list[str]:
     spec, found = question.spec, []
+    if any(memory_of(m).precision == FP16.name for m in planner.machines(spec)):
+        # weights that lie elsewhere are not for fp16
+        exact = Planner(planner.described, planner.links, FP32.name)
+        if exact.find(table, is_open=question.is_open) is not None:
+            found.append("--precision fp32")
 
     def possible(changed: RunSpec, *, is_open: bool) -> int:
         """Stages of the plan that fits; 0 where none does."""

@@ -16,6 +16,10 @@ from swarmnet.training.memory.stage_table import memory_of
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOMENTS_BYTES = 8
+MANY = 10.0
+"""Times as fast: more is not told in percent."""
+LEAST_S = 1e-6
+"""Less is what sums of other parts leave."""
 FEW_MACHINES = 32
 """With no more, the loss of one is planned anew; of more, the others stay where they are."""
 
@@ -120,10 +124,8 @@ class Answer:
             f"a newcomer downloads {size(self.joiner_bytes)}, about {_seconds(self.joiner_s)}",
         ]
         if self.one_more:
-            more = 100 * (self.one_more / self.tokens_per_s - 1)
-            out.append(
-                f"one more {self.one_more_kind}: {_number(self.one_more)} tokens/s ({more:+.0f} %)"
-            )
+            more = compared(self.one_more, self.tokens_per_s)
+            out.append(f"one more {self.one_more_kind}: {more}")
         out += [_loss_line(x, self.tokens_per_s) for x in _told(self.losses)]
         out += [f"{c.key} = {c.value}: {c.why}" for c in self.choices]
         return [*out, *self.helps, *self.notes]
@@ -140,8 +142,7 @@ def _loss_line(loss: Loss, now: float) -> str:
     if not loss.tokens_per_s:
         return f"{which}: training stands still until another one joins that stage"
     moved = ", after another one has moved there" * loss.needs_move
-    change = 100 * (loss.tokens_per_s / now - 1)
-    return f"{which}: {_number(loss.tokens_per_s)} tokens/s ({change:+.0f} %){moved}"
+    return f"{which}: {compared(loss.tokens_per_s, now)}{moved}"
 
 
 def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: str) -> Answer:
@@ -383,6 +384,13 @@ def _shortest(found: Found, machine: Machine) -> str:
     return f"the smallest needs {size(min(needed))}, and {size(memory.device_bytes)} are there"
 
 
+def compared(tokens_per_s: float, now: float) -> str:
+    """A speed, and how it compares with the plan's."""
+    times = tokens_per_s / now
+    how = f"{_number(times)} times" if times > MANY else f"{100 * (times - 1):+.0f} %"
+    return f"{_number(tokens_per_s)} tokens/s ({how})"
+
+
 def _number(value: float) -> str:
     """A count as people read it: 1,900, 12 M, 1 B."""
     for unit, most in (("", 1e5), (" k", 1e6), (" M", 1e9), (" B", 1e12)):
@@ -400,6 +408,8 @@ def _many(count: int, what: str) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if seconds < LEAST_S:
+        return "0 s"
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

@@ -33,20 +33,28 @@ from swarmnet.protocol.planning.model import Machine
 GB, MBIT = 1e9, 1e6 / 8
 MAX_MACHINES, MAX_FILE_BYTES = 4096, 1 << 20
 MAX_CARDS = 64
+MOST = 1_000_000
+"""Of any number that is said of a machine or a link: GB, TFLOP/s, Mbit/s, ms."""
+MAX_NAME = 40
+"""Characters of a machine's name, which stands in a table."""
 EXAMPLE = '--machines "24GB-gpu*2, 2x rtx4090, 16GB-cpu*3, mac-32GB"'
 LINKS_EXAMPLE = "--links 20Mbit/100Mbit,30ms (up/down, and one way between two machines)"
 FILE_EXAMPLE = 'card = "rtx4090", or memory_gb = 24 and tflops = 71'
 HOME = "20Mbit/100Mbit,30ms"
 HERE = "here"
-HERE_COUNT = re.compile(rf"{HERE}(?:\s*\*\s*(\d+))?", re.IGNORECASE)
+HERE_COUNT = re.compile(rf"{HERE}(?:\s*\*\s*(\d{{1,9}}))?", re.IGNORECASE)
 MAX_HERE = 256
 """As of `swarmnet local`."""
 AMOUNT = r"(\d+(?:\.\d+)?)"
 MEMORY = rf"{AMOUNT}\s*GI?B"
 KIND = re.compile(rf"(?:{MEMORY}-(gpu|cpu|mac)|(gpu|cpu|mac)-{MEMORY})", re.IGNORECASE)
-CARDS_IN_ONE = re.compile(r"(\d+)\s*x\s*(.+)", re.IGNORECASE)
-ITEM = re.compile(rf"(.+?)(?:\+{MEMORY})?(?:@{AMOUNT}\s*TFLOPS?)?(?:\s*\*\s*(\d+))?", re.IGNORECASE)
-RATE = rf"{AMOUNT}\s*([MG])bit(?:/s)?"
+CARDS_IN_ONE = re.compile(r"(\d{1,9})\s*x\s*(.+)", re.IGNORECASE)
+ITEM = re.compile(
+    rf"(.+?)(?:\+{MEMORY})?(?:@{AMOUNT}\s*TFLOPS?)?(?:\s*\*\s*(\d{{1,9}}))?", re.IGNORECASE
+)
+RATE = rf"{AMOUNT}\s*([kMG])bit(?:/s)?"
+OF_RATE = {"K": 0.001, "M": 1, "G": 1000}
+"""Mbit/s."""
 LINKS = re.compile(rf"{RATE}(?:\s*/\s*{RATE})?\s*,\s*{AMOUNT}\s*ms", re.IGNORECASE)
 
 
@@ -90,7 +98,9 @@ class Described:
         """Of its passes, as it would choose it. `wanted`: fp32, bf16, fp16 or auto."""
         if wanted != "auto":
             return wanted
-        return "bf16" if self.is_gpu and (self.card is None or self.card.has_bf16) else "fp32"
+        if not self.is_gpu:
+            return "fp32"
+        return "bf16" if self.card is None or self.card.has_bf16 else "fp16"
 
     def machine(self, precision: str, links: Links, memory: Any) -> Machine:
         """As the planner takes it."""
@@ -161,14 +171,14 @@ def read_links(text: str) -> Links:
     if found is None:
         raise UsageError(f"--links {text!r} cannot be read; write for example {LINKS_EXAMPLE}")
     up, up_unit, down, down_unit, ms = found.groups()
-    rates = _rate(up, up_unit), _rate(down or up, down_unit or up_unit)
-    if min(rates) <= 0:
-        raise UsageError(f"--links {text!r}: a link carries more than nothing; {LINKS_EXAMPLE}")
-    return Links(*rates, float(ms) / 1000)
-
-
-def _rate(amount: str, unit: str) -> float:
-    return float(amount) * MBIT * (1000 if unit.upper() == "G" else 1)
+    up_mbit = float(up) * OF_RATE[up_unit.upper()]
+    down_mbit = float(down or up) * OF_RATE[(down_unit or up_unit).upper()]
+    if min(up_mbit, down_mbit) <= 0 or max(up_mbit, down_mbit, float(ms)) > MOST:
+        raise UsageError(
+            f"--links {text!r}: a link carries more than nothing, and no number is above "
+            f"{MOST:,} Mbit/s or ms; write for example {LINKS_EXAMPLE}"
+        )
+    return Links(MBIT * up_mbit, MBIT * down_mbit, float(ms) / 1000)
 
 
 def peers_here(text: str) -> int | None:
@@ -193,6 +203,7 @@ def read_machines(text: str) -> list[Described]:
         if item is None:
             raise UsageError(f"--machines {text!r} cannot be read; write for example {EXAMPLE}")
         name, host, tflops, count = item.groups()
+        _check_amounts(part.strip(), host, tflops)
         one = _named(name.strip(), host, tflops)
         if several := CARDS_IN_ONE.fullmatch(name.strip()):
             one = _with_cards(_named(several[2].strip(), host, tflops), int(several[1]), host)
@@ -204,6 +215,15 @@ def read_machines(text: str) -> list[Described]:
             )
         found += _counted(one, int(count or 1), len(found))
     return found
+
+
+def _check_amounts(text: str, *amounts: str | None) -> None:
+    """Raises `UsageError` where one is no number of GB or TFLOP/s that a machine has."""
+    if any(not 0 < float(x) <= MOST for x in amounts if x):
+        raise UsageError(
+            f"--machines {text!r}: numbers are above 0, {MOST:,} at most; write for example "
+            f"{EXAMPLE}"
+        )
 
 
 def _with_cards(one: Described | None, cards: int, host: str | None) -> Described | None:
@@ -235,9 +255,8 @@ def _named(name: str, host: str | None, tflops: str | None) -> Described | None:
     if kind is None:
         return None
     before, first, second, after = kind.groups()
+    _check_amounts(name, before or after)
     which, memory_gb = (first or second).lower(), float(before or after)
-    if memory_gb <= 0:
-        return None
     if which == "gpu":
         note = "" if flops else f"{name}: reckoned as quick as an {PLAIN_GPU}"
         card = None if flops else CARDS[PLAIN_GPU]
@@ -285,7 +304,9 @@ def _from_file(path: Path) -> list[Described]:
         if not isinstance(table, dict):
             raise UsageError(f"{where}: write a table with {FILE_EXAMPLE}")
         found += _counted(
-            _of_table(table, where), int(_number(table, "count", 1, where)), len(found)
+            _of_table(table, where),
+            int(_number(table, "count", 1, where, most=MAX_MACHINES, is_whole=True)),
+            len(found),
         )
     return found
 
@@ -296,6 +317,8 @@ def _of_table(table: Mapping[str, Any], where: str) -> Described:
     card_name, name = (table.get(key, "") for key in ("card", "name"))
     if not isinstance(card_name, str) or not isinstance(name, str):
         raise UsageError(f"{where}: name and card are texts")
+    if any(len(x) > MAX_NAME or not x.isprintable() for x in (name, card_name)):
+        raise UsageError(f"{where}: names are lines of {MAX_NAME} characters at most")
     card = card_named(card_name) if card_name else None
     if card_name and card is None and "tflops" not in table:
         raise UsageError(
@@ -306,7 +329,7 @@ def _of_table(table: Mapping[str, Any], where: str) -> Described:
         raise UsageError(f"{where}: write {FILE_EXAMPLE}")
     memory = _number(table, "memory_gb", 0, where)
     is_gpu = card is not None or memory > 0
-    cards = int(_number(table, "cards", 1, where))
+    cards = int(_number(table, "cards", 1, where, most=MAX_CARDS, is_whole=True))
     if not 1 <= cards <= (MAX_CARDS if is_gpu else 1):
         raise UsageError(f"{where}: cards are GPUs with memory_gb each, 1 to {MAX_CARDS}")
     host = _number(table, "host_memory_gb", HOST_GB * cards if is_gpu else 0, where)
@@ -323,9 +346,9 @@ def _of_table(table: Mapping[str, Any], where: str) -> Described:
         links = Links(
             MBIT * _number(table, "up_mbit", usual.up / MBIT, where),
             MBIT * _number(table, "down_mbit", usual.down / MBIT, where),
-            _number(table, "latency_ms", 1000 * usual.latency_s, where, least=0.0) / 1000,
+            _number(table, "latency_ms", 1000 * usual.latency_s, where, is_above=False) / 1000,
         )
-    one = Described(
+    return Described(
         name or card_name or f"machine-{where.rpartition(' ')[2]}",
         memory or (card.memory_gb if card else host),
         host,
@@ -333,22 +356,35 @@ def _of_table(table: Mapping[str, Any], where: str) -> Described:
         card,
         TERA * tflops,
         links=links,
-        hours=_number(table, "hours", 24, where),
+        hours=_number(table, "hours", 24, where, most=24),
         cards=cards,
         host_gb_s=_number(table, "host_link_gb_s", 0, where),
         between_gb_s=_number(table, "card_link_gb_s", 0, where),
     )
-    if one.hours > 24:
-        raise UsageError(f"{where}: hours are of a day: 24 at most")
-    return one
 
 
 def _number(
-    table: Mapping[str, Any], key: str, usual: float, where: str, least: float | None = None
+    table: Mapping[str, Any],
+    key: str,
+    usual: float,
+    where: str,
+    *,
+    most: int = MOST,
+    is_above: bool = True,
+    is_whole: bool = False,
 ) -> float:
-    value = table.get(key, usual)
+    """What a table says, or what is usual. `is_above`: it may not be 0. Raises `UsageError`."""
+    if key not in table:
+        return usual
+    value = table[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    ends = least if least is not None else 0.0
-    if not is_number or not ends <= value < 1e9 or (key in table and least is None and value == 0):
-        raise UsageError(f"{where}: {key} = {value!r} is no number that it can be")
+    if (
+        not is_number
+        or not 0 <= value <= most
+        or (is_above and not value)
+        or (is_whole and value != int(value))
+    ):
+        kind = "a whole number" if is_whole else "a number"
+        least = "above 0" if is_above else "from 0 on"
+        raise UsageError(f"{where}: {key} = {value!r}: write {kind} {least}, {most:,} at most")
     return float(value)

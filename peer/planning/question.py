@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from swarmnet.protocol.planning.search import Plan, best_plan, cut_of, first_fit
 from swarmnet.protocol.sync_modes import DELAYED, ZERO
 from swarmnet.spec import LoraSpec, RunSpec, load_spec, parse_spec
 from swarmnet.training.memory.plan import FSDP
-from swarmnet.training.memory.stage_table import MachineMemory, StageTable
+from swarmnet.training.memory.stage_table import MachineMemory, StageTable, memory_of
 
 MICROBATCHES = (1, 2, 4, 8)
 FIRST_BATCH, MOST_BATCH = 64, 1024
@@ -282,7 +282,7 @@ class Planner:
             found = self._by_mode(table, question)
             if found is not None:
                 found.choices[:0] = _given(
-                    found, is_open=False, is_cut_given=bool(spec.pipeline.layers)
+                    found, self.precision, is_open=False, is_cut_given=bool(spec.pipeline.layers)
                 )
             return found
         best: Found | None = None
@@ -299,7 +299,7 @@ class Planner:
         pipeline = best.table.spec.pipeline
         found = self._by_mode(best.table, question) or best
         found.choices[:0] = [
-            *_given(found, is_open=True, is_cut_given=False),
+            *_given(found, self.precision, is_open=True, is_cut_given=False),
             Choice(
                 "[pipeline] microbatch",
                 str(pipeline.microbatch),
@@ -356,7 +356,8 @@ class Planner:
         return None
 
 
-def _given(found: Found, *, is_open: bool, is_cut_given: bool) -> list[Choice]:
+def _given(found: Found, precision: str, *, is_open: bool, is_cut_given: bool) -> list[Choice]:
+    """`precision`: as `Planner` was told."""
     spec, plan = found.table.spec, found.plan
     layers = [end - first for first, end in plan.cut]
     fixed, best = "as the run says", "most tokens/s that the memories allow"
@@ -366,8 +367,48 @@ def _given(found: Found, *, is_open: bool, is_cut_given: bool) -> list[Choice]:
         Choice("[pipeline] layers", str(layers), fixed if is_cut_given else best),
         Choice("[pipeline] codec", spec.pipeline.codec, codec_why),
         Choice("[sync] codec", spec.sync.codec, "of updates, likewise"),
+        *_computing(found, precision),
         *_at_machines(found),
     ]
+
+
+def _computing(found: Found, wanted: str) -> list[Choice]:
+    """In which precision machines compute, and what they keep meanwhile. `wanted`: precision, as
+    `Planner` was told."""
+    pipeline, cut = found.table.spec.pipeline, found.plan.cut
+    precisions: dict[str, set[str]] = {}
+    policies: dict[str, set[int]] = {}
+    for k, stage in enumerate(cut):
+        for i in found.plan.replicas(k):
+            machine = found.machines[i]
+            held = found.costs.held(*stage, len(cut), machine)
+            assert held is not None
+            precisions.setdefault(memory_of(machine).precision, set()).add(machine.name)
+            policies.setdefault(held.activations, set()).add(k)
+    of_machines = {name: ", ".join(sorted(names)) for name, names in precisions.items()}
+    of_stages = {
+        name: f"{'stage' if len(ks) == 1 else 'stages'} {', '.join(map(str, sorted(ks)))}"
+        for name, ks in policies.items()
+    }
+    chosen = "what suits each device: bf16, on GPUs without it fp16, and fp32 on a CPU"
+    said = "as --precision says" if wanted != "auto" else "as the run says"
+    is_chosen = wanted == pipeline.precision == "auto"
+    fits = "of keep, blocks, recompute and offload, the first that fits"
+    return [
+        Choice("[pipeline] precision", _parted(of_machines), chosen if is_chosen else said),
+        Choice(
+            "[pipeline] activations",
+            _parted(of_stages),
+            fits if pipeline.activations == "auto" else "as the run says",
+        ),
+    ]
+
+
+def _parted(values: Mapping[str, str]) -> str:
+    """A value; of several, each with where it is so."""
+    if len(values) == 1:
+        return next(iter(values))
+    return ", ".join(f"{value} ({where})" for value, where in sorted(values.items()))
 
 
 def _at_machines(found: Found) -> list[Choice]:

@@ -437,6 +437,53 @@ def choices(found: dict[str, Any]) -> dict[str, str]:
     return {c["key"]: c["value"] for c in found["choices"]}
 
 
+def test_precision_and_policy_are_told_with_their_reason(folder_8b: Path) -> None:
+    found = answered(folder_8b, "--lora", "--machines", "rtx4090, t4", "--links", "1Gbit,1ms")
+    told = choices(found)
+    assert told["[pipeline] precision"] == "bf16 (rtx4090), fp16 (t4)"
+    policies = {row["activations"] for row in found["rows"]}
+    assert all(name in told["[pipeline] activations"] for name in policies)
+    why = {c["key"]: c["why"] for c in found["choices"]}
+    assert "suits each device" in why["[pipeline] precision"]
+    asked = answered(SPEC, "--machines", "24GB-gpu*2", "--precision", "fp16")
+    assert choices(asked)["[pipeline] precision"] == "fp16"
+    assert {c["why"] for c in asked["choices"] if "precision" in c["key"]} == {
+        "as --precision says"
+    }
+
+
+def test_a_card_without_bf16_is_told_of_fp32_where_weights_must_lie_elsewhere(
+    folder_8b: Path,
+) -> None:
+    command = ("--lora", "--machines", "t4+64GB")
+    found = answered(folder_8b, *command)
+    assert not found["fits"]
+    assert found["changes"][0] == "--precision fp32"
+    exact = answered(folder_8b, *command, "--precision", "fp32")
+    assert {row["weights"] for row in exact["rows"]} == {"host"}
+
+
+def test_one_more_is_of_a_kind_that_is_at_work(folder_8b: Path) -> None:
+    found = answered(folder_8b, "--lora", "--machines", "24GB-gpu*2, 8GB-cpu*3")
+    assert {row["machine"] for row in found["rows"]} == {"24GB-gpu"}
+    assert found["one_more_kind"] == "24GB-gpu"
+    assert found["one_more"] > 1.2 * found["tokens_per_s"]
+
+
+def test_no_figure_of_the_table_is_cut_in_a_narrow_terminal(folder_8b: Path) -> None:
+    command = ["plan", "--spec", str(folder_8b), "--lora", "--machines", "2x rtxa6000+128GB"]
+    shown = CliRunner().invoke(app, [*command, "--links", "1Gbit,1ms"]).stdout
+    table = shown[: shown.index("a round:")]
+    assert "…" not in table
+    assert all(len(line) <= 80 for line in table.splitlines()[1:])
+
+
+def test_a_gain_beyond_measure_is_told_in_times() -> None:
+    more = ("--machines", "24GB-gpu*2", "--links", "0.01Mbit,30ms")
+    (line,) = (x for x in answered(SPEC, *more)["helps"] if x.startswith("with num_stages = 1"))
+    assert re.search(r"tokens/s \([\d,.]+ k? ?times\)", line), line
+
+
 def test_fewer_machines_than_stages_have_seats() -> None:
     found = answered(SPEC, "--machines", "24GB-gpu")
     assert found["fits"]

@@ -30,7 +30,7 @@ def test_a_card_computes_in_what_it_has() -> None:
         assert card_named(text) == CARDS["rtx4090"]
     assert card_named("A100-40GB") == CARDS["a100-40gb"]
     old = read_machines("T4")[0]
-    assert old.precision("auto") == "fp32"
+    assert old.precision("auto") == "fp16", "as a peer there would choose"
     links = read_links("20Mbit/100Mbit,30ms")
     assert old.machine("fp32", links, None).flops_per_s < 8.1e12
     assert old.machine("fp16", links, None).flops_per_s > 20e12
@@ -64,6 +64,7 @@ def test_cards_are_of_gpus(text: str) -> None:
     [
         ("20Mbit/100Mbit,30ms", 2.5e6, 12.5e6, 0.03),
         ("1Gbit/s, 0.5 ms", 125e6, 125e6, 0.0005),
+        ("500kbit/2Mbit,0ms", 62.5e3, 250e3, 0),
     ],
 )
 def test_links(text: str, up: float, down: float, latency: float) -> None:
@@ -71,14 +72,26 @@ def test_links(text: str, up: float, down: float, latency: float) -> None:
     assert (found.up, found.down, found.latency_s) == pytest.approx((up, down, latency))
 
 
-@pytest.mark.parametrize("text", ["", "20/100", "20Mbit", "0Mbit,3ms", "20Mbit/100Mbit", "a,b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "20/100", "20Mbit", "0Mbit,3ms", "20Mbit/100Mbit", "a,b", "-20Mbit,30ms"),
+        *("9999999Gbit,3ms", "20Mbit,9999999ms"),
+    ],
+)
 def test_links_that_cannot_be_read_are_a_line_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="20Mbit/100Mbit,30ms") as refused:
         read_links(text)
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "rtx1*2", "24GB-gpu*0", "24GB-gpu*99999", "GB-gpu,"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "gpu", "rtx1*2", "24GB-gpu*0", "24GB-gpu*99999", "GB-gpu,", "0GB-gpu", "-24GB-gpu"),
+        *("24GB-gpu@0TFLOPS", "24GB-gpu+0GB", "9999999GB-gpu", "rtx4090*" + "9" * 5000),
+    ],
+)
 def test_machines_that_cannot_be_read_are_a_line_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"24GB-gpu\*2") as refused:
         read_machines(text)
@@ -137,6 +150,12 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
         ("[[machine]]\ncard = 'rtx4090'\nhours = 25", "24 at most"),
         ("[[machine]]\ncard = 'rtx4090'\nup_mbit = 0", "up_mbit"),
         ("[[machine]]\ncard = 'rtx4090'\ncount = 'two'", "count"),
+        ("[[machine]]\ncard = 'rtx4090'\ncount = 1.5", "a whole number above 0, 4,096 at most"),
+        ("[[machine]]\ncard = 'rtx4090'\nup_mbit = -5", "a number above 0, 1,000,000 at most"),
+        ("[[machine]]\ncard = 'rtx4090'\ndown_mbit = nan", "down_mbit"),
+        ("[[machine]]\ncard = 'rtx4090'\nlatency_ms = -1", "a number from 0 on"),
+        ("[[machine]]\ncard = 'rtx4090'\nname = \"a\\u001bb\"", "names are lines"),
+        (f"[[machine]]\ncard = 'rtx4090'\nname = '{'x' * 41}'", "names are lines of 40"),
         ("[[machine]", "not valid TOML"),
     ],
 )
