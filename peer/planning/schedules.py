@@ -15,12 +15,15 @@ from rich.table import Table
 from peer.planning.question import Found
 from swarmnet.errors import SpecError
 from swarmnet.files import write_whole
+from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
+from swarmnet.protocol.planning.own_order import own_order
 from swarmnet.protocol.planning.schedules import (
     BACKWARD,
     FORWARD,
     INPUT,
     SCHEDULES,
     WEIGHT,
+    Schedule,
 )
 from swarmnet.protocol.planning.timeline import Span, StageTimes, Timeline, played
 
@@ -87,13 +90,26 @@ def _hops(found: Found) -> Callable[[int, int, bool], float]:
     return hop_s
 
 
+def _own_orders(
+    found: Found, times: Sequence[StageTimes], hop_s: Callable[[int, int, bool], float]
+) -> list[Callable[[int, int], Schedule]]:
+    """The swarm's, with whole backward passes and with split ones."""
+    num_replicas = sum(len(found.plan.replicas(k)) for k in range(len(found.plan.cut)))
+    window = int(IN_FLIGHT_PER_REPLICA * num_replicas) + 1  # of a feeder of a small swarm
+
+    def make(is_split: bool) -> Callable[[int, int], Schedule]:
+        return lambda _, num: own_order(times, num, window, hop_s, is_split=is_split)
+
+    return [make(False), make(True)]
+
+
 def rows_of(found: Found) -> list[Row]:
     """All schedules."""
     job, now = found.costs.job, found.plan.round
     times, hop_s = stage_times(found), _hops(found)
     rest_s = now.exchange_s + now.update_s
     rows = []
-    for make in SCHEDULES:
+    for make in (*SCHEDULES, *_own_orders(found, times, hop_s)):
         try:
             timeline = played(make, times, job.num_microbatches, hop_s)
         except ValueError as error:
@@ -145,6 +161,8 @@ def show_schedules(found: Found, console: Console, *, picture: Path | None, as_j
         f"update come on top ({found.plan.round.exchange_s + found.plan.round.update_s:.3g} s)",
         "activ.: microbatches between their passes on the device with most; weights: versions or "
         "copies on a device. PipeDream and 2BW learn otherwise, from gradients of older weights",
+        "own order: the swarm's, which is decided as it goes; split, with backward passes in two "
+        "parts, is no order that it has",
         f"the swarm's own order, replica by replica: {found.plan.round.tokens_per_s:,.0f} tokens/s",
     ]
     if picture is not None:

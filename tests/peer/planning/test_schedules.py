@@ -28,13 +28,16 @@ def test_a_row_a_schedule_and_the_first_formulas(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert (found["stages"], found["microbatches"]) == (4, 8)
     rows = {row["name"]: row for row in found["schedules"]}
-    assert len(rows) == 10
+    assert len(rows) == 12
     assert rows["GPipe"]["peak_activations"] == 8
     assert rows["1F1B"]["peak_activations"] == 4
     assert rows["naive"]["tokens_per_s"] < rows["GPipe"]["tokens_per_s"]
     assert rows["ZB-H1"]["bubble"] < rows["1F1B"]["bubble"]
     assert rows["Chimera"]["weight_versions"] == 2
     assert rows["PipeDream-2BW"]["bubble"] < rows["1F1B"]["bubble"]
+    assert rows["own order"]["round_s"] < rows["GPipe"]["round_s"], "backward passes come first"
+    assert rows["own order, split"]["round_s"] < 0.95 * rows["own order"]["round_s"]
+    assert 4 <= rows["own order"]["peak_activations"] <= 8
     told = CliRunner().invoke(app, command).stdout
     assert all(name in told for name in rows)
 
@@ -52,10 +55,10 @@ def test_the_picture_has_a_lane_a_stage_and_every_pass(tmp_path: Path) -> None:
     assert result.exit_code == 0
     root = ElementTree.parse(picture).getroot()
     lanes = [x for x in root.iter(f"{SVG}text") if (x.text or "").startswith("stage ")]
-    assert len(lanes) == 4 * 10
+    assert len(lanes) == 4 * 12
     passes = [x.text or "" for x in root.iter(f"{SVG}title")]
     whole = 8 * 4 * 2  # a forward and a backward pass of each microbatch at each stage
-    assert sum("part" in x for x in passes) > 10 * whole
+    assert sum("part" in x for x in passes) > 12 * whole
     widths = [float(x.attrib["width"]) for x in root.iter(f"{SVG}rect")]
     assert min(widths) > 0
 
