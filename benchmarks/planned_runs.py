@@ -18,13 +18,15 @@ import psutil
 
 from peer.planning.machines import read_links
 from peer.planning.question import Found, Planner, asked, on_this_one
+from swarmnet.training.memory.plan import PRECISIONS
+from swarmnet.training.memory.stage_table import memory_of
 
 ROUNDS, WARM_ROUNDS = 8, 3
 PEAK_ROUNDS = 3
 LONGEST_S = 900.0
 PEAK_FOLDER = "SWARMNET_PEAK_FOLDER"
 METER = """
-import os, sys, threading
+import json, os, sys, threading, weakref
 FOLDER = os.environ.get("SWARMNET_PEAK_FOLDER", "")
 if FOLDER and "peer" in sys.orig_argv:
     import atexit
@@ -32,11 +34,22 @@ if FOLDER and "peer" in sys.orig_argv:
     def meter():
         if "meter" not in state:
             from benchmarks.memory import PeakMeter
+            from swarmnet.training.passes.kept import KeptMicrobatches
+            tables, init = weakref.WeakSet(), KeptMicrobatches.__init__
+            def begun(self, **about):
+                init(self, **about)
+                tables.add(self)
+            KeptMicrobatches.__init__ = begun
             class Shared(PeakMeter):
                 lock = threading.RLock()
+                in_flight = 0
                 def see(self, tensor):
                     with self.lock:
-                        return super().see(tensor)
+                        before = self.peak_bytes
+                        seen = super().see(tensor)
+                        if self.peak_bytes > before:
+                            self.in_flight = sum(x.num_in_flight for x in list(tables))
+                        return seen
                 def _gone(self, *about):
                     with self.lock:
                         super()._gone(*about)
@@ -54,10 +67,11 @@ if FOLDER and "peer" in sys.orig_argv:
     def told():
         if "one" in state:
             with open(os.path.join(FOLDER, str(os.getpid())), "w") as file:
-                file.write(str(state["one"].peak_bytes))
+                json.dump((state["one"].peak_bytes, state["one"].in_flight), file)
     atexit.register(told)
 """
-"""Of the module that Python imports first: counts what threads make of tensors."""
+"""Of the module that Python imports first: counts what threads make of tensors, and microbatches in
+flight when that is most."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,8 @@ class Measured:
     tokens_per_s: float
     cpu_s: float
     """Of all peers, for a thousand tokens."""
-    peak_bytes: list[int] = field(default_factory=list)
+    peaks: list[tuple[int, int]] = field(default_factory=list)
+    """Of each peer: bytes, and microbatches in flight at that moment."""
 
 
 def spec_text(shape: Shape, folder: Path) -> str:
@@ -246,7 +261,8 @@ def compare(shape: Shape) -> tuple[Found, Found, Measured]:
         after = planned(path, shape)
         with _metered(folder) as (more, peaks):
             run(path, shape, PEAK_ROUNDS, more)
-            found.peak_bytes = sorted(int(p.read_text()) for p in peaks.iterdir())
+            told = [json.loads(p.read_text()) for p in peaks.iterdir()]
+            found.peaks = sorted((int(peak), int(in_flight)) for peak, in_flight in told)
         return before, after, found
 
 
@@ -255,16 +271,28 @@ def line(shape: Shape) -> str:
     before, after, found = compare(shape)
     rates = [f.plan.round.tokens_per_s for f in (before, after)]
     planned_rate = sum(rates) / 2
-    costs, cut = before.costs, before.plan.cut
-    needs = [costs.held(*x, len(cut), before.machines[0]) for x in cut]
-    peak = max(found.peak_bytes, default=0)
-    planned_peak = max(n.device_bytes for n in needs if n is not None)
+    peak, in_flight = max(found.peaks)
+    planned_peak, expected, with_as_many = planned_peaks(before, in_flight)
     return (
         f"| {shape.name} | {planned_rate:,.0f} | {found.tokens_per_s:,.0f} | "
         f"{planned_rate / found.tokens_per_s:.2f} | {1000 * _pass_s(before):.3f} | "
-        f"{found.cpu_s:.3f} | {planned_peak / 1e6:.1f} | {peak / 1e6:.1f} | "
-        f"{planned_peak / max(1, peak):.2f} | {os.getloadavg()[0]:.1f} |"
+        f"{found.cpu_s:.3f} | {planned_peak / 1e6:.1f}, {expected} | {peak / 1e6:.1f}, "
+        f"{in_flight} | {planned_peak / peak:.2f} | {with_as_many / peak:.2f} | "
+        f"{os.getloadavg()[0]:.1f} |"
     )
+
+
+def planned_peaks(found: Found, in_flight: int) -> tuple[float, int, float]:
+    """(bytes of the peer with most, its microbatches in flight, bytes with `in_flight`)."""
+    costs, cut, machine = found.costs, found.plan.cut, found.machines[0]
+    held = {stage: costs.held(*stage, len(cut), machine) for stage in cut}
+    of_stages = {stage: one for stage, one in held.items() if one is not None}
+    most = max(of_stages, key=lambda stage: of_stages[stage].device_bytes)
+    one = of_stages[most]
+    kept = found.table.needs(*most, PRECISIONS[memory_of(machine).precision]).activations
+    assert kept is not None
+    more, less = (kept.held(one.activations, n)[0] for n in (in_flight, one.in_flight))
+    return one.device_bytes, one.in_flight, one.device_bytes + more - less
 
 
 def _pass_s(found: Found) -> float:

@@ -5,8 +5,11 @@
 `runs`: six runs of `swarmnet local` on this machine, one at a time, each planned by
 `--machines here*N` before and after it. Printed: planned and measured tokens/s, CPU seconds for a
 thousand tokens as planned (passes alone) and as all peers used them, and the peak of tensors of the
-peer with most, from a shorter run in which every tensor is counted. On a machine that does other
-work besides, tokens/s say nothing: compare the load with its cores, and look at the CPU seconds.
+peer with most, from a shorter run in which every tensor is counted, each with the microbatches that
+it had in flight then. How many these are depends on the rates that replicas announce: who announces
+twice the other one's rate feeds twice as many. So a second ratio is with as many planned as were
+counted. On a machine that does other work besides, tokens/s say nothing: compare the load with its
+cores, and look at the CPU seconds.
 `swarms`: twenty random swarms in virtual time. `search`: 200 random small cases beside the best of
 all plans. `large`: a plan of 1,000 machines and 64 stages.
 """
@@ -84,9 +87,9 @@ def runs() -> None:
     print(f"{os.cpu_count()} cores")
     print(
         "| run | planned tokens/s | measured | ratio | CPU s a 1,000 tokens, passes | used | "
-        "planned peak, MB | measured | ratio | load |"
+        "planned peak, MB, in flight | measured | ratio | with as many | load |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for shape in planned_runs.SHAPES:
         print(planned_runs.line(shape), flush=True)
 
