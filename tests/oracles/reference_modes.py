@@ -51,13 +51,17 @@ class DelayedReference:
         if self._waiting is not None:
             late_round = self._waiting[0]
             self.finish()
-            self._ahead = self.trainer.adam_step(
-                late_round, 0.45 * self._beta1, 1.2 * self._beta1 * (1 - self._beta1)
-            )
+            self._ahead = self.foretold(late_round)
         self._waiting = (round_index, num_tokens, gradients)
         if round_index < self._warmup_rounds:
             self.finish()
         return loss_sum / num_tokens
+
+    def foretold(self, late_round: int) -> dict[str, Tensor]:
+        """The prediction of the update that comes after that of a round, which was made last."""
+        return self.trainer.adam_step(
+            late_round, 0.45 * self._beta1, 1.2 * self._beta1 * (1 - self._beta1)
+        )
 
     def held_out_loss(self) -> float:
         """With the parameters of the coming round, nats per token."""

@@ -1,0 +1,158 @@
+"""Runs of one process that make a swarm's updates, for what depends on the optimizer and the mode.
+
+They are the loops of `tests/oracles`, whose numbers a swarm makes (`tests/numerics`): one stage,
+and in `local` and `gossip` four replicas, each of which has a quarter of every round. Two things
+are not the oracles': Muon's matrices are made orthogonal as the product does it (theirs takes
+singular values, ten times as long), and what else was tried for late gradients (`Tried`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import tests.oracles.optimizers as oracle_optimizers
+from benchmarks.learning.tasks import TASKS, spec_text
+from swarmnet.protocol.update.pairing import partner
+from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.training.optimizer.muon import orthogonal
+from swarmnet.training.optimizer.rates import learning_rate
+from tests.oracles.reference import ReferenceTrainer
+from tests.oracles.reference_modes import DelayedReference, GossipReference, LocalReference
+
+REPLICAS = [f"replica-{i}" for i in range(4)]
+EVALUATE_EVERY = 50
+LATE, AGAIN_HALF, AGAIN = "late", "again-0.5", "again-1"
+PARTS = {LATE: 0.0, AGAIN_HALF: 0.5, AGAIN: 1.0}
+"""By what is tried for late gradients, by how much of their last update parameters are ahead."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How replicas exchange, and what is done about late gradients (empty: what is built)."""
+
+    mode: str
+    local_steps: int = 1
+    tried: str = ""
+
+
+WAYS = {
+    "zero": Way("zero"),
+    "delayed": Way("delayed"),
+    "delayed-late": Way("delayed", tried=LATE),
+    "delayed-again-0.5": Way("delayed", tried=AGAIN_HALF),
+    "delayed-again-1": Way("delayed", tried=AGAIN),
+    "local-10": Way("local", 10),
+    "local-30": Way("local", 30),
+    "gossip-10": Way("gossip", 10),
+}
+
+
+class Tried(DelayedReference):
+    """Parameters are ahead by a part of their last update. With all of it that is error feedback of
+    the delay: each update has what the one before it lacked, 2 u - v with u the newest and v the
+    one before it, and the sum of those is that of all u and the last one once more. Of Muon it is
+    the matrices, and all else is ahead as in `DelayedReference`; but nothing is with a part of 0.
+    """
+
+    def __init__(self, spec: RunSpec, part: float) -> None:
+        super().__init__(spec)
+        self._spec, self._part = spec, part
+        self._before: dict[str, Tensor] = {}
+
+    def finish(self) -> None:
+        self._before = {n: p.clone() for n, p in self.trainer.state_dict().items()}
+        super().finish()
+
+    def foretold(self, late_round: int) -> dict[str, Tensor]:
+        if not self._part:
+            return {}
+        is_muon = self._spec.optimizer.kind == "muon"
+        ahead = super().foretold(late_round) if is_muon else {}
+        rate = learning_rate(self._spec.optimizer, late_round)
+        for name, p in self.trainer.state_dict().items():
+            if name not in ahead:
+                decay = self._spec.optimizer.weight_decay if p.ndim >= 2 else 0.0
+                ahead[name] = self._part * (p - self._before[name] * (1 - rate * decay))
+        return ahead
+
+
+def spec_of(
+    task: str, way: Way, kind: str, rate: float, seed: int, rounds: int, text: Path
+) -> RunSpec:
+    sync = {"mode": way.mode, "local_steps": way.local_steps, "codec": "none"}
+    if way.local_steps == 1:
+        del sync["local_steps"]
+    written = spec_text(task, seed=seed, rounds=rounds, text=text, codec="none", sync=sync)
+    sizes = TASKS[task]
+    microbatch = sizes.batch // len(REPLICAS)
+    values = {
+        "num_stages": 1,
+        "microbatch": microbatch,
+        "held_out_microbatches": sizes.held_out // microbatch,
+        "learning_rate": f'{rate}\nkind = "{kind}"',
+    }
+    lines = written.splitlines()
+    for name, value in values.items():
+        (k,) = (k for k, line in enumerate(lines) if line.startswith(f"{name} = "))
+        lines[k] = f"{name} = {value}"
+    return parse_spec("\n".join(lines))
+
+
+def run(
+    task: str, name: str, kind: str, rate: float, seed: int, rounds: int, text: Path
+) -> dict[str, Any]:
+    """The loss on held-out data by round, nats a token. `text`: that of the task `letters`."""
+    began, way = time.process_time(), WAYS[name]
+    oracle_optimizers.nearly_orthogonal = orthogonal
+    spec = spec_of(task, way, kind, rate, seed, rounds, text)
+    slots = range(len(REPLICAS))
+    paths = {k: (REPLICAS[k],) for k in slots}
+    losses: dict[str, float] = {}
+    whole = ReferenceTrainer(spec)
+    delayed = DelayedReference(spec) if not way.tried else Tried(spec, PARTS[way.tried])
+    local = gossip = None
+    if way.mode == "local":
+        local = LocalReference(spec, dict.fromkeys(REPLICAS, 0))
+    if way.mode == "gossip":
+        gossip = GossipReference(spec, dict.fromkeys(REPLICAS, 0))
+    for r in range(rounds):
+        is_last = r == rounds - 1
+        if local is not None:
+            local.step(r, paths)
+        elif gossip is not None:
+            gossip.step(r, paths, {n: partner(n, REPLICAS, 0, r) for n in REPLICAS})
+        elif way.mode == "delayed":
+            delayed.step(r, slots)
+            if is_last:
+                delayed.finish()
+        else:
+            whole.step(r, slots)
+        if not is_last and (r + 1) % EVALUATE_EVERY:
+            continue
+        if local is not None:
+            whole.load_state_dict(local.state_dict())
+            losses[str(r + 1)] = whole.held_out_loss()
+        elif gossip is not None:
+            found = []
+            for replica in REPLICAS:
+                whole.load_state_dict(gossip.state_dict(replica))
+                found.append(whole.held_out_loss())
+            losses[str(r + 1)] = sum(found) / len(found)
+        else:
+            losses[str(r + 1)] = (delayed if way.mode == "delayed" else whole).held_out_loss()
+    return {
+        "task": task,
+        "way": name,
+        "kind": kind,
+        "rate": rate,
+        "seed": seed,
+        "rounds": rounds,
+        "loss": losses[str(rounds)],
+        "losses": losses,
+        "cpu_seconds": round(time.process_time() - began, 1),
+    }
