@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,6 +39,10 @@ TCP_INFO_BYTES, MIN_RTT_AT = 152, 148
 """Of `struct tcp_info` (Linux, include/uapi/linux/tcp.h), up to `tcpi_min_rtt`, in microseconds."""
 UNMEASURED = (1 << 32) - 1
 WITHOUT_LIMIT = 1 << 62
+STATE_AT, USER_TICKS_AT = 0, 11
+"""Of what `/proc/PID/task/TID/stat` says after the name; the system's ticks are the next ones."""
+WANTING = "RD"
+"""Thread states of Linux: it computes or is about to, it waits for a disk."""
 SECRET_BYTES = 32
 CLAIM_BYTES = 1 << 20
 TCP_RXT_CONNDROPTIME = 0x80
@@ -77,6 +81,32 @@ def _watch(parent_pid: int, number: signal.Signals) -> None:
     while os.getppid() == parent_pid:
         time.sleep(PARENT_LOOK_S)
     os.kill(os.getpid(), number)
+
+
+class ProcessorUse(NamedTuple):
+    """Of a process, all its threads together."""
+
+    used_s: float
+    """Of processor time, since it began."""
+    wants_more: bool
+    """A thread computes, or could if there were a processor for it, or waits for a disk."""
+
+
+def processor_use(pid: int) -> ProcessorUse | None:
+    """Of another process, now; None where the system does not say, or the process is gone."""
+    if PORTABLE:
+        return None
+    ticks, wants_more = 0, False
+    try:
+        for name in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                said = Path(f"/proc/{pid}/task/{name}/stat").read_text()
+                words = said.rpartition(")")[2].split()
+                wants_more |= words[STATE_AT] in WANTING
+                ticks += int(words[USER_TICKS_AT]) + int(words[USER_TICKS_AT + 1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return ProcessorUse(ticks / os.sysconf("SC_CLK_TCK"), wants_more)
 
 
 def give_way_for_memory() -> None:

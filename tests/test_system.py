@@ -6,11 +6,13 @@ import ast
 import asyncio
 import os
 import re
+import signal
 import socket
 import ssl
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,41 @@ def test_who_ends_with_its_parent_does_so_when_that_is_killed(portable: bool) ->
     parent.kill()
     parent.wait()
     assert parent.stdout.read() == b"", "the pipe's other end is the child's"
+
+
+WAITS = "import sys; sys.stdin.read()"
+SPINS = "import sys\nfor _ in iter(int, 1): pass"
+A_THREAD_SPINS = f"import threading; threading.Thread(target=lambda: exec({SPINS!r})).start()"
+
+
+@pytest.mark.parametrize(
+    ("program", "wants_more"), [(WAITS, False), (SPINS, True), (f"{A_THREAD_SPINS}; {WAITS}", True)]
+)
+def test_what_a_process_wants_of_a_processor_is_seen(program: str, wants_more: bool) -> None:
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    try:
+        deadline, found = time.monotonic() + 30, None
+        while time.monotonic() < deadline:  # it starts, which takes a processor too
+            found, before = system.processor_use(child.pid), found
+            if found and before and found.wants_more is wants_more:
+                break
+            time.sleep(0.1)
+        assert found is not None
+        assert found.wants_more is wants_more
+        assert found.used_s < 30
+        child.send_signal(signal.SIGSTOP)
+        while (found := system.processor_use(child.pid)) and found.wants_more:
+            time.sleep(0.01)
+        assert found is not None, "one that was stopped wants none"
+    finally:
+        child.kill()
+        child.wait()
+    assert system.processor_use(child.pid) is None
+
+
+def test_nobody_says_elsewhere_what_a_process_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "PORTABLE", True)
+    assert system.processor_use(os.getpid()) is None
 
 
 def test_a_lock_is_its_process_s_until_that_ends(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from typing import Any
 from swarmnet.errors import AddressError, TransportError, Unreachable, WrongProtocol
 from swarmnet.identity import Identity
 from swarmnet.protocol.dialing.addresses import full_address, to_tell
+from swarmnet.system import processor_use
 from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL, ByteStream
+from swarmnet.transport.libp2p.daemon_health import until_broken
 from swarmnet.transport.libp2p.daemon_process import DaemonProcess
 from swarmnet.transport.libp2p.dial_reasons import OTHER_PROTOCOL, DialReasons
 from swarmnet.transport.libp2p.hollow import hollow
@@ -38,12 +40,9 @@ log = logging.getLogger("swarmnet.transport")
 
 ATTACH_TIMEOUT_S = 20.0
 START_ATTEMPTS = 3
-PING_EVERY_S = 0.5
-PING_TIMEOUT_S = 1.0
+DROP_TIMEOUT_S = 1.0
 LOOK_AT_HOSTS_EVERY_S = 5.0
 """Between two looks at which of the own addresses is of use: a route may come after its address."""
-MAX_MISSED_PINGS = 2
-"""More than one: after a pause of *our* process a ping may time out although it was answered."""
 CONNECT_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 FROM_ANY_PORT = {"LIBP2P_TCP_REUSEPORT": "false"}
@@ -166,7 +165,7 @@ class P2pdCarrier:
         if self.p2p is None:
             return
         try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
+            async with asyncio.timeout(DROP_TIMEOUT_S):
                 await self._client().disconnect(PeerID.from_base58(peer_id))
         except Exception as e:
             log.debug("the daemon does not disconnect from %s: %r", peer_id[-8:], e)
@@ -383,32 +382,21 @@ class P2pdCarrier:
                     log.exception("a listener failed")
 
     async def _until_broken(self) -> str:
+        """What was wrong with the daemon, which ends where it has not."""
         assert self._daemon is not None
-        ended = asyncio.get_running_loop().create_task(self._daemon.wait())
+        daemon = self._daemon
+        ended = asyncio.get_running_loop().create_task(daemon.wait())
         try:
-            missed = 0
-            while missed < MAX_MISSED_PINGS:
-                await asyncio.wait((ended,), timeout=0 if missed else PING_EVERY_S)
-                if ended.done():
-                    return f"ended with code {ended.result()}"
-                missed = 0 if await self._ping() else missed + 1
-            self._daemon.kill()
-            return "does not answer"
+            reason = await until_broken(ended, self._ping, lambda: processor_use(daemon.pid))
         finally:
             ended.cancel()
+        daemon.kill()
+        return reason
 
-    async def _ping(self) -> bool:
-        """Does the daemon answer?"""
-        try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
-                _, listening = await self._client().identify()
-            self._listens([str(a) for a in listening])
-            return True
-        except TimeoutError:
-            return False
-        except Exception:  # refused: it has just died, or soon
-            await asyncio.sleep(PING_EVERY_S)
-            return False
+    async def _ping(self) -> None:
+        """Until the daemon answers. Raises whatever hivemind does where it is gone."""
+        _, listening = await self._client().identify()
+        self._listens([str(a) for a in listening])
 
 
 def _peer_bytes(peer_id: str) -> bytes:
