@@ -256,7 +256,8 @@ class RunMonitor:
         gone = [seen for peer_id, seen in sorted(self._seen.items()) if peer_id not in known]
         for seen in gone:
             record = self._seen.pop(seen.record.peer_id).record
-            self._forgotten[record.peer_id, record.incarnation] = _told(record)
+            if record.state != LEFT:  # a process that has left does not come back
+                self._forgotten[record.peer_id, record.incarnation] = _told(record)
             if len(self._forgotten) > MAX_FORGOTTEN:
                 del self._forgotten[next(iter(self._forgotten))]
         lost = [s for s in gone if s.live and s.record.state != OBSERVING]

@@ -302,6 +302,21 @@ def test_who_comes_back_after_it_was_forgotten_counts_once() -> None:
     assert onlooker.monitor.view_model().totals["rerouted"] == 10
 
 
+def test_those_that_have_left_take_no_place_of_those_that_may_come_back() -> None:
+    onlooker = Onlooker()
+    onlooker.look()
+    sleeper = record("sleeper", totals={"rerouted": 1})
+    onlooker.look(sleeper)
+    onlooker.look()
+    for n in range(MAX_FORGOTTEN + 1):
+        visitor = record(f"p{n}", totals={"rerouted": 1})
+        onlooker.look(visitor)
+        onlooker.look(replace(visitor, state=LEFT))
+        onlooker.look()
+    onlooker.look(sleeper)
+    assert onlooker.monitor.view_model().totals["rerouted"] == MAX_FORGOTTEN + 2
+
+
 def test_what_is_kept_of_the_forgotten_is_bounded() -> None:
     onlooker = Onlooker()
     for n in range(MAX_FORGOTTEN + 1):

@@ -30,6 +30,10 @@ REFRESH_S = UPKEEP_S
 EXPIRY_S = LAPSES * REFRESH_S
 MAX_CONNECTED = 8
 """Addresses of known peers through which the DHT is joined."""
+MAX_GONE = 1024
+"""Peers in the tables of hivemind's node beyond those of the view; with more, another node takes
+its place. It forgets nobody: whom it did not reach it counts for ever, and whom it asked whether
+they live."""
 MAX_FOUND = 64
 """Records taken from one key."""
 
@@ -125,9 +129,18 @@ class Directory:
             return False
         return not self._node.protocol.routing_table.uid_to_peer_id
 
+    def _is_full(self) -> bool:
+        """The node has tables of too many that are gone. Seen once in `REFRESH_S` at most."""
+        if not self._rejoined.is_older(asyncio.get_running_loop().time(), REFRESH_S):
+            return False
+        table = self._node.protocol.routing_table
+        asked = sum(len(bucket.nodes_requested_for_ping) for bucket in table.buckets)
+        most = max(len(table.uid_to_peer_id), len(self._node.blacklist.ban_counter), asked)
+        return most > len(self._gossip.view) + MAX_GONE
+
     async def _renew_node(self) -> None:
-        if self._node is not None and not self._stale and self._is_apart():
-            self._stale = True
+        if self._node is not None and not self._stale:
+            self._stale = self._is_apart() or self._is_full()
         if self._stale:
             self._stale = False
             self._rejoined.begin(asyncio.get_running_loop().time())

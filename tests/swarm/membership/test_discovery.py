@@ -10,6 +10,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pytest
+
 from swarmnet.identity import Identity
 from swarmnet.protocol.membership.peer_ids import seat_id
 from swarmnet.protocol.membership.publishers import MAX_PUBLISHED, PUBLISHERS, published_for
@@ -17,7 +19,7 @@ from swarmnet.protocol.membership.records import ACTIVE, LEFT, OBSERVER_STAGE, R
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.membership.discovery import Directory
+from swarmnet.swarm.membership.discovery import MAX_GONE, REFRESH_S, Directory
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, pack
@@ -109,6 +111,55 @@ def test_what_has_no_directory_is_published_by_those_that_have_one() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("table", ["uid_to_peer_id", "ban_counter", "nodes_requested_for_ping"])
+def test_a_node_with_tables_of_many_that_are_gone_is_replaced(table: str) -> None:
+    """hivemind's node forgets nobody; ten come and go between two looks."""
+    largest, started = [], []
+
+    class Node:
+        def __init__(self) -> None:
+            self.tables: dict[str, dict[str, str]] = {
+                name: {"known": ""}
+                for name in ("uid_to_peer_id", "ban_counter", "nodes_requested_for_ping")
+            }
+            bucket = SimpleNamespace(nodes_requested_for_ping=self.tables[table])
+            self.protocol = SimpleNamespace(
+                routing_table=SimpleNamespace(
+                    uid_to_peer_id=self.tables["uid_to_peer_id"], buckets=(bucket,)
+                )
+            )
+            self.blacklist = SimpleNamespace(ban_counter=self.tables["ban_counter"])
+            self.shutdown = _nothing
+
+    class Crowded(Directory):
+        async def start(self, initial_peers: Sequence[str]) -> None:
+            self._node = Node()
+            started.append(asyncio.get_running_loop().time())
+
+        async def publish(self) -> bool:
+            return True
+
+        async def find_all(self) -> int:
+            node = self._node
+            assert isinstance(node, Node)
+            now = asyncio.get_running_loop().time()
+            node.tables[table] |= {f"{now} {k}": "" for k in range(10)}
+            largest.append(len(node.tables[table]))
+            return 0
+
+    async def scenario() -> None:
+        own = Record("me", RUN, 1, 0, state=ACTIVE, stage=0)
+        transport = MemoryHub().transport("me")
+        gossip = Gossip(transport, View("me"), OpenSigner(), own, random.Random(0))
+        running = asyncio.ensure_future(Crowded(gossip, 1, lambda: None, random.Random(0)).run())
+        await asyncio.sleep(100 * REFRESH_S)
+        running.cancel()
+
+    run_virtual(scenario())
+    assert MAX_GONE < max(largest) < MAX_GONE + 10 * REFRESH_S
+    assert 5 < len(started) < 12, "one in about 130 looks"
+
+
 def test_a_node_that_was_joined_through_peers_without_one_joins_again() -> None:
     """Once in a while, through those that have one."""
 
@@ -118,9 +169,12 @@ def test_a_node_that_was_joined_through_peers_without_one_joins_again() -> None:
         async def start(self, initial_peers: Sequence[str]) -> None:
             self.asked.append(list(initial_peers))
             known = {"node": "able"} if any("able" in a for a in initial_peers) else {}
-            table = SimpleNamespace(uid_to_peer_id=known if len(self.asked) > 2 else {})
-            protocol = SimpleNamespace(routing_table=table)
-            self._node = SimpleNamespace(shutdown=_nothing, protocol=protocol)
+            known = known if len(self.asked) > 2 else {}
+            protocol = SimpleNamespace(
+                routing_table=SimpleNamespace(uid_to_peer_id=known, buckets=())
+            )
+            blacklist = SimpleNamespace(ban_counter={})
+            self._node = SimpleNamespace(shutdown=_nothing, protocol=protocol, blacklist=blacklist)
 
         async def publish(self) -> bool:
             return True
@@ -235,6 +289,9 @@ def test_a_daemon_that_is_not_there_yet_is_asked_again() -> None:
     """It has been restarted, and the DHT's node cannot be made at the first try."""
 
     class Node:
+        protocol = SimpleNamespace(routing_table=SimpleNamespace(uid_to_peer_id={}, buckets=()))
+        blacklist = SimpleNamespace(ban_counter={})
+
         async def shutdown(self) -> None:
             pass
 
