@@ -109,7 +109,7 @@ def _show(items: Sequence[Item], options: DiskOptions, console: Console) -> None
         Column("run", [i.run_name or i.run_id for i in items], goes=3),
         Column("held", [i.held_by for i in items], 1, ["yes" * bool(i.held_by) for i in items], 4),
     ]
-    console.print(FittedTable(columns, to_right=("size", "age")))
+    console.print(FittedTable(columns, to_right=("size", "age"), folds="what"))
     total = size(sum(i.size for i in items))
     console.print(
         f"{total}; `swarmnet state --remove NAME` removes one of them, or all of a run; "

@@ -18,13 +18,15 @@ GAP = 2
 
 @dataclass(frozen=True, slots=True)
 class FittedTable:
-    """With a heading; nothing in it is ever wrapped."""
+    """With a heading."""
 
     columns: Sequence[Column]
     to_right: Sequence[str] = ()
     """Titles of the columns that are numbers."""
     styles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Of the cells of a column, by its title."""
+    folds: str = ""
+    """Title of the column whose texts go on in the next line where nothing else helps."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = fitting(self.columns, options.max_width, GAP)
@@ -33,7 +35,12 @@ class FittedTable:
         for i, is_short in shown.items():
             column = self.columns[i]
             justify = "right" if column.title in self.to_right else "left"
-            table.add_column(column.title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+            table.add_column(
+                column.title,
+                justify=justify,  # type: ignore[arg-type]
+                no_wrap=column.title != self.folds,
+                overflow="fold",
+            )
             texts = column.short if is_short else column.cells
             styles = self.styles.get(column.title) or [""] * len(texts)
             for row, text, style in zip(rows, texts, styles):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,22 @@ def test_all_that_is_there_is_listed(root: Path, capsys: pytest.CaptureFixture[s
     ), "who is at work is shown where there is little room"
     assert "5.0 kB" in shown
     assert "run a" in shown
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 160])
+def test_names_and_sizes_are_whole_however_narrow_the_terminal_is(
+    root: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = listed(capsys)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert state() == 0
+    table = capsys.readouterr().out.rsplit("\n", 2)[0]
+    assert "…" not in table
+    assert max(map(len, table.splitlines())) <= width
+    names = "".join(line[: line.find("  ", 2)].strip() for line in table.splitlines())
+    for name in items:
+        assert name in names
+    assert len(re.findall(r"\d [kM]?B\b", table)) == len(items)
 
 
 def test_by_name_and_by_a_bound(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
