@@ -38,7 +38,10 @@ from swarmnet.errors import (
 REASON_CHARS = 200
 """Of what a peer said itself."""
 NAME_CHARS = 8
-"""Of a peer's id: its end."""
+"""Of a machine's id: its end."""
+SEPARATOR = "/"
+"""Between a machine's id and the number of its seat, as in `protocol.membership.peer_ids`, whose
+folder imports this module."""
 NOBODY = " "
 """No id of a peer begins so."""
 NAMED = 3
@@ -251,8 +254,13 @@ def _rank(error: SwarmnetError) -> int:
     return len(TABLE) if row is None else TABLE.index(row)
 
 
+def _name(peer_id: str) -> str:
+    machine, separator, seat = peer_id.partition(SEPARATOR)
+    return f"...{machine[-NAME_CHARS:]}{separator}{seat}"
+
+
 def _names(peer_ids: list[str]) -> str:
-    known = [f"...{p[-NAME_CHARS:]}" for p in peer_ids if not p.startswith(NOBODY)]
+    known = [_name(p) for p in peer_ids if not p.startswith(NOBODY)]
     if not known:
         return ""
     more = f" and {len(known) - NAMED} more" if len(known) > NAMED else ""

@@ -406,3 +406,7 @@ def test_a_line_names_the_peers_and_what_can_be_mended_first() -> None:
     assert isinstance(Failures([Refused("no")]).as_error("no"), UserError)
     assert told(UserError("one line")) == "one line"
     assert Failures().told() == ""
+    of_seats = Failures()
+    for seat in ("peer-number-00000007", "peer-number-00000007/1"):
+        of_seats.add(Busy("serving others"), seat)
+    assert of_seats.told().startswith("peers ...00000007, ...00000007/1: busy")
