@@ -69,8 +69,10 @@ PAGE = """# What grows in processes that stay
 `python benchmarks/soak.py --folder soak`, then `--show --write`, on two x86-64 cores with other
 work. The first lines of the program say what it does and how a slope is found; samples of the
 first {warm_up} newcomers or rounds of a piece are left out. A process remembers peers for minutes
-after they have gone, and members of its run longer: what a few hundred newcomers leave says little
-of the slopes.
+after they have gone, and members of its run until the tables of decision 0033 are full: what fewer
+newcomers leave than these have room for is not what thousands do. Where rounds and newcomers come
+at the same pace throughout, the two slopes stand for each other: one is too high by what the other
+is too low.
 
 {tables}
 ![memory](soak.svg)

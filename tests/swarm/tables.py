@@ -9,11 +9,11 @@ from collections.abc import Collection
 from typing import Any
 
 TABLES = (dict, set, frozenset, list, tuple, deque)
-OURS = ("swarmnet.", "peer.")
+OURS = ("swarmnet.", "peer.", "hivemind.dht.", "hivemind.utils.timed_storage")
 
 
 def table_sizes(root: object, skip: Collection[object] = ()) -> Counter[str]:
-    """Entries by class and attribute, of all objects of this project that `root` leads to: through
+    """Entries by class and attribute, of all objects of `OURS` that `root` leads to: through
     attributes, tables, bound methods and closures. Tables within tables count where the outermost
     one is. `skip`: objects that are not walked through, such as the network under test."""
     sizes: Counter[str] = Counter()
