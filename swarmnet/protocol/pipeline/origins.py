@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarmnet.protocol.membership.assignment import feeders
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.view import View
 
 
@@ -39,7 +39,17 @@ class Origins:
         """Whether a peer may bring microbatches of a feeder into a stage."""
         if stage == 0:
             return caller == feeder
-        record = self._view.get(caller)
-        return (
-            record is not None and record.stage == stage - 1 and record.state in (ACTIVE, LEAVING)
+        record = self._of_stage_before(caller, stage)
+        return record is not None and record.state in (ACTIVE, LEAVING)
+
+    def may_pass_on(self, caller: str, stage: int) -> bool:
+        """Whether a peer may have a stage other than the first go on with a forward pass alone,
+        which leaves nothing behind: also a newcomer with parameters, which is on trial."""
+        record = self._of_stage_before(caller, stage)
+        return record is not None and (
+            record.state in (ACTIVE, LEAVING) or (record.state == JOINING and bool(record.digests))
         )
+
+    def _of_stage_before(self, caller: str, stage: int) -> Record | None:
+        record = self._view.get(caller)
+        return record if record is not None and record.stage == stage - 1 else None

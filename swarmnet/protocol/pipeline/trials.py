@@ -40,14 +40,17 @@ class Trials:
     _pauses: dict[str, float] = field(default_factory=dict)
     """Of peers that failed, seconds."""
     _next: dict[str, Deadline] = field(default_factory=dict)
+    _refusals: dict[str, int] = field(default_factory=dict)
+    """How often each has said that it cannot be tried now."""
 
     def choose(self, on_trial: Sequence[str], now: float, rng: random.Random) -> str | None:
-        """Whom to try next, of the peers on trial; None for nobody now."""
+        """Whom to try next, of the peers on trial; None for nobody now. Who has put it off seldom
+        comes before who does so always."""
         if len(self._open) >= MOST_OPEN:
             return None
         due = [p for p in on_trial if p not in self._open and self._is_due(p, now)]
-        fewest = min((self._pauses.get(p, 0.0) for p in due), default=0.0)
-        due = [p for p in due if self._pauses.get(p, 0.0) == fewest]
+        least = min(map(self._in_vain, due), default=None)
+        due = [p for p in due if self._in_vain(p) == least]
         return rng.choice(due) if due else None
 
     def begin(self, peer_id: str, on_trial: Sequence[str]) -> None:
@@ -55,15 +58,24 @@ class Trials:
         self._open.add(peer_id)
         for gone in self._pauses.keys() - set(on_trial):
             del self._pauses[gone], self._next[gone]
+        for gone in self._refusals.keys() - set(on_trial):
+            del self._refusals[gone]
 
     def end(self, peer_id: str) -> None:
         """It has ended, whatever came of it."""
         self._open.discard(peer_id)
 
+    def refused(self, peer_id: str) -> None:
+        """It cannot be tried now, as it says; the next microbatch may find it ready."""
+        self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
+
     def failed(self, peer_id: str, now: float) -> None:
         """No answer came, or a wrong one: it is tried again after a while, which grows."""
         self._pauses[peer_id] = pause_s = next_pause_s(self._pauses.get(peer_id))
         self._next[peer_id] = Deadline.after(now, pause_s)
+
+    def _in_vain(self, peer_id: str) -> tuple[float, int]:
+        return self._pauses.get(peer_id, 0.0), self._refusals.get(peer_id, 0)
 
     def _is_due(self, peer_id: str, now: float) -> bool:
         return peer_id not in self._next or self._next[peer_id].is_over(now)

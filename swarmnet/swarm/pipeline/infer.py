@@ -54,7 +54,7 @@ class InferService:
         replica = self._serving.of(infer.stage)
         if replica.measured.hangs(asyncio.get_running_loop().time()):
             raise NotReady("the device does not answer")
-        if infer.stage and not self._origins.may_bring(request.remote, "", infer.stage):
+        if infer.stage and not self._origins.may_pass_on(request.remote, infer.stage):
             raise NotReady(f"{request.remote[-8:]} may not pass on to stage {infer.stage}")
         if infer.round >= 0:
             await replica.enter(infer.round, self._limits.enter_wait_s, leaves_nothing=True)

@@ -89,6 +89,7 @@ class TrialPasses:
             self._trials.failed(peer_id, loop.time())
         except (Busy, NotReady, Stale) as e:  # the next microbatch may find it ready
             log.debug("stage %d: %s is not tried now: %s", step.stage, peer_id[-8:], e)
+            self._trials.refused(peer_id)
         except SwarmnetError as e:
             log.debug("stage %d: %s was tried in vain: %s", step.stage, peer_id[-8:], e)
             self._trials.failed(peer_id, loop.time())

@@ -47,3 +47,16 @@ def test_a_feeder_brings_to_the_first_stage_and_replicas_to_the_next() -> None:
     assert origins.may_bring("b", "a", 2)
     assert not origins.may_bring("c", "a", 2), "it has computed nothing"
     assert not origins.may_bring("x", "x", 1)
+
+
+def test_a_newcomer_with_parameters_passes_on_what_leaves_nothing_behind() -> None:
+    """Its trial in the first stage goes through all the others."""
+    view = viewed(
+        record("a", stage=0),
+        record("joins", stage=0, state=JOINING),
+        record("tried", stage=0, state=JOINING, digests=b"12345678"),
+    )
+    origins = Origins(view)
+    assert [origins.may_pass_on(p, 1) for p in ("a", "joins", "tried", "x")] == [1, 0, 1, 0]
+    assert not origins.may_pass_on("tried", 2)
+    assert not origins.may_bring("tried", "a", 1)

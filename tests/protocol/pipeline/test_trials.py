@@ -35,6 +35,21 @@ def test_who_fails_rests_for_longer_each_time_and_others_come_first() -> None:
     assert rests == [1.0, 2.0, 4.0, 8.0]
 
 
+def test_who_always_puts_it_off_comes_after_one_that_has_just_come() -> None:
+    trials, names = Trials(), [f"liar-{i}" for i in range(20)]
+    for name in names:
+        trials.begin(name, names)
+        trials.end(name)
+        trials.refused(name)
+    assert trials.choose([*names, "new"], 0.0, RNG) == "new"
+    trials.refused("new")
+    assert trials.choose(["liar-0"], 0.0, RNG) == "liar-0", "no pause"
+    trials.refused("new")
+    assert trials.choose([*names, "new"], 0.0, RNG) != "new"
+    trials.begin("new", ["new"])
+    assert trials.choose(["liar-1", "new"], 0.0, RNG) == "liar-1"
+
+
 def test_those_that_are_gone_are_forgotten() -> None:
     trials = Trials()
     trials.begin("a", ["a", "b"])
