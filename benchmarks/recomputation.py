@@ -1,19 +1,19 @@
 """How near do honest replicas come to the tolerance of audits?
 
-Replicas of a small Llama compute the same microbatches: in fp32, bf16 and fp16, with 1 and 2
-threads, with graphs kept or made again, with the samples of a batch together or one by one, on a
-GPU where there is one, and with every codec at the boundaries.
+Replicas of small models of several families compute the same microbatches: in fp32, bf16 and fp16,
+with 1, 2 and 3 threads, with graphs kept, made again or written to the disk, with the samples of a
+batch together or one by one, on a GPU where there is one, and with every codec at the boundaries.
 
     python -m benchmarks.recomputation --minutes 5
-    python -m benchmarks.recomputation --recomputations 100000 --layers 1  # hours on one core
-    python -m benchmarks.recomputation --recomputations 100000 --layers 1 --record found.json
+    python -m benchmarks.recomputation --recomputations 100000 --record found.json  # 15 min of CPU
+    python -m benchmarks.recomputation --model experts --minutes 5
 
 With `--record` the same command goes on where it was ended, on that machine or another one, until
 so many are made.
 
 A recomputation is one microbatch through one stage, as `swarmnet.protocol.audit` has it judged. The
-largest difference of any array, or loss, is printed beside the tolerance, for each codec, and of
-which pair it was. Exit code 1 where one is above half of its tolerance.
+largest difference of any array, or loss, is printed as a share of the tolerance: for each model and
+codec, and for each pair of precisions. Exit code 1 where one is above half of its tolerance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,62 @@ from swarmnet.files import write_whole
 from swarmnet.ports import StageResult
 from swarmnet.protocol.audit import TOLERANCES
 from swarmnet.protocol.codecs import BOUNDARY_CODECS
-from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing
+from swarmnet.training.models.model_config import load_config
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 
-NUM_STAGES, MICROBATCH, LENGTH, WIDTH = 3, 4, 16, 64
+NUM_STAGES = 3
 AT_THESE_PARAMETERS = 4
 """Microbatches; other parameters cost as much as some of these."""
+TURN = 2
+"""Parameters that replicas get before those of the next model are built."""
 PRECISIONS = ("fp32", "bf16", "fp16")
+VOCABULARY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is trained, and on which microbatches."""
+
+    values: dict[str, Any]
+    """Of `[model]`, beside sizes that are common to all."""
+    microbatch: int = 4
+    length: int = 16
+
+
+def llama(width: int, heads: int, **more: Any) -> dict[str, Any]:
+    """The built-in model."""
+    return {
+        "kind": "llama",
+        "hidden_size": width,
+        "num_hidden_layers": NUM_STAGES,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "intermediate_size": 2 * width,
+        "vocab_size": VOCABULARY,
+    } | more
+
+
+def family(kind: str, **more: Any) -> dict[str, Any]:
+    """One of transformers. None: it does not know that size."""
+    sizes = llama(32, 4, max_position_embeddings=64) | {"kind": None, "model_type": kind} | more
+    config = load_config({name: size for name, size in sizes.items() if size is not None})
+    return {"kind": "transformers", "config": config.canonical_values}
+
+
+MODELS = {
+    "llama": Model(llama(64, 4)),
+    "narrow": Model(llama(32, 2), microbatch=1, length=48),
+    "wide": Model(llama(96, 6), microbatch=8, length=8),
+    "experts": Model(llama(32, 4, num_experts=4, num_experts_per_tok=2)),
+    "gpt_neox": Model(family("gpt_neox", num_key_value_heads=None), microbatch=2, length=24),
+    "qwen2": Model(family("qwen2"), microbatch=8, length=12),
+    "qwen3": Model(family("qwen3", head_dim=16), microbatch=3, length=20),
+}
+"""By name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,43 +112,44 @@ class Way:
 
 @dataclass(slots=True)
 class Worst:
-    """The largest difference of a codec."""
+    """The largest difference of some recomputations."""
 
     num: int = 0
-    difference: float = 0.0
+    share: float = 0.0
+    """Of the tolerance."""
     of: str = ""
 
+    def found(self, share: float, of: str) -> None:
+        """One more."""
+        self.num += 1
+        if not share <= self.share:
+            self.share, self.of = share, of
 
-def spec_of(folder: Path, codec: str, layers: int) -> RunSpec:
-    """A Llama of 9 M numbers at most, on text that is made here."""
+
+Found = dict[str, Worst]
+"""By model, codec and pair of precisions, with blanks between them."""
+
+
+def spec_of(folder: Path, model: Model, codec: str) -> RunSpec:
+    """A run of it, on text that is made here."""
     text, rng = folder / "text.txt", random.Random(0)
     if not text.exists():
         words = ["".join(rng.choices("abcdefgh", k=rng.randint(1, 7))) for _ in range(300)]
         text.write_text(" ".join(rng.choices(words, k=30_000)))
-    return parse_spec(f"""
-seed = 1
-[model]
-kind = "llama"
-hidden_size = {WIDTH}
-num_hidden_layers = {NUM_STAGES * layers}
-num_attention_heads = 4
-num_key_value_heads = 2
-intermediate_size = {2 * WIDTH}
-vocab_size = 256
-max_position_embeddings = {LENGTH}
-[data]
-paths = ["{text}"]
-tokenizer = "bytes"
-[optimizer]
-learning_rate = 1e-3
-warmup_rounds = 1
-rounds = 10
-[pipeline]
-num_stages = {NUM_STAGES}
-global_batch = 16
-microbatch = {MICROBATCH}
-codec = "{codec}"
-""")
+    positions = {"max_position_embeddings": 64} if model.values["kind"] == "llama" else {}
+    values = {
+        "seed": 1,
+        "model": model.values | positions,
+        "data": {"paths": [str(text)], "tokenizer": "bytes", "sequence_length": model.length},
+        "optimizer": {"learning_rate": 1e-3, "warmup_rounds": 1, "rounds": 10},
+        "pipeline": {
+            "num_stages": NUM_STAGES,
+            "global_batch": 4 * model.microbatch,
+            "microbatch": model.microbatch,
+            "codec": codec,
+        },
+    }
+    return RunSpec.model_validate(values)
 
 
 class Replica:
@@ -156,12 +203,13 @@ def one_by_one(stage: TorchStage) -> Iterator[None]:
         del layers.run
 
 
-def microbatch(replica: Replica, n: int) -> list[tuple[tuple[Any, ...], StageResult]]:
+def microbatch(replica: Replica, model: Model, n: int) -> list[tuple[tuple[Any, ...], StageResult]]:
     """A microbatch through all stages and back: what each one took and gave."""
     torch.set_num_threads(replica.way.num_threads)
     key, stages = (0, n), replica.stages
     drawn = torch.Generator().manual_seed(n)
-    tokens = torch.randint(256, (MICROBATCH, LENGTH + 1), dtype=torch.int32, generator=drawn)
+    shape = (model.microbatch, model.length + 1)
+    tokens = torch.randint(VOCABULARY, shape, dtype=torch.int32, generator=drawn)
     inputs, targets = (from_tensor(t.contiguous()) for t in (tokens[:, :-1], tokens[:, 1:]))
     taken = [inputs]
     for stage in stages[:-1]:
@@ -183,72 +231,97 @@ def microbatch(replica: Replica, n: int) -> list[tuple[tuple[Any, ...], StageRes
 
 def ways(devices: list[str]) -> list[Way]:
     """All that are compared."""
-    found = [Way(p) for p in PRECISIONS] + [Way("fp32", num_threads=2)]
+    found = [Way(p) for p in PRECISIONS]
+    found += [Way("fp32", num_threads=2), Way("bf16", num_threads=2), Way("fp32", num_threads=3)]
     found += [Way(p, activations="recompute") for p in PRECISIONS]
+    found += [Way("fp32", activations="blocks"), Way("bf16", activations="offload")]
     found += [Way(p, is_one_by_one=True) for p in PRECISIONS]
     return found + [Way(p, device=d) for p in PRECISIONS for d in devices]
 
 
-def read(record: Path | None) -> dict[str, Worst]:
-    """By codec; what was found before, where there is such a file."""
-    found = {codec: Worst() for codec in BOUNDARY_CODECS}
-    if record is not None and record.exists():
-        told = json.loads(record.read_text())
-        found |= {codec: Worst(**values) for codec, values in told.items()}
-    return found
+def read(record: Path | None) -> Found:
+    """What was found before, where there is such a file."""
+    if record is None or not record.exists():
+        return {}
+    return {name: Worst(**values) for name, values in json.loads(record.read_text()).items()}
 
 
-def main() -> int:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, help="5 where no number is given either")
-    parser.add_argument("--recomputations", type=int, help="ends when so many are made")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=2, help="a stage")
-    parser.add_argument("--record", type=Path, help="keeps what was found, and goes on from it")
-    options = parser.parse_args()
-    devices = ["cuda"] if torch.cuda.is_available() else []
-    minutes = options.minutes or (math.inf if options.recomputations else 5.0)
-    most, until_s = options.recomputations or math.inf, time.monotonic() + 60 * minutes
-    worst = read(options.record)
-    made = sum(w.num for w in worst.values())
-    rng = random.Random(f"{options.seed}|{made}" if made else options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        specs = {c: spec_of(Path(folder), c, options.layers) for c in BOUNDARY_CODECS}
-        replicas = {c: [Replica(s, way) for way in ways(devices)] for c, s in specs.items()}
-    while time.monotonic() <= until_s and sum(w.num for w in worst.values()) < most:
-        codec = min(BOUNDARY_CODECS, key=lambda c: worst[c].num)
-        measure(replicas[codec], rng, worst[codec])
-        if options.record is not None:
-            told = {c: asdict(found) for c, found in worst.items()}
-            write_whole(options.record, json.dumps(told))
-        largest = max(w.difference / TOLERANCES[c] for c, w in worst.items())
-        num = sum(w.num for w in worst.values())
-        print(f"\r{num:,} recomputations, {largest:.3f} of the tolerance", end="", file=sys.stderr)
-    print(file=sys.stderr)
-    print("codec  recomputations  largest difference  tolerance  of")
-    for codec, found in worst.items():
-        tolerance = TOLERANCES[codec]
-        print(f"{codec:6} {found.num:14,} {found.difference:19.4f} {tolerance:10.2f}  {found.of}")
-    print(f"{sum(w.num for w in worst.values()):,} recomputations")
-    return int(any(w.difference > TOLERANCES[codec] / 2 for codec, w in worst.items()))
-
-
-def measure(replicas: list[Replica], rng: random.Random, worst: Worst) -> None:
-    """A few microbatches at parameters drawn anew, each computed by one and again by all others."""
+def measure(replicas: list[Replica], model: Model, rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """A few microbatches at parameters drawn anew, each computed by one and again by all others:
+    the difference, the stage, and the ways of both."""
     seed, size = rng.random(), 10 ** rng.uniform(-4, -1.5)
     for replica in replicas:
         replica.disturb(random.Random(seed), size)
     for _ in range(AT_THESE_PARAMETERS):
         one, *others = rng.sample(replicas, len(replicas))
         n = rng.getrandbits(20)
-        for i, (taken, given) in enumerate(microbatch(one, n)):
+        for i, (taken, given) in enumerate(microbatch(one, model, n)):
             for other in others:
                 difference = other.stages[i].difference(other.again(i, (0, n), taken), given)
-                worst.num += 1
-                if not difference <= worst.difference:
-                    worst.difference = difference
-                    worst.of = f"stage {i}: {one.way} / {other.way}"
+                yield difference, i, one.way, other.way
+
+
+def turn(name: str, codec: str, rng: random.Random, worst: Found) -> None:
+    """Builds the replicas of a model, and measures at some parameters."""
+    model = MODELS[name]
+    devices = ["cuda"] if torch.cuda.is_available() else []
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec_of(Path(folder), model, codec)
+        replicas = [Replica(spec, way) for way in ways(devices)]
+        for _ in range(TURN):
+            for difference, i, one, other in measure(replicas, model, rng):
+                pair = "/".join(sorted({one.precision, other.precision}, key=PRECISIONS.index))
+                found = worst.setdefault(f"{name} {codec} {pair}", Worst())
+                found.found(difference / TOLERANCES[codec], f"stage {i}: {one} / {other}")
+
+
+def total(worst: Found, part: str = "") -> int:
+    """Recomputations, of all or of one model and codec."""
+    return sum(found.num for name, found in worst.items() if name.startswith(part))
+
+
+def table(worst: Found, parts: Sequence[int]) -> None:
+    """Prints the largest shares by these parts of the names."""
+    rows: Found = {}
+    for name, found in worst.items():
+        row = rows.setdefault(" ".join(name.split()[part] for part in parts), Worst())
+        row.num += found.num
+        if not found.share <= row.share:
+            row.share, row.of = found.share, found.of
+    for name, row in sorted(rows.items()):
+        print(f"| {name} | {row.num:,} | {row.share:.3f} | {row.of} |")
+
+
+def main() -> int:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, help="5 where no number is given either")
+    parser.add_argument("--recomputations", type=int, help="ends when so many are made")
+    parser.add_argument("--model", choices=MODELS, action="append", help="all, if none is named")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, help="keeps what was found, and goes on from it")
+    options = parser.parse_args()
+    minutes = options.minutes or (math.inf if options.recomputations else 5.0)
+    most, until_s = options.recomputations or math.inf, time.monotonic() + 60 * minutes
+    worst = read(options.record)
+    made = total(worst)
+    rng = random.Random(f"{options.seed}|{made}" if made else options.seed)
+    kinds = [(name, codec) for codec in BOUNDARY_CODECS for name in options.model or MODELS]
+    while time.monotonic() <= until_s and total(worst) < most:
+        name, codec = min(kinds, key=lambda kind: total(worst, " ".join(kind) + " "))
+        turn(name, codec, rng, worst)
+        if options.record is not None:
+            write_whole(options.record, json.dumps({n: asdict(w) for n, w in worst.items()}))
+        largest = max(found.share for found in worst.values())
+        print(f"\r{total(worst):,} made, {largest:.3f} of the tolerance", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    for title, parts in ("model and codec", (0, 1)), ("codec and precisions", (1, 2)):
+        print(f"| {title} | recomputations | largest share of the tolerance | of |")
+        print("|---|---|---|---|")
+        table(worst, parts)
+        print()
+    print(f"{total(worst):,} recomputations")
+    return int(any(found.share > 0.5 for found in worst.values()))
 
 
 if __name__ == "__main__":
