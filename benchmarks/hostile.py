@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,6 +38,7 @@ from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
 from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.spec import RunSpec
+from swarmnet.training.byte_tokenizer import byte_tokenizer_files
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array
 from tests.hostile import attacks
@@ -65,6 +67,39 @@ def false_step(spec: RunSpec) -> Array:
     """A gradient of a shard that nobody has computed."""
     num = spec.sync.shard_parameters
     return Array("float32", (num,), b"\0\0\x80\x3f" * num)
+
+
+def past_the_end(spec: RunSpec, shards: int) -> attacks.Attack:
+    """Of the largest file of the run."""
+    file = max(spec.files.values(), key=lambda f: f.size)
+    return attacks.past_the_end(file.sha256, file.size)
+
+
+def infers(spec: RunSpec, shards: int) -> attacks.Attack:
+    """As many samples as a microbatch has."""
+    length = spec.sequence_length
+    tokens = Array("int32", (attacks.MICROBATCH, length), bytes(4 * attacks.MICROBATCH * length))
+    return attacks.infers((tokens, tokens))
+
+
+def others(spec: RunSpec, shards: int) -> attacks.Attack:
+    """Parameters of its own, under twenty names."""
+    step = false_step(spec)
+    return attacks.have_others(20, [[step] * shards] * NUM_STAGES, 0)
+
+
+def tied_spec(folder: Path) -> Path:
+    """A run whose first and last stage share a matrix, and which has files that others may ask
+    for."""
+    path = tiny_run(folder, num_stages=NUM_STAGES, rounds=ROUNDS)
+    for name, data in byte_tokenizer_files(64).items():
+        (folder / name).write_bytes(data)
+    text = path.read_text().replace('"bytes"', f'"{folder / "tokenizer.json"}"')
+    sizes = 'kind = "transformers"\n[model.config]\nmodel_type = "llama"\n'
+    text = text.replace('kind = "llama"\n', sizes)
+    text = text.replace("[data]\n", "tie_word_embeddings = true\n[data]\nsequence_length = 16\n")
+    path.write_text(text)
+    return path
 
 
 def own_data(spec: RunSpec, shards: int) -> attacks.Attack:
@@ -97,6 +132,12 @@ KINDS: dict[str, Kind] = {
     "slots": own_data,
     "norms": lambda spec, shards: attacks.says_huge_norms(4, shards),
     "ballots": lambda spec, shards: attacks.usurpers(4, shards, false_step(spec)),
+    "tied": lambda spec, shards: attacks.pushes_tied(shards, false_step(spec)),
+    "others": others,
+    "files": past_the_end,
+    "saved": lambda spec, shards: attacks.has_all_kept(),
+    "infer": infers,
+    "suspicions": lambda spec, shards: attacks.suspect_all,
 }
 """By name."""
 
@@ -411,7 +452,7 @@ async def met(honest: Honest, kind: str, seconds: float, share: float) -> str:
 
 
 async def meet(kinds: Sequence[str], seconds: float, share: float, on: Machine) -> None:
-    spec_path = tiny_run(on.folder, num_stages=NUM_STAGES, rounds=ROUNDS)
+    spec_path = tied_spec(on.folder)
     joiners = [["--stage", str(i % NUM_STAGES)] for i in range(1, NUM_PEERS)]
     peers = await asyncio.to_thread(on.start_swarm, spec_path, joiners)
     network = Network()

@@ -14,39 +14,66 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, Protocol
 
+from xxhash import xxh3_64_digest
+
 from swarmnet.errors import Redirect
 from swarmnet.methods.contact import BANDWIDTH, PING, BandwidthRequest
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.methods.microbatch import (
     ADMIT,
     COMMIT,
+    EVALUATE,
     INFER,
     STEP,
     AdmitReply,
     Commit,
+    InferRequest,
     StepProgress,
     StepRequest,
 )
-from swarmnet.methods.records import GOSSIP, GossipRequest
+from swarmnet.methods.records import (
+    GOSSIP,
+    RECORDS,
+    GossipRequest,
+    Records,
+    SignedRecord,
+    Suspicion,
+)
+from swarmnet.methods.state import (
+    FETCH_PARAMETERS,
+    RUN_FILE,
+    SAVED,
+    SAVED_SHARD,
+    FetchReply,
+    FetchRequest,
+    FileRequest,
+    SavedReply,
+    SavedRequest,
+    SavedRound,
+)
 from swarmnet.methods.update import (
     BALLOT,
     MIRROR,
     NORM,
     REDUCE,
+    REDUCE_TIED,
     BallotReply,
     BallotRequest,
     MirrorRequest,
     NormRequest,
     ReduceRequest,
+    TiedSum,
 )
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     DIGEST_BYTES,
     JOINING,
+    MAX_VOUCHES,
     OBSERVING,
     Restorable,
     RoundCount,
 )
+from swarmnet.protocol.membership.reputation import name_of
 from swarmnet.protocol.slots import SlotSet, all_slots, flight_id, slot_of
 from swarmnet.swarm.calls import call
 from swarmnet.transport.base import Request
@@ -57,7 +84,7 @@ OFTEN_S, EVERY_S, SELDOM_S = 0.05, 0.2, 1.0
 """Between two records of a liar: of one that keeps up with each round, of a few names, of many."""
 SPARE = 5
 """Rounds by which one is ahead."""
-NO_STAGE = 5
+NO_STAGE, LAST_STAGE = 5, 1
 AGREES_ROUNDS = 5
 MANY = 200
 """Names."""
@@ -176,6 +203,58 @@ def offers_a_checkpoint(num_shards: int) -> Attack:
     """In each round anew, by its record."""
     offer = Restorable(1, 0, num_shards, b"\xff")
     return claims(num_shards, state=JOINING, restorable=(offer,))
+
+
+def have_others(num_names: int, shards: Sequence[Sequence[Array]], rounds_ahead: int) -> Attack:
+    """Names that serve all stages with the same parameters, which are nobody else's (`shards`: of
+    each stage), vouch for each other, and give those parameters, and checkpoints, to whoever asks.
+    `rounds_ahead`: of the others; their checkpoints are of later rounds still."""
+    digests = [b"".join(xxh3_64_digest(shard.data) for shard in of_stage) for of_stage in shards]
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        names = [attacker.name(f"liar-{i}") for i in range(num_names)]
+        heard = await names[0].hear(attacker.victims[0])
+        history = max(record.history for record in heard.values())
+        told: list[SignedRecord] = []
+
+        def begun() -> int:
+            return max(swarm.rounds()) + rounds_ahead
+
+        def saved(body: SavedRequest) -> SavedReply:
+            rounds = range(begun(), begun() + SPARE)
+            found = [SavedRound(r, history, k, d) for r in rounds for k, d in enumerate(digests)]
+            return SavedReply(tuple(found), dict.fromkeys(rounds, 1e-6), tuple(rounds))
+
+        async def give(request: Request[FetchRequest]) -> Message[FetchReply]:
+            fetch = request.message.body
+            return Message(FetchReply(fetch.round, {}), (shards[fetch.stage][fetch.shard],))
+
+        for name in names:
+            name.answer(PING, lambda body: None)
+            name.answer(GOSSIP, lambda body: Records(records=tuple(told)))
+            name.answer(SAVED, saved)
+            for method in (FETCH_PARAMETERS, SAVED_SHARD):
+                name.transport.handle(method.name, give)
+        while True:
+            told.clear()
+            for number, name in enumerate(names):
+                friends = [names[(number + i) % num_names] for i in range(1, MAX_VOUCHES + 1)]
+                vouches = {name_of(friend.peer_id) for friend in friends}
+                said = name.record(
+                    state=ACTIVE,
+                    stage=number % len(shards),
+                    round=begun(),
+                    history=history,
+                    digests=digests[number % len(shards)],
+                    vouches=b"".join(sorted(vouches)),
+                    addresses=name.where,
+                )
+                told.append(said)
+            for name, said in zip(names, told, strict=True):
+                name.tell(attacker.victims, said)
+            await asyncio.sleep(EVERY_S if num_names < MANY else SELDOM_S)
+
+    return attack
 
 
 async def observe(attacker: Attacker, swarm: Seen) -> None:
@@ -426,6 +505,85 @@ async def sign_falsely(attacker: Attacker, swarm: Seen) -> None:
             false = [replace(signed, signature=bytes(64)) for signed in records]
             name.tell(attacker.victims, *false)
             await asyncio.sleep(OFTEN_S)
+
+
+Ask = Callable[[Name, str, int], tuple[Any, Message[Any]]]
+"""A call of a name at this victim, while the honest ones are in this round."""
+
+
+def asks(of: Ask, *, stage: int | None = None, num_names: int = 4) -> Attack:
+    """Names with a record, which answer whether they live, ask all peers for this as fast as they
+    get answers. `stage`: their own, and those of another one are asked; None: all are."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        names = [attacker.name() for _ in range(num_names)]
+        for name in names:
+            name.answer(PING, lambda body: None)
+
+        async def announce() -> None:
+            while True:
+                for name in names:
+                    says = {"state": ACTIVE, "stage": stage or 0, "round": max(swarm.rounds())}
+                    name.tell(attacker.victims, name.record(addresses=name.where, **says))
+                await asyncio.sleep(EVERY_S)
+
+        async def ask(name: Name, target: str) -> None:
+            while True:
+                if stage is not None and swarm.stages().get(target, stage) == stage:
+                    await asyncio.sleep(EVERY_S)
+                    continue
+                method, message = of(name, target, max(swarm.rounds()))
+                await name.call(target, method, message.body, message.arrays, ANSWER_S)
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(announce())
+            for name, target in product(names, attacker.victims):
+                tasks.create_task(ask(name, target))
+
+    return attack
+
+
+def past_the_end(sha256: str, size: int) -> Attack:
+    """Asks for what is behind the end of a file of the run, as anybody may."""
+    wanted = Message(FileRequest(sha256, size))
+    return asks(lambda name, target, r: (RUN_FILE, wanted))
+
+
+def has_all_kept() -> Attack:
+    """Says that it fetches one round after the other, and asks what is saved."""
+    return asks(lambda name, target, r: (SAVED, Message(SavedRequest(r))))
+
+
+def infers(arrays: tuple[Array, ...]) -> Attack:
+    """Has the stages compute for it, inputs with these targets."""
+    wanted = Message(InferRequest(0, EVALUATE), arrays)
+    return asks(lambda name, target, r: (INFER, wanted))
+
+
+def pushes_tied(num_shards: int, step: Array) -> Attack:
+    """Says that it is the last stage's primary, and what the sum of the shards is that the first
+    and the last stage both hold."""
+
+    def push(name: Name, target: str, r: int) -> tuple[Any, Message[Any]]:
+        shard, term = name.version % num_shards, TERMS[-1]
+        body = TiedSum(r, LAST_STAGE, shard, 64, term, bytes(DIGEST_BYTES))
+        return REDUCE_TIED, Message(body, (step,))
+
+    return asks(push, stage=LAST_STAGE)
+
+
+async def suspect_all(attacker: Attacker, swarm: Seen) -> None:
+    """Says of each peer, to all, that it cannot be reached."""
+    names = [attacker.name() for _ in range(4)]
+    while True:
+        for name in names:
+            heard = await name.hear(attacker.victims[0])
+            found = [Suspicion(p, heard[p].incarnation, heard[p].version) for p in sorted(heard)]
+            for target in attacker.victims:
+                told = Message(Records(suspicions=tuple(found)))
+                name.transport.notify(target, RECORDS.name, told)
+        await asyncio.sleep(OFTEN_S)
 
 
 READS_EVERY_S = 0.5
