@@ -2,9 +2,10 @@
 
 Whoever fetches a round says so every `SAY_KEEP_S` to those that have it, and they keep its
 checkpoint meanwhile. Digests come with what peers say that they have; what most peers of a stage
-say holds. A round that far fewer have than another is taken only where no other will do: it may be
-one peer's word. A peer that is silent says nothing about what it has, so that a round is taken, or
-given up, only when all have answered, or after some patience."""
+say holds, of those that are nearest by vouching (`membership.reputation`). A round that far fewer
+have than another is taken only where no other will do: it may be one peer's word. A peer that is
+silent says nothing about what it has, so that a round is taken, or given up, only when all have
+answered, or after some patience."""
 
 from __future__ import annotations
 
@@ -209,9 +210,14 @@ class NothingToHave:
 class SavedRounds:
     """What the peers of a run have said last that they have saved, to one that fetches a round."""
 
-    def __init__(self, num_shards: Sequence[int]) -> None:
-        """`num_shards`: of each stage."""
+    def __init__(
+        self,
+        num_shards: Sequence[int],
+        nearest: Callable[[Sequence[str]], Collection[str]] = lambda peer_ids: peer_ids,
+    ) -> None:
+        """`num_shards`: of each stage. `nearest`: those of some peers whose word is taken."""
         self._num_shards = num_shards
+        self._nearest = nearest
         self._answers: dict[str, Answer] = {}
         self._refused: set[tuple[str, Key, int]] = set()
         """Stages of a round that a peer offers and does not have, as it turned out."""
@@ -283,12 +289,14 @@ class SavedRounds:
         """Rounds of which every stage is to be had."""
         said: dict[tuple[Key, int], Counter[bytes]] = {}
         holding: dict[tuple[Key, int, bytes], list[str]] = {}
+        near = self._near()
         for peer_id, answer in sorted(self._answers.items()):
             for part in answer.rounds:
                 key = (part.history, part.round)
                 if not self._fits(part) or (peer_id, key, part.stage) in self._refused:
                     continue
-                said.setdefault((key, part.stage), Counter())[part.digests] += 1
+                if peer_id in near[part.stage]:
+                    said.setdefault((key, part.stage), Counter())[part.digests] += 1
                 holding.setdefault((key, part.stage, part.digests), []).append(peer_id)
         offers = {}
         stages = range(len(self._num_shards))
@@ -298,6 +306,14 @@ class SavedRounds:
                 holders = [holding[key, k, digests[k]] for k in stages]
                 offers[key] = Offer(key, digests, holders)
         return offers
+
+    def _near(self) -> list[Collection[str]]:
+        """By stage, of those that have saved any of it the ones whose word is taken."""
+        saving: list[list[str]] = [[] for _ in self._num_shards]
+        for peer_id, answer in sorted(self._answers.items()):
+            for k in sorted({part.stage for part in answer.rounds if self._fits(part)}):
+                saving[k].append(peer_id)
+        return [frozenset(self._nearest(there)) for there in saving]
 
     def _losses(self) -> dict[int, float]:
         """By round, the median of what peers have heard; nothing of a round of which fewer have

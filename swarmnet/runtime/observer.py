@@ -193,7 +193,8 @@ async def _hear(
     backoff = Backoff(None if patience_s is None else patience_s / 2)
     while True:
         try:
-            return await gossip.exchange(neighbour)
+            await gossip.exchange(neighbour)
+            return gossip.view.named(neighbour)
         except SwarmnetError as e:
             failures.add(e, neighbour)
             failed = failures.as_error("nothing is known of the run's peers", AddressError)

@@ -219,6 +219,20 @@ def test_after_a_round_has_gone_one_that_is_kept_goes_first() -> None:
     assert saved.keepable(chosen, newest).key == (1, 4)
 
 
+def test_what_many_say_that_nobody_knows_is_not_to_be_had() -> None:
+    lie = bytes([7]) * 2 * DIGEST_BYTES
+    rounds = [Part(1, r, stage, lie) for r in (4, 6) for stage in (0, 1)]
+    answers = {f"liar-{i}": Said(rounds) for i in range(20)}
+    answers |= {"a": said(0, 2, 4), "b": said(1, 2, 4), "also": said(1, 4)}
+    assert decide(two_stages(**answers)) == (1, 6)
+    saved = SavedRounds([2, 2], lambda peer_ids: [p for p in peer_ids if p in ("a", "b")])
+    for peer_id, answer in answers.items():
+        saved.answered(peer_id, answer)
+    assert decide(saved) == (1, 4)
+    assert saved.offers()[1, 4].holders == [["a"], ["also", "b"]], "they have the same"
+    assert saved.offers()[1, 4].digest(0, 0) == bytes(DIGEST_BYTES)
+
+
 def saved_by(*answers: Said) -> SavedRounds:
     return two_stages(**dict(zip("abcdefgh", answers, strict=False)))
 

@@ -11,6 +11,11 @@ works (its introducers vouch for somebody) believes its introducers, those for w
 so on. Where nobody vouches for anybody, all begin together, and all count. Who counted when the
 first proof came goes on counting for a while, since no peer works with all others at once.
 
+The parameters of the run are those of most, and most may be names of one machine. So who has none
+yet, and who only looks on, asks those of a stage that are `nearest`: at the fewest steps of
+vouching from the peers that were named to it, which are its introducers too. However many names
+vouch for each other, they are further away than the one who was fooled first.
+
 Known ideas: trust by own experience and by the word of those trusted (Kamvar et al. 2003,
 "EigenTrust"), which is here bounded to one step; newcomers pay with work before they are believed
 (Friedman and Resnick 2001, "The social cost of cheap pseudonyms")."""
@@ -19,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from functools import lru_cache
 
@@ -27,6 +32,8 @@ from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import MAX_VOUCHES, VOUCH_BYTES
 
 MAX_INTRODUCERS = 3
+MAX_NAMED = 16
+"""Peers that were named to this one."""
 MAX_BARRED = 16_384
 """Machines that have lied and are remembered; of more, those found out last."""
 GRACE_ROUNDS = 32
@@ -73,6 +80,12 @@ class Reputation:
         self._barred: dict[str, None] = {}
         """Machines, those found out last at the end."""
         self._has_met = False
+        self._named: dict[str, None] = {}
+        """Peers that were named to this one, and have answered."""
+        self._is_newcomer = True
+        """No round has begun here."""
+        self._steps: dict[bytes, int] | None = None
+        """As `_find_steps`; None: to be found anew."""
         self._introducers: dict[str, None] = {}
         self._introduced: frozenset[bytes] | None = None
         """Those in whom a newcomer believes; None: to be found anew."""
@@ -85,6 +98,11 @@ class Reputation:
     def is_proven(self) -> bool:
         """Somebody has been seen at work."""
         return bool(self._proven)
+
+    @property
+    def comes_to_a_working_run(self) -> bool:
+        """No round has begun here, and those who introduce this peer have seen others at work."""
+        return self._is_newcomer and bool(self._introducers)
 
     def level(self, peer_id: str) -> Level:
         """What is known of a peer."""
@@ -104,6 +122,27 @@ class Reputation:
             return not self._introducers or self._is_introduced(peer_id)
         return self._rounds_left > 0 and peer_id in self._founders
 
+    def nearest(self, peer_ids: Collection[str]) -> list[str]:
+        """Those of some peers of one stage whose word of the run's parameters is worth most, to one
+        that has none: those at the fewest steps of vouching from here, in the same order. All that
+        are not barred, where nobody vouches for anybody; none, where others do and for none of
+        these."""
+        allowed = [p for p in peer_ids if self.level(p) is not Level.BARRED]
+        if self._proven and (counting := [p for p in allowed if self.counts(p)]):
+            return counting
+        steps = self._found_steps()
+        found = [(steps[name], p) for p in allowed if (name := name_of(p)) in steps]
+        if not found:
+            return [] if any(steps.values()) else allowed
+        # Whom a peer has seen at work is as near as that peer.
+        least = max(1, min(step for step, _ in found))
+        return [p for step, p in found if step <= least]
+
+    def is_introduced(self, peer_id: str) -> bool:
+        """Whether any steps of vouching lead to a peer; all peers, where nobody vouches."""
+        steps = self._found_steps()
+        return not any(steps.values()) or name_of(peer_id) in steps
+
     def vouches(self) -> bytes:
         """For whom this peer vouches: those that were proven last, as a record names them."""
         newest = list(self._proven)[-MAX_VOUCHES:]
@@ -111,10 +150,18 @@ class Reputation:
 
     # ---- what has been seen ---------------------------------------------------------------------
 
+    def named(self, peer_id: str) -> None:
+        """A person has named this peer as one of the run, and it has answered."""
+        if len(self._named) < MAX_NAMED:
+            self._named[peer_id] = None
+            self._steps = None
+
     def met(self, peer_id: str) -> bool:
-        """Records were exchanged with a peer to which this one turned. The first such peers
-        introduce a newcomer, where they vouch for somebody."""
+        """Records were exchanged with a peer to which this one turned. Those that were named, or
+        else the first such peers, introduce a newcomer, where they vouch for somebody."""
         if self._proven or peer_id in self._introducers:
+            return False
+        if self._named and peer_id not in self._named:
             return False
         is_first, self._has_met = not self._has_met, True
         may_introduce = is_first or bool(self._introducers)
@@ -123,7 +170,7 @@ class Reputation:
         if len(self._introducers) == MAX_INTRODUCERS:
             return False
         self._introducers[peer_id] = None
-        self._introduced = None
+        self._introduced = self._steps = None
         return True
 
     def vouched(self, by: str, vouches: bytes) -> bool:
@@ -134,12 +181,12 @@ class Reputation:
         self._vouches[by] = names
         if not names:
             del self._vouches[by]
-        self._introduced = None
+        self._introduced = self._steps = None
         if by in self._proven:
             self._support(names - before, 1)
             self._support(before - names, -1)
             return True
-        return bool(self._introducers) and not self._proven
+        return bool(self._introducers or self._named) and not self._proven
 
     def delivered(self, peer_id: str, known: Iterable[str]) -> bool:
         """A peer was seen at work. `known`: all peers of the view; those that count when the first
@@ -151,6 +198,7 @@ class Reputation:
         if not self._proven and not self._founders and self._rounds_left:
             self._founders = frozenset(p for p in known if self.counts(p))
         self._proven[peer_id] = None
+        self._steps = None
         self._support(self._vouches.get(peer_id, ()), 1)
         return True
 
@@ -168,6 +216,8 @@ class Reputation:
 
     def round_began(self) -> bool:
         """Another round has begun here."""
+        if self._is_newcomer:
+            self._is_newcomer, self._steps = False, None
         if not self._proven or not self._rounds_left:
             return False
         self._rounds_left -= 1
@@ -181,13 +231,15 @@ class Reputation:
         self._disprove(peer_id)
         self._vouches.pop(peer_id, None)
         self._introducers.pop(peer_id, None)
-        self._introduced = None
+        self._named.pop(peer_id, None)
+        self._introduced = self._steps = None
 
     # ---- within ---------------------------------------------------------------------------------
 
     def _disprove(self, peer_id: str) -> None:
         if peer_id in self._proven:
             del self._proven[peer_id]
+            self._steps = None
             self._support(self._vouches.get(peer_id, ()), -1)
 
     def _support(self, names: Iterable[bytes], sign: int) -> None:
@@ -195,6 +247,28 @@ class Reputation:
             self._supported[name] += sign
             if not self._supported[name]:
                 del self._supported[name]
+
+    def _found_steps(self) -> dict[bytes, int]:
+        if self._steps is None:
+            self._steps = self._find_steps()
+        return self._steps
+
+    def _find_steps(self) -> dict[bytes, int]:
+        """Steps of vouching to each name: from those that this peer has seen at work; a newcomer
+        begins with those that were named to it, or else introduce it."""
+        begin = self._proven or (self._is_newcomer and self._named) or self._introducers or {}
+        who = {name_of(p): p for p in self._vouches}
+        found = {name_of(p): 0 for p in begin}
+        frontier = list(found)
+        while frontier:
+            further: list[bytes] = []
+            for name in frontier:
+                for vouched in sorted(self._vouches.get(who.get(name, ""), ())):
+                    if vouched not in found:
+                        found[vouched] = found[name] + 1
+                        further.append(vouched)
+            frontier = further
+        return found
 
     def _is_introduced(self, peer_id: str) -> bool:
         if self._introduced is None:

@@ -195,14 +195,23 @@ class View:
         )
 
     def replicas(self, stage: int, now: float) -> Sequence[Record]:
-        """Live replicas that serve `stage` now and count, by peer id. Where none of them counts,
-        all do: the stage has no others."""
+        """Live replicas that serve `stage` now and count, by peer id; to one that only looks on,
+        those that are `nearest`. Where there are none, all count: the stage has no others."""
 
         def found() -> list[Record]:
             there = [r for r in self.live(now, stage) if r.is_replica]
+            own = self._records.get(self.own_peer_id)
+            if own is not None and own.state == OBSERVING:
+                return self.nearest(there) or there
             return self._counting(there, now)
 
         return self.remembered(stage, "replicas", now, found)
+
+    def nearest(self, there: Sequence[Record]) -> list[Record]:
+        """Those of some replicas of a stage whose parameters are the run's, to a peer that has none
+        yet, or only looks on (`Reputation.nearest`); in the same order."""
+        near = set(self.reputation.nearest([r.peer_id for r in there]))
+        return [r for r in there if r.peer_id in near]
 
     def on_trial(self, stage: int, now: float) -> Sequence[Record]:
         """Live replicas that serve `stage`, or are about to (by the digests of their parameters),
@@ -300,10 +309,10 @@ class View:
         """Members of a stage that serve it, or leave, and whose part of an exchange is waited for,
         by peer id: this one, and those that `reputation` knows, by what it has seen of them and the
         word of those seen at work. All members in the first rounds of a run, in which all work for
-        the first time, where it knows no other one of them, of stages that
-        are not next to its own, of which word does not reach it, where the run has one stage, whose
-        replicas see nothing of what others compute, and where there are more peers than a record
-        vouches for."""
+        the first time (but not to a newcomer whose introducers have seen others work), where it
+        knows no other one of them, of stages that are not next to its own, of which word does not
+        reach it, where the run has one stage, whose replicas see nothing of what others compute,
+        and where there are more peers than a record vouches for."""
         members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
         if self._all_are_waited_for(stage, now):
             return members
@@ -314,6 +323,7 @@ class View:
         serving, own = self.counted(now), self.get(self.own_peer_id)
         is_alone = all(r.stage == stage for r in serving if r.is_replica)
         is_early = own is None or own.round < FIRST_ROUNDS
+        is_early = is_early and not self.reputation.comes_to_a_working_run
         return is_early or self._is_far(stage) or is_alone or len(serving) > MAX_VOUCHES
 
     def called(self, peer_id: str, round_index: int) -> None:
@@ -359,6 +369,11 @@ class View:
             self._forget(peer_id, now)
 
     # -- what was seen of them -------------------------------------------------------------
+
+    def named(self, peer_id: str) -> None:
+        """A person has named this peer as one of the run, and it has answered."""
+        self.reputation.named(peer_id)
+        self._heed(is_news=True)
 
     def met(self, peer_id: str) -> None:
         """Records were exchanged with a peer to which this one turned."""

@@ -16,7 +16,7 @@ The records that come in here are those of peers that count (`membership.view.Vi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from swarmnet.protocol.membership.agreement import Agreement
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, JOINING, LEAVING, Record
@@ -68,21 +68,28 @@ def holding(records: Iterable[Record]) -> list[Record]:
 
 
 def donors(
-    members: Iterable[Record], own: str, num_shards: int, round_index: int | None = None
+    members: Iterable[Record],
+    own: str,
+    num_shards: int,
+    round_index: int | None = None,
+    believed: Callable[[Sequence[Record]], Sequence[Record]] = lambda replicas: replicas,
 ) -> list[Record]:
     """Live replicas of a stage that have published digests, of one round or of any; where they
     differ in a round, those whose parameters hold. Leaving replicas only where no other is there.
-    `own`: the peer id of who asks."""
-    known = [
+    `own`: the peer id of who asks. `believed`: those among replicas of any round whose word it
+    takes; the others may give the same. None are: all."""
+    told = [
         r
         for r in members
-        if r.peer_id != own
-        and r.state != JOINING
-        and len(r.digests) == num_shards * DIGEST_BYTES
-        and (round_index is None or r.round == round_index)
+        if r.peer_id != own and r.state != JOINING and len(r.digests) == num_shards * DIGEST_BYTES
     ]
-    staying = [r for r in known if r.state == ACTIVE]
-    return holding(staying or known)
+
+    def there(replicas: Sequence[Record]) -> list[Record]:
+        known = [r for r in replicas if round_index is None or r.round == round_index]
+        return [r for r in known if r.state == ACTIVE] or known
+
+    held = {(r.round, r.digests) for r in holding(there(believed(told) or told))}
+    return [r for r in there(told) if (r.round, r.digests) in held]
 
 
 def common(stages: Sequence[Sequence[Record]]) -> tuple[int, tuple[bytes, ...]] | None:

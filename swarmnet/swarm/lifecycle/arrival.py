@@ -43,6 +43,7 @@ async def meet(gossip: Gossip, neighbours: list[str]) -> None:
         for peer_id in list(neighbours):
             try:
                 await gossip.exchange(peer_id)
+                gossip.view.named(peer_id)
                 met = True
             except WrongRun as e:
                 failures.add(e, peer_id)

@@ -1,9 +1,10 @@
 """Downloading the whole model from a live swarm, all stages of one and the same round.
 
 It is for peers that serve no stage. Which round it is, and the digests of its shards, most replicas
-of each stage say: what one of them says of itself is not the model of the run. Each shard comes
-from any of the replicas that say the same in their signed records, and is checked, as a joiner does
-it (`swarm.update.state_sync`). Replicas serve the parameters of their present round only: where the
+of each stage say, of those that are nearest by vouching: what one of them says of itself is not the
+model of the run, nor what many say whom nobody has seen at work. Each shard comes from any of the
+replicas that say the same in their signed records, and is checked, as a joiner does it
+(`swarm.update.state_sync`). Replicas serve the parameters of their present round only: where the
 run moves on before all is here, the download is begun again."""
 
 from __future__ import annotations
@@ -86,11 +87,10 @@ async def fetch_model(
 
 
 def _donors(gossip: Gossip, stage: int, num_shards: int) -> list[Record]:
-    """Live replicas of a stage that have published digests."""
-    now = asyncio.get_running_loop().time()
-    return [
-        r for r in gossip.view.replicas(stage, now) if len(r.digests) == num_shards * DIGEST_BYTES
-    ]
+    """Live replicas of a stage that have published digests; those that are nearest."""
+    now, view = asyncio.get_running_loop().time(), gossip.view
+    there = [r for r in view.live(now, stage) if r.is_replica]
+    return view.nearest([r for r in there if len(r.digests) == num_shards * DIGEST_BYTES])
 
 
 async def _common_model(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) -> _Model:
@@ -103,10 +103,21 @@ async def _common_model(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) ->
         if found is not None:
             return _Model(*found)
         if deadline.is_over(loop.time()):
-            missing = [k for k, replicas in enumerate(stages) if not replicas]
-            what = f"stage {missing[0]} has no replica" if missing else "the stages are not in step"
-            raise UserError(f"the model is not whole: {what}; try again, or use --state-dir")
+            raise UserError(
+                f"the model is not whole: {_what_is_missing(gossip, stages)}; try again, or use "
+                "--state-dir"
+            )
         await gossip.changed.wait(LOOK_AGAIN_S)
+
+
+def _what_is_missing(gossip: Gossip, stages: Sequence[Sequence[Record]]) -> str:
+    missing = [k for k, replicas in enumerate(stages) if not replicas]
+    if not missing:
+        return "the stages are not in step"
+    live = gossip.view.live(asyncio.get_running_loop().time(), missing[0])
+    if any(r.is_replica and r.digests for r in live):
+        return f"nobody vouches for those that serve stage {missing[0]}"
+    return f"stage {missing[0]} has no replica"
 
 
 async def _fetch(

@@ -141,7 +141,8 @@ class SavedModelFetch:
     """A thread for the disk."""
 
     def __post_init__(self) -> None:
-        self._saved = SavedRounds([len(sizes) for sizes in self.shard_sizes])
+        nearest = self.gossip.view.reputation.nearest
+        self._saved = SavedRounds([len(sizes) for sizes in self.shard_sizes], nearest)
         self._asking: dict[str, asyncio.Task[bool]] = {}
         """By peer, the question that it has not answered yet."""
         self._say_again = Deadline(LONG_AGO)
@@ -198,9 +199,14 @@ class SavedModelFetch:
     # ---- who has what -----------------------------------------------------------------------
 
     def _holders(self) -> list[Record]:
-        """Peers that may have something, those out of reach too: they may come back. Raises
-        `UserError` where the run has ended."""
-        known = [r for r in self.gossip.view.records() if r.state != OBSERVING]
+        """Peers that may have something, those out of reach too: they may come back. Names to which
+        no vouching leads are not waited for. Raises `UserError` where the run has ended."""
+        view = self.gossip.view
+        known = [
+            r
+            for r in view.records()
+            if r.state != OBSERVING and view.reputation.is_introduced(r.peer_id)
+        ]
         staying = [r for r in known if r.state != LEFT]
         if not staying:
             what = "all its peers have left" if known else "no peer answers any more"

@@ -17,7 +17,7 @@ import xxhash
 
 from swarmnet.errors import Busy, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.methods.state import FETCH_PARAMETERS, FetchReply, FetchRequest
-from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.membership.records import JOINING, Record
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.downloads import Downloads
@@ -82,10 +82,13 @@ class StateSync:
 
     def donors(self, round_index: int | None = None) -> list[Record]:
         """As `divergence.donors`, of those that are known: what most of any names have is nobody's
-        parameters."""
-        now, replica = asyncio.get_running_loop().time(), self.replica
-        members = self.gossip.view.known(replica.index, now)
-        return divergence.donors(members, self.gossip.own.peer_id, replica.num_shards, round_index)
+        parameters. Who is joining takes the word of those that are nearest to it."""
+        now, replica, own = asyncio.get_running_loop().time(), self.replica, self.gossip.own
+        view = self.gossip.view
+        members, num_shards = view.known(replica.index, now), replica.num_shards
+        if own.state != JOINING:
+            return divergence.donors(members, own.peer_id, num_shards, round_index)
+        return divergence.donors(members, own.peer_id, num_shards, round_index, view.nearest)
 
     async def fetch(self, round_index: int) -> bool:
         """Puts the shards of `round_index` that differ from the own ones aside, ready for

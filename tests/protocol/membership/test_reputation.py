@@ -8,6 +8,7 @@ from swarmnet.protocol.membership.records import (
     ACTIVE,
     JOINING,
     MAX_VOUCHES,
+    OBSERVING,
     VOUCH_BYTES,
     Record,
     RoundCount,
@@ -135,6 +136,67 @@ def test_only_the_first_that_are_met_introduce_and_only_where_they_vouch() -> No
     for i in range(MAX_INTRODUCERS + 2):
         reputation.vouched(f"s{i}", vouches(f"f{i}"))
     assert [reputation.met(f"s{i}") for i in range(MAX_INTRODUCERS + 1)][-1] is False
+
+
+def test_where_one_was_named_no_other_introduces() -> None:
+    """Not even one that vouches, and is met next."""
+    reputation = Reputation("me")
+    reputation.vouched("s", vouches("a"))
+    reputation.vouched("liar", vouches("other"))
+    assert reputation.met("s")
+    reputation.named("s")
+    assert not reputation.met("liar")
+    assert reputation.counts("a")
+    assert not reputation.counts("other")
+
+
+def test_the_nearest_by_vouching_are_believed_however_many_others_there_are() -> None:
+    """Also those for whom one vouches that was fooled: they are further away."""
+    reputation = Reputation("me")
+    names = [f"liar-{i}" for i in range(200)]
+    assert reputation.nearest(["a", *names]) == ["a", *names], "nobody vouches for anybody"
+    reputation.named("s")
+    assert reputation.nearest(["a", "s", *names]) == ["s"]
+    assert reputation.nearest(["a", *names]) == ["a", *names], "it has seen nobody yet"
+    for name in names:
+        reputation.vouched(name, vouches(*names[: MAX_VOUCHES - 1]))
+    reputation.vouched("s", vouches("a", names[0]))
+    reputation.vouched("a", vouches("b"))
+    assert reputation.nearest(["a", "b", "s", *names]) == ["a", "s", names[0]]
+    assert reputation.nearest(["b", *names[1:3]]) == ["b", *names[1:3]], "one step further"
+    assert reputation.nearest(["c", "d"]) == [], "nobody vouches for them, and others do"
+    assert reputation.is_introduced("b")
+    assert not reputation.is_introduced("c")
+    reputation.lied(names[0])
+    assert reputation.nearest(["a", names[0]]) == ["a"]
+
+
+def test_own_experience_ends_what_the_named_ones_say() -> None:
+    reputation = Reputation("me")
+    reputation.named("s")
+    reputation.round_began()
+    assert reputation.nearest(["s", "a"]) == ["s", "a"]
+    reputation = working("me", "a")
+    reputation.named("s")
+    assert reputation.nearest(["s", "a"]) == ["a"]
+    reputation.vouched("a", vouches("b"))
+    reputation.vouched("b", vouches("c"))
+    assert reputation.nearest(["s", "b", "c"]) == ["b"]
+    assert reputation.nearest(["s", "c"]) == ["c"]
+
+
+def test_an_onlooker_asks_those_that_are_nearest() -> None:
+    view = View("me")
+    view.merge(replace(record("me"), state=OBSERVING), 0.0)
+    for peer_id in ("a", "b", "liar"):
+        view.merge(replace(record(peer_id), stage=0, state=ACTIVE), 0.0)
+    view.merge(replace(record("x"), stage=1, state=ACTIVE), 0.0)
+    assert [r.peer_id for r in view.replicas(0, 0.0)] == ["a", "b", "liar"]
+    view.merge(replace(record("a", version=2), stage=0, state=ACTIVE, vouches=vouches("b")), 0.0)
+    view.named("a")
+    assert [r.peer_id for r in view.replicas(0, 0.0)] == ["a", "b"]
+    assert [r.peer_id for r in view.replicas(1, 0.0)] == ["x"], "the stage has no others"
+    assert view.nearest(view.live(0.0, 1)) == []
 
 
 def test_one_vouches_for_few() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import given
@@ -68,6 +69,20 @@ def test_donors_have_published_what_holds() -> None:
     leaves = replace(a, state=LEAVING)
     assert donors([leaves, *others], "own", 1) == [leaves]
     assert donors([leaves, later], "own", 1) == [later], "it goes on"
+
+
+def test_donors_are_those_that_give_what_the_believed_ones_have() -> None:
+    names = [record(f"liar-{i}", digest=b"z", round_index=5 + i % 2) for i in range(20)]
+    near, same = record("a", digest=b"x"), record("b", digest=b"x")
+
+    def believed(replicas: Sequence[Record]) -> list[Record]:
+        return [r for r in replicas if r.peer_id in ("a", "c")]
+
+    there = [near, same, *names]
+    assert donors(there, "own", 1) != [near, same]
+    assert donors(there, "own", 1, None, believed) == [near, same]
+    assert donors(there, "own", 1, 6, believed) == [], "they have not begun that round"
+    assert donors([same, *names], "own", 1, None, believed) == donors([same, *names], "own", 1)
 
 
 def began(peers: str, digest: bytes, round_index: int, samples: int = 32) -> list[Record]:
