@@ -18,6 +18,7 @@ from swarmnet.training.memory import offload
 from swarmnet.training.memory.plan import BF16, FP32, Precision, plan_memory
 from swarmnet.training.memory.plan import EXPERTS as SHARE_EXPERTS
 from swarmnet.training.memory.plan import SEQUENCES as SHARE_SEQUENCES
+from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.cut_plan import cut_plan
 from swarmnet.training.ranks.cuts import in_rows
 from swarmnet.training.ranks.expert_layers import ExpertCut
@@ -294,8 +295,10 @@ def test_a_rank_keeps_no_more_than_the_plan_says(mode: str, precision: Precision
         assert first is not None
         assert second is not None
         assert whole is not None
-        assert 0.8 * (second - first) < measured < 1.02 * (second - first), f"stage {k}"
-        assert first < 0.95 * whole
+        assert measured < 1.02 * (second - first), f"stage {k}"
+        if precision is FP32:  # of a small model in bf16 the plan counts nothing as cut
+            assert 0.8 * (second - first) < measured, f"stage {k}"
+            assert first < 0.95 * whole
         inputs = output or inputs
 
 
@@ -323,12 +326,17 @@ def test_rows_that_cannot_be_are_one_line(
         check_rows(small_spec(**changes), mode, 2, row_size)
 
 
-def test_dropout_of_adapters_and_bases_in_few_bits_are_for_one_of_the_two() -> None:
+def test_dropout_of_adapters_and_bases_in_few_bits_are_for_one_of_the_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swarmnet.training.models.lora.check_packing", lambda _: None)
     spec = small_spec()
     for more in ({"lora_dropout": 0.1}, {"base_dtype": "int8"}):
         lora = LoraSpec.model_validate({**LORA, **more})
         with pytest.raises(SpecError, match="; leave"):
             check_rows(spec.model_copy(update={"lora": lora}), SEQUENCES, 2, 2)
+        with pytest.raises(SpecError, match="; take --tp 1"):
+            check_cut(mixture_of().model_copy(update={"lora": lora}), 2)
 
 
 def test_a_part_of_a_part_is_read_and_written_where_it_lies() -> None:
