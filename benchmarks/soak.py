@@ -587,6 +587,8 @@ def main() -> None:
     parser.add_argument("--join", default="")
     parser.add_argument("--parent", type=int)
     options = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = options.folder.resolve()
     if options.role:
         assert threading.current_thread() is threading.main_thread()
