@@ -88,7 +88,7 @@ MODELS = {
     "narrow": Model(llama(32, 2), microbatch=1, length=48),
     "wide": Model(llama(96, 6), microbatch=8, length=8),
     "experts": Model(llama(32, 4, num_experts=4, num_experts_per_tok=2)),
-    "gpt_neox": Model(family("gpt_neox", num_key_value_heads=None), microbatch=2, length=24),
+    "gemma2": Model(family("gemma2", head_dim=8), microbatch=2, length=24),
     "qwen2": Model(family("qwen2"), microbatch=8, length=12),
     "qwen3": Model(family("qwen3", head_dim=16), microbatch=3, length=20),
 }
