@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -90,7 +91,11 @@ def test_from_a_live_swarm_all_stages_are_of_one_round(tmp_path: Path) -> None:
         gossip = observer(swarm)
         running = swarm.hub.transports["observer"]
         await gossip.reconcile("peer-0")
-        round_index, named = await fetch_named(spec, running, gossip)
+        gossiping = asyncio.ensure_future(gossip.run())
+        try:
+            round_index, named = await fetch_named(spec, running, gossip)
+        finally:
+            gossiping.cancel()
         assert 4 <= round_index < 40
         from tests.swarm.harness import relative_difference, replay
 
