@@ -37,6 +37,7 @@ OTHERS: dict[str, Any] = {
     "weights_memory": "host",
     "local": "fsdp",
     "announce": ("/ip4/1.2.3.4/tcp/1",),
+    "household": Path("house.key"),
     "keep_checkpoints": 5,
 }
 """What is not the default, where a number, a flag or a name would not do."""
