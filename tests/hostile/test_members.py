@@ -20,12 +20,18 @@ from tests.hostile.trial import OPEN_PART, trial
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 
-def lie(num_names: int, says: Says, *, has_worked: bool = False) -> Attack:
-    """`has_worked`: all honest peers have seen these names at work before."""
+def lie(
+    num_names: int, says: Says, *, has_worked: bool = False, found_loss: bool = False
+) -> Attack:
+    """`has_worked`: all honest peers have seen these names at work before; `found_loss`: have seen
+    them find the loss of a microbatch."""
 
     def know(name: Name, swarm: Swarm) -> None:
-        for member in swarm.members.values() if has_worked else ():
-            member.peer.view.delivered(name.peer_id)
+        for member in swarm.members.values():
+            if has_worked:
+                member.peer.view.delivered(name.peer_id)
+            if found_loss:
+                member.peer.view.found_loss(name.peer_id)
 
     return lies(num_names, says, know=know)
 
@@ -42,6 +48,17 @@ def untouched(swarm: Swarm, attacker: Attacker) -> None:
 @pytest.mark.parametrize("says", [ahead, follows])
 def test_a_few_names_end_no_round_and_hold_none_up(says: Says, num_names: int) -> None:
     pace = trial(lie(num_names, says), during_s=8.0, look=untouched)
+    assert pace.held(), pace
+
+
+def declares_nothing(number: int, newest: int) -> dict[str, Any]:
+    """It may have something to give in each exchange."""
+    return {"round": newest, "stage": number % 2}
+
+
+def test_no_exchange_waits_for_who_has_found_a_loss_and_done_no_work() -> None:
+    attack = lie(2, declares_nothing, found_loss=True)
+    pace = trial(attack, during_s=8.0, look=untouched)
     assert pace.held(), pace
 
 

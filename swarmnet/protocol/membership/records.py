@@ -220,7 +220,8 @@ class Record:
     serves_data: bool = False
     """Gives the tokens of the run's data to members that ask."""
     vouches: bytes = b""
-    """Peers that it has seen at work (see `protocol.membership.reputation`), by name, ascending."""
+    """Peers that it has seen at work, or find a right loss, by a name for each (see
+    `protocol.membership.reputation`), ascending."""
     measures: bool = True
     """Its data have a part that is held out: as a feeder it can measure losses on that."""
     publishes: bool = False

@@ -1,10 +1,13 @@
 """Who counts: what this peer has seen others do, and the word of those it has seen work. Pure.
 
-An identity is free, so a record makes nobody a member. A peer counts here once this one has seen
-it work: a microbatch came back through it, or one that it sent was committed, or it found the right
-loss in a trial pass (`protocol.pipeline.trials`). Its word then helps others (`Record.vouches`):
-whoever it has seen work itself counts here too, but the word of those does not go further. So a
-peer that has proved itself can bring in `MAX_VOUCHES` others at most.
+An identity is free, so a record makes nobody a member. A peer *works* here once this one has seen
+it work: a microbatch came back through it, or one that it sent was committed. Its word then helps
+others (`Record.vouches`): whoever it has seen work itself works here too, but the word of those
+does not go further. So a peer that has proved itself can bring in `MAX_VOUCHES` others at most.
+
+Who found the right loss in a trial pass (`protocol.pipeline.trials`) counts too, here and by the
+word of those that work: it is given microbatches. It has no gradient before one comes back, so no
+exchange waits for it, and its own word helps nobody.
 
 Where a peer has seen nobody work yet, it goes by the swarm that it finds. A newcomer to one that
 works (its introducers vouch for somebody) believes its introducers, those for whom they vouch, and
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
 from functools import lru_cache
 
@@ -47,9 +50,11 @@ class Level(IntEnum):
     BARRED = -1
     """It has lied."""
     UNKNOWN = 0
-    VOUCHED = 1
+    TRIED = 1
+    """It has found the right loss, as this peer or somebody who is proven has seen."""
+    VOUCHED = 2
     """Somebody who is proven has seen it work."""
-    PROVEN = 2
+    PROVEN = 3
     """This peer has seen it work."""
 
 
@@ -57,6 +62,12 @@ class Level(IntEnum):
 def name_of(peer_id: str) -> bytes:
     """A peer as records name it in their vouches: `VOUCH_BYTES` bytes."""
     return hashlib.blake2b(peer_id.encode(), digest_size=VOUCH_BYTES).digest()
+
+
+@lru_cache(maxsize=1 << 15)
+def tried_name_of(peer_id: str) -> bytes:
+    """The same of a peer that has been seen to find the right loss, and not at work yet."""
+    return hashlib.blake2b(name_of(peer_id), digest_size=VOUCH_BYTES).digest()
 
 
 def names_in(vouches: bytes) -> list[bytes]:
@@ -73,8 +84,10 @@ class Reputation:
         self._own_peer_id = own_peer_id
         self._vouches: dict[str, frozenset[bytes]] = {}
         """By who vouches."""
-        self._proven: dict[str, None] = {}
-        """The one that was proven last at the end."""
+        self._proven: set[str] = set()
+        self._shown: dict[str, bool] = {}
+        """Who has shown something to this peer, the last one at the end; whether that is work, or
+        a loss alone."""
         self._supported: Counter[bytes] = Counter()
         """How many of the proven peers vouch for one."""
         self._barred: dict[str, None] = {}
@@ -110,7 +123,10 @@ class Reputation:
             return Level.BARRED
         if peer_id in self._proven:
             return Level.PROVEN
-        return Level.VOUCHED if name_of(peer_id) in self._supported else Level.UNKNOWN
+        if name_of(peer_id) in self._supported:
+            return Level.VOUCHED
+        is_tried = peer_id in self._shown or tried_name_of(peer_id) in self._supported
+        return Level.TRIED if is_tried else Level.UNKNOWN
 
     def counts(self, peer_id: str) -> bool:
         """Whether a peer takes part in the run, as this one sees it. The own one counts where the
@@ -118,9 +134,14 @@ class Reputation:
         level = self.level(peer_id)
         if level is not Level.UNKNOWN:
             return level > Level.UNKNOWN
-        if not self._proven:
-            return not self._introducers or self._is_introduced(peer_id)
-        return self._rounds_left > 0 and peer_id in self._founders
+        return self._is_believed(peer_id) or self._is_introduced(peer_id, tried_name_of)
+
+    def works(self, peer_id: str) -> bool:
+        """Whether a peer counts, and may have a gradient: a right loss is not enough."""
+        level = self.level(peer_id)
+        if level in (Level.UNKNOWN, Level.TRIED):
+            return self._is_believed(peer_id)
+        return level > Level.UNKNOWN
 
     def nearest(self, peer_ids: Collection[str]) -> list[str]:
         """Those of some peers of one stage whose word of the run's parameters is worth most, to one
@@ -128,8 +149,8 @@ class Reputation:
         are not barred, where nobody vouches for anybody; none, where others do and for none of
         these."""
         allowed = [p for p in peer_ids if self.level(p) is not Level.BARRED]
-        if self._proven and (counting := [p for p in allowed if self.counts(p)]):
-            return counting
+        if self._proven and (working := [p for p in allowed if self.works(p)]):
+            return working
         steps = self._found_steps()
         found = [(steps[name], p) for p in allowed if (name := name_of(p)) in steps]
         if not found:
@@ -144,9 +165,11 @@ class Reputation:
         return not any(steps.values()) or name_of(peer_id) in steps
 
     def vouches(self) -> bytes:
-        """For whom this peer vouches: those that were proven last, as a record names them."""
-        newest = list(self._proven)[-MAX_VOUCHES:]
-        return b"".join(sorted(map(name_of, newest)))
+        """For whom this peer vouches: those that have shown something last, as a record names
+        them."""
+        newest = list(self._shown.items())[-MAX_VOUCHES:]
+        names = (name_of(p) if is_work else tried_name_of(p) for p, is_work in newest)
+        return b"".join(sorted(names))
 
     # ---- what has been seen ---------------------------------------------------------------------
 
@@ -189,17 +212,28 @@ class Reputation:
         return bool(self._introducers or self._named) and not self._proven
 
     def delivered(self, peer_id: str, known: Iterable[str]) -> bool:
-        """A peer was seen at work. `known`: all peers of the view; those that count when the first
+        """A peer was seen at work. `known`: all peers of the view; those that work when the first
         proof comes are the founders."""
         if peer_id == self._own_peer_id or peer_id in self._proven:
             return False
         if machine_of(peer_id) in self._barred:
             return False
         if not self._proven and not self._founders and self._rounds_left:
-            self._founders = frozenset(p for p in known if self.counts(p))
-        self._proven[peer_id] = None
+            self._founders = frozenset(p for p in known if self.works(p))
+        self._shown.pop(peer_id, None)
+        self._shown[peer_id] = True
+        self._proven.add(peer_id)
         self._steps = None
         self._support(self._vouches.get(peer_id, ()), 1)
+        return True
+
+    def found_loss(self, peer_id: str) -> bool:
+        """A peer has found the right loss in a trial pass."""
+        if peer_id == self._own_peer_id or peer_id in self._shown:
+            return False
+        if machine_of(peer_id) in self._barred:
+            return False
+        self._shown[peer_id] = False
         return True
 
     def lied(self, peer_id: str) -> bool:
@@ -210,7 +244,7 @@ class Reputation:
         self._barred[machine] = None
         if len(self._barred) > MAX_BARRED:
             del self._barred[next(iter(self._barred))]
-        for seat in [p for p in self._proven if machine_of(p) == machine]:
+        for seat in [p for p in self._shown if machine_of(p) == machine]:
             self._disprove(seat)
         return True
 
@@ -237,8 +271,9 @@ class Reputation:
     # ---- within ---------------------------------------------------------------------------------
 
     def _disprove(self, peer_id: str) -> None:
+        self._shown.pop(peer_id, None)
         if peer_id in self._proven:
-            del self._proven[peer_id]
+            self._proven.remove(peer_id)
             self._steps = None
             self._support(self._vouches.get(peer_id, ()), -1)
 
@@ -270,10 +305,19 @@ class Reputation:
             frontier = further
         return found
 
-    def _is_introduced(self, peer_id: str) -> bool:
+    def _is_believed(self, peer_id: str) -> bool:
+        """Before this peer has seen it, or has heard of it from those that it has seen."""
+        if self._proven:
+            return self._rounds_left > 0 and peer_id in self._founders
+        return not self._introducers or self._is_introduced(peer_id, name_of)
+
+    def _is_introduced(self, peer_id: str, named: Callable[[str], bytes]) -> bool:
+        """`named`: how those that introduce it have to vouch for it."""
+        if self._proven or not self._introducers:
+            return False
         if self._introduced is None:
             self._introduced = self._find_introduced()
-        return peer_id in self._introducers or name_of(peer_id) in self._introduced
+        return peer_id in self._introducers or named(peer_id) in self._introduced
 
     def _find_introduced(self) -> frozenset[bytes]:
         """Those for whom the introducers vouch, those for whom these vouch, and so on."""

@@ -380,8 +380,14 @@ class View:
         self._heed(self.reputation.met(peer_id))
 
     def delivered(self, peer_id: str) -> bool:
-        """A peer was seen at work (see `Reputation.delivered`); True where it counts only now."""
+        """A peer was seen at work (see `Reputation.delivered`); True where that is new."""
         is_news = self.reputation.delivered(peer_id, self._records)
+        self._heed(is_news)
+        return is_news
+
+    def found_loss(self, peer_id: str) -> bool:
+        """As `Reputation.found_loss`."""
+        is_news = self.reputation.found_loss(peer_id)
         self._heed(is_news)
         return is_news
 
@@ -433,7 +439,7 @@ class View:
     def _known(self, there: list[Record]) -> list[Record]:
         """Those of these that are known; where no other one is, all."""
         own = self.own_peer_id
-        known = [r for r in there if r.peer_id == own or self.reputation.counts(r.peer_id)]
+        known = [r for r in there if r.peer_id == own or self.reputation.works(r.peer_id)]
         return known if any(r.peer_id != own for r in known) else there
 
     def _counting(self, there: list[Record], now: float) -> list[Record]:

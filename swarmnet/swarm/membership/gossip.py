@@ -169,8 +169,16 @@ class Gossip:
         """A peer was seen at work (see `protocol.membership.reputation`). Where it counts only now,
         all are told."""
         if self.view.delivered(peer_id):
-            self.update(vouches=self.view.reputation.vouches(), urgent=True)
-            self.changed.notify_all()
+            self._tell_vouches()
+
+    def found_loss(self, peer_id: str) -> None:
+        """As `worked`, of a trial pass."""
+        if self.view.found_loss(peer_id):
+            self._tell_vouches()
+
+    def _tell_vouches(self) -> None:
+        self.update(vouches=self.view.reputation.vouches(), urgent=True)
+        self.changed.notify_all()
 
     def tell_addresses(self) -> None:
         """Puts those that the transport has now into the own record."""

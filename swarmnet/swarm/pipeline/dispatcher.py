@@ -72,7 +72,7 @@ class Passed:
     reply: StepReply
     grad_inputs: Array | None
     is_first: bool
-    """The replica did not count here before, while others did."""
+    """The replica had not been seen at work here before, while others had."""
 
 
 Accept = Callable[[StepReply, tuple[Array, ...]], Array | None]
@@ -415,7 +415,7 @@ class Dispatcher:
             raise
         router.succeeded(peer_id, _now(), hop.sent_at)
         reputation = self.gossip.view.reputation
-        is_first = reputation.is_proven and not reputation.counts(peer_id)
+        is_first = reputation.is_proven and not reputation.works(peer_id)
         self.gossip.worked(peer_id)
         self._trials.came_back(message.body, message.arrays, body)
         return Passed(peer_id, body, grad_inputs, is_first)

@@ -74,7 +74,7 @@ class TrialPasses:
             )
             said = reply.body
             if agrees(said.loss_sum, said.num_tokens, known.loss_sum, known.num_tokens):
-                self._gossip.worked(peer_id)
+                self._gossip.found_loss(peer_id)
                 return
             log.info(
                 "stage %d: %s finds another loss than others (%.4g over %d tokens, not %.4g over "

@@ -19,6 +19,7 @@ from swarmnet.protocol.membership.reputation import (
     Level,
     Reputation,
     name_of,
+    tried_name_of,
 )
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import newest_round, round_progress
@@ -207,6 +208,50 @@ def test_one_vouches_for_few() -> None:
     assert name_of("p0") not in told
 
 
+def test_a_right_loss_is_not_work() -> None:
+    """Who found one counts, here and by the word of those that work, and may have no gradient."""
+    reputation = working("me", "a")
+    assert reputation.found_loss("b")
+    assert not reputation.found_loss("b"), "nothing new"
+    reputation.vouched("a", tried_name_of("c"))
+    assert reputation.level("b") is reputation.level("c") is Level.TRIED
+    assert [p for p in ("a", "b", "c", "d") if reputation.counts(p)] == ["a", "b", "c"]
+    assert [p for p in ("a", "b", "c", "d") if reputation.works(p)] == ["a"]
+    reputation.vouched("b", vouches("d"))
+    assert not reputation.counts("d"), "its word helps nobody"
+    assert reputation.vouches() == b"".join(sorted((name_of("a"), tried_name_of("b"))))
+    assert reputation.delivered("b", ())
+    assert reputation.works("b")
+    assert reputation.counts("d")
+    assert reputation.vouches() == vouches("a", "b")
+    assert not reputation.found_loss("b")
+    reputation.vouched("a", vouches("c"))
+    assert reputation.works("c")
+
+
+def test_who_found_a_loss_is_forgotten_and_barred_as_others_are() -> None:
+    reputation = working("me", "a")
+    reputation.found_loss("b")
+    reputation.forget("b")
+    assert not reputation.counts("b")
+    reputation.found_loss("b")
+    assert reputation.lied("b")
+    assert reputation.vouches() == vouches("a")
+    assert not reputation.found_loss("b")
+    assert reputation.level("b") is Level.BARRED
+
+
+def test_a_newcomer_takes_a_right_loss_for_no_work_either() -> None:
+    reputation = Reputation("me")
+    reputation.vouched("s", b"".join(sorted((name_of("a"), tried_name_of("b")))))
+    assert reputation.met("s")
+    assert [p for p in ("s", "a", "b", "liar") if reputation.counts(p)] == ["s", "a", "b"]
+    assert [p for p in ("s", "a", "b", "liar") if reputation.works(p)] == ["s", "a"]
+    reputation.delivered("s", ("s", "a", "b", "liar", "me"))
+    assert [p for p in ("s", "a", "b", "liar") if reputation.works(p)] == ["s", "a"]
+    assert reputation.counts("b"), "by the word of one that works now"
+
+
 # ---- what a view makes of it --------------------------------------------------------------------
 
 
@@ -233,6 +278,22 @@ def test_a_flood_of_names_changes_nothing() -> None:
     assert len(view.on_trial(0, 1.0)) == 100
     assert not view.is_past(5, 1.0)
     assert round_progress(view, 5, 1.0, 8).committed == 0
+
+
+def test_who_found_a_loss_gets_work_and_no_exchange_waits_for_it() -> None:
+    mine = record("me", stage=0, state=ACTIVE, round=5)
+    others = [record(p, stage=0, state=ACTIVE, round=5) for p in ("a", "tried")]
+    other = record("b", stage=1, state=ACTIVE, round=5, vouches=vouches("me"))
+    view = view_of(mine, *others, other, proven=("a", "b"))
+    for i in range(200):
+        view.merge(record(f"liar-{i}", stage=i % 2, state=ACTIVE), 1.0)
+    for round_index in range(6, 6 + GRACE_ROUNDS):
+        view.merge(replace(mine, version=mine.version + round_index, round=round_index), 1.0)
+    assert view.found_loss("tried")
+    assert [r.peer_id for r in view.replicas(0, 1.0)] == ["a", "me", "tried"]
+    assert [r.peer_id for r in view.known(0, 1.0)] == ["a", "me"]
+    assert view.delivered("tried")
+    assert [r.peer_id for r in view.known(0, 1.0)] == ["a", "me", "tried"]
 
 
 def test_a_stage_that_has_no_others_takes_whoever_comes() -> None:
