@@ -223,7 +223,8 @@ class Norms:
         async def ask(peer_id: str) -> float:
             if peer_id == self.gossip.own.peer_id:  # others may see other roots
                 return await self._collect(request, peer_id, timeout_s)
-            return await self._ask(peer_id, request, timeout_s)
+            # Who collects says so after its wait, and that is another answer than none.
+            return await self._ask(peer_id, request, timeout_s + RETRY_S)
 
         order, own = self._collectors(), self.gossip.own.peer_id
         wanted = AGREE if len(order) > AGREE else 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import NotReady, Unreachable
-from swarmnet.methods.update import NormRequest
+from swarmnet.methods.update import NormReply, NormRequest
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.peer import Peer
@@ -471,3 +471,22 @@ async def _say(net: Net, round_index: int, sums: dict[int, float]) -> Message:
     request: Any = SimpleNamespace(remote="other", message=Message(body))
     reply: Message = await net.handlers["a", "norm"](request)
     return reply
+
+
+def test_one_collector_that_lies_says_nothing_alone_where_the_others_wait() -> None:
+    """They answer that they do, which is not silence."""
+
+    async def scenario() -> None:
+        net = Net("abcd")
+
+        async def lie(request: Any) -> Message:
+            return Message(NormReply(1e30))
+
+        net.handlers["a", "norm"] = lie
+        early = [asyncio.create_task(net.norms[n].add(ROUND, j, SUMS[j])) for n, j in LATER]
+        await asyncio.sleep(3 * ATTEMPT_S)
+        assert not any(task.done() for task in early), "the first shard has no sum"
+        assert await asyncio.gather(net.norms["d"].add(ROUND, 0, SUMS[0]), *early) == [7.0] * 3
+        await net.close()
+
+    run(scenario())
