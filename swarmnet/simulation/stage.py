@@ -580,7 +580,10 @@ class SyntheticOptimizer:
         return {"steps": steps}, (moments,) * self._num_vectors
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
-        self._state[shard_index] = (int(values["steps"]), numbers_of(arrays[0]))
+        steps = values.get("steps")
+        if not isinstance(steps, int) or steps < 0 or not arrays:
+            raise ProtocolViolation("optimizer state of no possible form")
+        self._state[shard_index] = (steps, numbers_of(arrays[0]))
         self._observe("replaced", shard=shard_index)
 
 

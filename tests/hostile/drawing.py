@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from swarmnet.errors import ProtocolViolation
 from swarmnet.methods.method import Arrays, Method
 from swarmnet.methods.microbatch import EVALUATE, LOGITS, TRAIN
+from swarmnet.methods.update import ShardReply
 from swarmnet.ports import DATA_FILES
 from swarmnet.protocol.membership.records import DIGEST_BYTES, STATES
 from swarmnet.protocol.slots import SlotSet, all_slots, flight_id
@@ -52,6 +53,8 @@ class Truth:
     history: int
     incarnations: dict[str, int] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
+    num_asked: int = 1
+    """What an answer is about: so many shards, or microbatches."""
 
     def flight(self, rng: random.Random) -> int:
         """A microbatch of some feeder in this round, as its id would be without the secret."""
@@ -128,11 +131,14 @@ def hints_of(cls: type) -> dict[str, Any]:
 def near(hint: Any, name: str, truth: Truth, rng: random.Random) -> Any:
     """A value that could be right: plain, or a dataclass."""
     origin, args = get_origin(hint), get_args(hint)
-    if name in NEAR and origin not in (tuple, dict):
+    is_told = hint is ShardReply  # its field is called as the numbers of shards are
+    if name in NEAR and origin not in (tuple, dict) and not is_told:
         return NEAR[name](truth, rng)
     if origin is tuple:
+        if name == "results":
+            return list(range(truth.num_asked))
         if len(args) == 2 and args[1] is ...:
-            return [near(args[0], name, truth, rng)]
+            return [near(args[0], name, truth, rng) for _ in range(truth.num_asked)]
         return [near(arg, name, truth, rng) for arg in args]
     if origin is dict:
         return {near(args[0], "peer_id", truth, rng): near(args[1], "", truth, rng)}
@@ -240,6 +246,14 @@ def arrays(method: Method[Any, Any], truth: Truth, rng: random.Random) -> tuple[
     """Of a call or its reply: as many as there should be or not, and of some form."""
     num = rng.choice((0, 0, 1, 1, 2, 3))
     return tuple(_array(method, truth, rng) for _ in range(num))
+
+
+def asked_arrays(method: Method[Any, Any], truth: Truth, rng: random.Random) -> tuple[Array, ...]:
+    """As many and of such a form as an answer has that is right."""
+    if method.arrays is Arrays.MICROBATCH:
+        return (activation((truth.round, truth.flight(rng)), truth.sizes),)
+    shape = (truth.sizes.shard_parameters,)
+    return tuple(Array("float32", shape, false_gradient(rng)) for _ in range(truth.num_asked))
 
 
 def _array(method: Method[Any, Any], truth: Truth, rng: random.Random) -> Array:
