@@ -201,9 +201,9 @@ def test_activations_are_what_a_stage_keeps(
         data = output or data
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def only_new_objects() -> Iterator[None]:
-    """What was there before a test is not looked through again and again."""
+    """What was there before these tests is not looked through again and again."""
     gc.collect()
     gc.freeze()
     yield
