@@ -35,7 +35,7 @@ from benchmarks.learning.tasks import TASKS, write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "optimizers.jsonl"
 TASKS_HERE = ("python", "letters")
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3)
 FIRST = 2
 """Where the search begins."""
 KINDS = ("adamw", "muon")
