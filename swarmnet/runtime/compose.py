@@ -3,6 +3,7 @@ has."""
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from swarmnet.errors import UsageError
 from swarmnet.household import household_of
 from swarmnet.identity import Identity as Key
+from swarmnet.printable import printable
 from swarmnet.protocol.membership.records import Household
 from swarmnet.runtime.admission import Admitted
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches
@@ -26,6 +28,8 @@ from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.transport.base import Transport
+
+log = logging.getLogger("swarmnet.peer")
 
 
 def run_settings(spec: RunSpec) -> RunSettings:
@@ -85,7 +89,7 @@ def compose(
             started_unix_s=now_unix_s,
             agent=AGENT,
             credential=admitted.credential,
-            household=_household(options.household, key),
+            household=household_from(options.household, key),
         ),
         admission=admitted.admission,
         settings=replace(run_settings(spec), num_shards=_num_shards(spec, options)),
@@ -103,10 +107,20 @@ def compose(
     )
 
 
-def _household(path: Path | None, key: Key) -> Household | None:
+def household_from(path: Path | None, key: Key) -> Household | None:
     """What this peer shows of the household whose key is in a file, made there if there is none.
     Raises `UserError`."""
-    return None if path is None else household_of(Key.load_or_create(path), key.peer_id)
+    if path is None:
+        return None
+    is_there = path.exists()
+    household = household_of(Key.load_or_create(path), key.peer_id)
+    if not is_there:
+        log.warning(
+            "a new household: its key is in %s; give that file to the other machines behind this "
+            "uplink, and --household there",
+            printable(str(path)),
+        )
+    return household
 
 
 def _num_shards(spec: RunSpec, options: PeerOptions) -> tuple[int, ...]:
