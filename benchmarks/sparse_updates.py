@@ -66,6 +66,8 @@ WAYS = (
     "momentum 256 1",
     "mean 256 0.5",
     "momentum 256 0.5",
+    "momentum 208 0.5",
+    "momentum 192 0.5",
     "before 256 0.5",
     "union 128",
     "mean",
