@@ -112,11 +112,6 @@ class Reputation:
         """Somebody has been seen at work."""
         return bool(self._proven)
 
-    @property
-    def comes_to_a_working_run(self) -> bool:
-        """No round has begun here, and those who introduce this peer have seen others at work."""
-        return self._is_newcomer and bool(self._introducers)
-
     def level(self, peer_id: str) -> Level:
         """What is known of a peer."""
         if self._barred and machine_of(peer_id) in self._barred:

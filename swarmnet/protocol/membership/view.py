@@ -309,10 +309,9 @@ class View:
         """Members of a stage that serve it, or leave, and whose part of an exchange is waited for,
         by peer id: this one, and those that `reputation` knows, by what it has seen of them and the
         word of those seen at work. All members in the first rounds of a run, in which all work for
-        the first time (but not to a newcomer whose introducers have seen others work), where it
-        knows no other one of them, of stages that are not next to its own, of which word does not
-        reach it, where the run has one stage, whose replicas see nothing of what others compute,
-        and where there are more peers than a record vouches for."""
+        the first time, where it knows no other one of them, of stages that are not next to its own,
+        of which word does not reach it, where the run has one stage, whose replicas see nothing of
+        what others compute, and where there are more peers than a record vouches for."""
         members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
         if self._all_are_waited_for(stage, now):
             return members
@@ -323,7 +322,6 @@ class View:
         serving, own = self.counted(now), self.get(self.own_peer_id)
         is_alone = all(r.stage == stage for r in serving if r.is_replica)
         is_early = own is None or own.round < FIRST_ROUNDS
-        is_early = is_early and not self.reputation.comes_to_a_working_run
         return is_early or self._is_far(stage) or is_alone or len(serving) > MAX_VOUCHES
 
     def called(self, peer_id: str, round_index: int) -> None:
