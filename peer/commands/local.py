@@ -59,7 +59,7 @@ async def run_local(
 
     Raises:
         UserError: spec, options or metrics file are wrong, or the first peer found them so.
-        SwarmnetError: every peer ended before the run did.
+        SwarmnetError: every peer ended before the run did, or the model was to be kept and is not.
     """
     started, choices = await begin_local(options)
     spec = started.spec
@@ -99,6 +99,7 @@ async def run_local(
         processes = local_processes(folder, choices, command, steps)
         debug = ("--debug",) if options.debug else ()
         swarm = LocalSwarm(started, choices, processes, debug)
+        missing = ""
         try:
             reporter.screen.say(describe(spec))
             observer = await swarm.start(reporter.screen.say, join)
@@ -111,24 +112,48 @@ async def run_local(
                 )
             await processes.stop()
             if kept is not None:
-                reporter.screen.say(f"the run is in {kept}; the same command goes on with it")
+                line, is_saved = await asyncio.to_thread(_what_is_kept, kept, swarm)
+                reporter.screen.say(line)
+                missing = "" if is_saved else "nothing of the run is saved"
             if options.out is not None:
-                await asyncio.to_thread(_export, options, options.out, swarm, reporter)
+                line, is_written = await asyncio.to_thread(_export, options, options.out, swarm)
+                reporter.screen.say(line)
+                missing = missing if is_written else "the model was not written"
+        if missing:
+            raise SwarmnetError(missing)
 
 
-def _export(options: LocalOptions, out: Path, swarm: LocalSwarm, reporter: Reporter) -> None:
-    """Writes the model that the peers have saved when they ended; why not, in a line."""
+def _what_is_kept(kept: Path, swarm: LocalSwarm) -> tuple[str, bool]:
+    """Of a run whose folder stays, in a line: the same command may begin anew. Whether anything
+    is saved."""
+    from swarmnet.runtime.exporting.models import newest_whole
+
+    newest = newest_whole(swarm.state_dirs, swarm.spec.run_id)
+    words = f"the run is in {kept}"
+    if newest is None:
+        words += ", but no round of all stages is saved: the same command begins anew"
+    else:
+        words += f", saved after round {newest}; the same command goes on with it"
+    errors = [(child.name, child.own_error()) for child in swarm.processes.children]
+    if lost := [f"{name}: {error}" for name, error in errors if error]:
+        words += f" ({lost[0]})"
+    return words, newest is not None
+
+
+def _export(options: LocalOptions, out: Path, swarm: LocalSwarm) -> tuple[str, bool]:
+    """Writes the model that the peers have saved when they ended; how that went, in a line, and
+    whether it was written."""
     from swarmnet.runtime.exporting.models import Wanted, export_checkpoints
 
     folder = swarm.processes.folder
     wanted = Wanted(dtype=options.dtype, base=swarm.started.model)
     try:
-        line = export_checkpoints(swarm.state_dirs, out, wanted)
+        return export_checkpoints(swarm.state_dirs, out, wanted), True
     except UserError as error:
         line = f"the model was not written: {error}"
         if options.state_dir is None and any(folder.glob("*/checkpoints")):
             line += f"; what the peers saved is in {keep_folder(folder)}"
-    reporter.screen.say(line)
+        return line, False
 
 
 async def _run(

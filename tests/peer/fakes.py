@@ -42,6 +42,8 @@ elif mode == "saves":
         (saved / "x").touch()
         sys.exit(0)
     signal.signal(signal.SIGINT, save)
+elif mode == "unsaved":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("swarmnet: stage 0 ends unsaved"))
 else:
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
 beside = ready.with_suffix(".new")

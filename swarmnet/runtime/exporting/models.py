@@ -277,6 +277,16 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = W
     raise UserError("no undamaged round; name the --state-dir of more peers")
 
 
+def newest_whole(state_dirs: Sequence[Path], run_id: str) -> int | None:
+    """The newest round of which the folders hold every stage of a run; None where there is none."""
+    folders = [folder for path in state_dirs for folder in (path, *further_seats(path))]
+    try:
+        metas = [meta for path in folders for _, meta in find_checkpoints(path, [])]
+        return max(r for _, r in _whole_rounds([m for m in metas if m.run_id == run_id]))
+    except (CheckpointError, UserError):
+        return None
+
+
 def _run_files(spec: RunSpec, folders: Sequence[Path]) -> dict[str, bytes]:
     """Of the run, by name, as far as the state folders have them."""
     contents: dict[str, bytes] = {}
@@ -307,6 +317,8 @@ def _of_one_run(found: Found, run: str) -> Found:
 def _whole_rounds(metas: Sequence[Meta]) -> list[tuple[int, int]]:
     """(history, round) of which every stage is there, the newest first: the stages of a round must
     be of one history. Raises `UserError` where there is none."""
+    if not metas:
+        raise UserError("no checkpoint")
     stages: dict[tuple[int, int], set[int]] = {}
     for meta in metas:
         stages.setdefault((meta.history, meta.round), set()).add(meta.stage)

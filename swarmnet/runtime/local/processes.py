@@ -43,6 +43,7 @@ KILLED_S = 5.0
 """For the kernel to end what it was told to end."""
 LOG_TAIL_BYTES = 1 << 14
 LOG_TAIL_LINES = 12
+OWN_ERROR = "swarmnet: "
 FOLDER_PATTERN = re.compile(r"swarmnet-local-(\d+)-.+")
 """Short, since sockets in it have paths of at most 107 bytes."""
 
@@ -70,6 +71,13 @@ class ChildPeer:
         except OSError:
             return []
         return [line.rstrip() for line in lines if line.strip()][-LOG_TAIL_LINES:]
+
+    def own_error(self) -> str:
+        """The one line with which it ended where something was wrong; else empty."""
+        tail = self.log_tail()
+        if self.process.returncode and tail and tail[-1].startswith(OWN_ERROR):
+            return tail[-1].removeprefix(OWN_ERROR)
+        return ""
 
     def how_it_ended(self) -> str:
         """In a few words."""
@@ -197,10 +205,9 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 def _last_words(child: ChildPeer) -> str:
     """A child's own one-line error where it gave one, else how it ended."""
-    tail = child.log_tail()
-    if tail and tail[-1].startswith("swarmnet: "):
-        return tail[-1].removeprefix("swarmnet: ")
-    said = f": {tail[-1]}" if tail else ""
+    if own := child.own_error():
+        return own
+    said = f": {tail[-1]}" if (tail := child.log_tail()) else ""
     return f"{child.name} {child.how_it_ended()} before it listened{said}"
 
 

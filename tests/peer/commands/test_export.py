@@ -15,7 +15,7 @@ from swarmnet.errors import UserError
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.exporting.model_folder import Trained, write_folder
-from swarmnet.runtime.exporting.models import Wanted, export_checkpoints, fetch_named
+from swarmnet.runtime.exporting.models import Wanted, export_checkpoints, fetch_named, newest_whole
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.checkpointing import Disk
@@ -127,6 +127,8 @@ def test_from_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     async def scenario(swarm: Swarm) -> None:
         await trained(swarm, tmp_path)
         assert f"round {ROUNDS}" in export_checkpoints(dirs, tmp_path / "model")
+        assert newest_whole(dirs, spec.run_id) == ROUNDS
+        assert newest_whole(dirs, spec.run_id[::-1]) is None
         check_folder(tmp_path / "model", swarm)
 
     in_virtual_time(scenario, spec)
@@ -193,6 +195,7 @@ def test_checkpoints_that_lack_a_stage_are_one_line(tmp_path: Path) -> None:
     async def scenario(swarm: Swarm) -> None:
         await trained(swarm, tmp_path)
         stage = swarm.members["peer-0"].peer.gossip.own.stage
+        assert newest_whole([tmp_path / "peer-0"], spec.run_id) is None
         with pytest.raises(UserError, match=f"stage {1 - stage} missing"):
             export_checkpoints([tmp_path / "peer-0"], tmp_path / "model")
 

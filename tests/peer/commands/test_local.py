@@ -125,7 +125,8 @@ def test_peers_may_save_before_they_are_ended_and_nothing_saved_is_lost(
     for module in ("processes", "swarm"):
         monkeypatch.setattr(f"swarmnet.runtime.local.{module}.STOP_STEPS", QUICK_STEPS)
     monkeypatch.setattr("peer.commands.local.STOP_STEPS", QUICK_STEPS)
-    run(tmp_path, "saves", FakeObserver(spec, last_round=ROUNDS), out=tmp_path / "model")
+    with pytest.raises(SwarmnetError, match="the model was not written"):
+        run(tmp_path, "saves", FakeObserver(spec, last_round=ROUNDS), out=tmp_path / "model")
     out = " ".join(capsys.readouterr().out.split())
     assert "waiting until the peers have saved the model" in out
     (kept,) = temp_root.glob("swarmnet-kept-*")
@@ -236,13 +237,34 @@ def test_a_folder_of_ones_own_is_kept_and_found_again(
     metrics = tmp_path / "m.jsonl"
     for time in range(1, 3):
         observer = FakeObserver(spec, last_round=ROUNDS)
-        run(tmp_path, "again", observer, state_dir=folder, metrics=metrics)
-        assert f"the run is in {folder}; the same command goes on" in capsys.readouterr().out
+        with pytest.raises(SwarmnetError, match="nothing of the run is saved"):
+            run(tmp_path, "again", observer, state_dir=folder, metrics=metrics)
+        assert "saved: the same command begins anew" in " ".join(capsys.readouterr().out.split())
         assert (folder / "peer-1" / "starts").read_text() == "x" * time
         assert {p.name for p in folder.glob("peer-*.log")} == {f"peer-{k}.log" for k in (1, 2, 3)}
         rounds = [line for line in metrics.read_text().splitlines() if '"round"' in line]
         assert len([line for line in rounds if '"event": "round"' in line]) == time * ROUNDS
     assert list(temp_root.iterdir()) == []
+
+
+def test_what_a_kept_run_has_not_saved_is_said(
+    tmp_path: Path,
+    spec: RunSpec,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newest = {"round": 3}
+    monkeypatch.setattr(
+        "swarmnet.runtime.exporting.models.newest_whole", lambda *_: newest["round"]
+    )
+    said: list[str] = []
+    monkeypatch.setattr("peer.observe.screen.Screen.say", lambda _, line: said.append(line))
+    observer = FakeObserver(spec, last_round=ROUNDS)
+    run(tmp_path, "unsaved", observer, state_dir=tmp_path / "mine")
+    assert said[-1] == (
+        f"the run is in {tmp_path / 'mine'}, saved after round 3; the same command goes on with "
+        "it (peer-1: stage 0 ends unsaved)"
+    )
 
 
 def test_whose_folder_it_is(tmp_path: Path, spec: RunSpec) -> None:
