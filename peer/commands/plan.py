@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from peer.machine.measured_layers import write_values
+from peer.observe.table import WholeTable
 from peer.options import PlanOptions
 from peer.planning.answer import Answer, answer_of, compared, late, left_out, smaller_batches
 from peer.planning.machines import Described, peers_here, read_links, read_machines
@@ -111,25 +110,24 @@ def _say(console: Console, lines: Sequence[str]) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _table(answer: Answer) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("machine", overflow="fold")  # where it is narrow, no figure is cut
+def _table(answer: Answer) -> WholeTable:
     has_host = any(r.is_gpu for r in answer.rows)
     names = ("stage", "layers", "device", *(("host",) * has_host), "activ.", "up/day", "down/day")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for r in answer.rows:
         host = _of(r.host_bytes, r.host_room) if r.is_gpu else ""
-        table.add_row(
-            f"{r.count} x {r.machine}",
-            str(r.stage),
-            f"{r.layers[0]}-{r.layers[1] - 1}",
-            _of(r.device_bytes, r.device_room),
-            *((host,) * has_host),
-            r.activations,
-            *(size(x) for x in (r.up_per_day, r.down_per_day)),
+        rows.append(
+            (
+                f"{r.count} x {r.machine}",
+                str(r.stage),
+                f"{r.layers[0]}-{r.layers[1] - 1}",
+                _of(r.device_bytes, r.device_room),
+                *((host,) * has_host),
+                r.activations,
+                *(size(x) for x in (r.up_per_day, r.down_per_day)),
+            )
         )
-    return table
+    return WholeTable(("machine", *names), rows)
 
 
 def _of(used: float, room: float) -> str:

@@ -1,10 +1,13 @@
-"""A table that loses columns where a terminal is narrow (`peer.observe.layout`)."""
+"""Tables that a narrow terminal cuts nowhere: one loses columns (`peer.observe.layout`), the other
+becomes a list."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rich.box import SIMPLE
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +17,8 @@ from swarmnet.printable import printable
 
 GAP = 2
 """Columns of the terminal between two of the table."""
+LEAST_NAME = 16
+"""Columns of the terminal in which the names of rows may go on in the next line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +53,41 @@ class FittedTable:
         for row in rows:
             table.add_row(*row)
         yield table
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTable:
+    """With a heading, and names of rows in its first column. A terminal that is too narrow gets a
+    list in its place: of each row the name, and below it a line for each figure."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [max(map(cell_len, column)) for column in zip(self.titles, *self.rows)]
+        needed = min(widths[0], LEAST_NAME) + sum(widths[1:]) + GAP * len(widths)
+        yield self._table() if needed <= options.max_width else self._list(widths)
+
+    def _table(self) -> Table:
+        table = Table(title=self.title or None, title_justify="left", box=SIMPLE)
+        table.padding, table.pad_edge = (0, 1, 0, 0), False
+        table.add_column(self.titles[0], overflow="fold")
+        for name in self.titles[1:]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(Text(printable(text)) for text in row))
+        return table
+
+    def _list(self, widths: Sequence[int]) -> Text:
+        name_width = max(map(cell_len, self.titles[1:]))
+        lines = [self.title, ""] if self.title else [""]
+        for row in self.rows:
+            lines.append(f"{self.titles[0]} {printable(row[0])}")
+            figures = zip(self.titles[1:], row[1:], strict=True)
+            lines += [
+                f"  {name:<{name_width}}  {printable(text):>{max(widths[1:])}}"
+                for name, text in figures
+                if text
+            ]
+        return Text("\n".join([*lines, ""]))

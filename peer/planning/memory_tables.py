@@ -6,10 +6,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
+from peer.observe.table import WholeTable
 from peer.options import PlanOptions
 from swarmnet.protocol.planning.exchange import codec_in, number_bytes
 from swarmnet.runtime.text import size
@@ -98,17 +97,15 @@ def precision_of(spec: RunSpec, options: PlanOptions) -> Precision:
     return PRECISIONS[choose_precision(spec) if name == "auto" else name]
 
 
-def _policies(policies: dict[str, list[StageMemory]]) -> Table:
-    table = Table(
-        title="Activations by policy", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
-    )
-    table.add_column("stage")
-    for policy in policies:
-        table.add_column(policy, justify="right", no_wrap=True)
-    for rows in zip(*policies.values(), strict=True):
-        shown = ("?" if r.activations is None else size(r.activations) for r in rows)
-        table.add_row(str(rows[0].stage), *shown)
-    return table
+def _policies(policies: dict[str, list[StageMemory]]) -> WholeTable:
+    found = [
+        (
+            str(rows[0].stage),
+            *("?" if r.activations is None else size(r.activations) for r in rows),
+        )
+        for rows in zip(*policies.values(), strict=True)
+    ]
+    return WholeTable(("stage", *policies), found, "Activations by policy")
 
 
 def _of_mode(row: StageMemory) -> dict[str, float]:
@@ -116,28 +113,25 @@ def _of_mode(row: StageMemory) -> dict[str, float]:
     return {"state": row.state, "sent_per_round": row.sent}
 
 
-def _modes(modes: dict[str, list[StageMemory]]) -> Table:
-    title = "By sync mode: the largest stage, and what a replica sends in a round"
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("mode")
-    for name in ("weights", "grads", "optim.", "sync", "state", "sent"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _modes(modes: dict[str, list[StageMemory]]) -> WholeTable:
+    found = []
     for mode, rows in modes.items():
         r = max(rows, key=lambda r: r.num_parameters)
         parts = (r.weights, r.gradients, r.optimizer, r.exchange, r.state, r.sent)
-        table.add_row(mode, *(size(x) for x in parts))
-    return table
+        found.append((mode, *(size(x) for x in parts)))
+    names = ("mode", "weights", "grads", "optim.", "sync", "state", "sent")
+    title = "By sync mode: the largest stage, and what a replica sends in a round"
+    return WholeTable(names, found, title)
 
 
-def _table(rows: list[StageMemory], num_ranks: int) -> Table:
+def _table(rows: list[StageMemory], num_ranks: int) -> WholeTable:
     title = "Memory of one replica"
     if num_ranks > 1:
         title = (
             f"Memory of rank 0 of {num_ranks}; the others have no optimizer, and nothing to sync"
         )
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("stage")
-    for name in (
+    names = (
+        "stage",
         "params",
         "weights",
         "grads",
@@ -146,22 +140,22 @@ def _table(rows: list[StageMemory], num_ranks: int) -> Table:
         "activ.",
         "total",
         "no ZeRO",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r in rows:
-        activations = "?" if r.activations is None else size(r.activations)
-        table.add_row(
+    )
+    found = [
+        (
             str(r.stage),
             count(r.num_parameters),
             size(r.weights),
             size(r.gradients),
             size(r.optimizer),
             size(r.exchange),
-            activations,
+            "?" if r.activations is None else size(r.activations),
             size(r.total),
             size(r.unsharded + (r.activations or 0.0)),
         )
-    return table
+        for r in rows
+    ]
+    return WholeTable(names, found, title)
 
 
 MUON_SENT = "; of matrices that Muon steps backups get the result too, and partners three numbers"

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
+from peer.observe.table import WholeTable
 from peer.planning.question import Found
 from swarmnet.errors import SpecError
 from swarmnet.files import write_whole
@@ -138,22 +137,20 @@ def show_schedules(found: Found, console: Console, *, picture: Path | None, as_j
         }
         console.print_json(json.dumps(values), ensure_ascii=True)
         return
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("schedule", no_wrap=True)
-    for name in ("passes", "bubble", "activ.", "weights", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r in rows:
-        t = r.timeline
-        if t is not None:
-            table.add_row(
-                r.name,
-                f"{t.round_s:.3g} s",
-                f"{100 * t.bubble:.1f} %",
-                f"{t.peak_activations:g}",
-                str(t.weight_versions),
-                f"{r.tokens_per_s:,.0f}",
-            )
-    console.print(table)
+    shown = [
+        (
+            r.name,
+            f"{r.timeline.round_s:.3g} s",
+            f"{100 * r.timeline.bubble:.1f} %",
+            f"{r.timeline.peak_activations:g}",
+            str(r.timeline.weight_versions),
+            f"{r.tokens_per_s:,.0f}",
+        )
+        for r in rows
+        if r.timeline is not None
+    ]
+    titles = ("schedule", "passes", "bubble", "activ.", "weights", "tokens/s")
+    console.print(WholeTable(titles, shown))
     lines = [f"{r.name}: {r.why_not}" for r in rows if r.timeline is None]
     lines += [
         f"{len(found.plan.cut)} stages, {found.costs.job.num_microbatches} microbatches a round; "

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from peer.observe.layout import Column, first_that_fits, fitting
 from peer.observe.screen import dashboard
+from peer.observe.table import WholeTable
 from swarmnet.observe.text import short_id
 from swarmnet.observe.view_model import PeerRow, StageRow, ViewModel
 from swarmnet.runtime.options import default_spec_path
@@ -159,3 +160,21 @@ def test_many_replicas_are_a_number_where_blocks_have_no_room() -> None:
     assert "60 + 1 replicas" in text
     assert "■" not in text
     assert "■" * 60 in drawn(200, replace(MODEL, stages=stages))
+
+
+@given(
+    st.lists(st.lists(st.text("ab 0", max_size=15), min_size=3, max_size=3), max_size=4),
+    st.integers(30, 90),
+)
+def test_a_narrow_terminal_gets_a_list_with_all_that_is_in_the_table(
+    rows: list[list[str]], width: int
+) -> None:
+    rows = [[f"n{k} {row[0]}", *row[1:]] for k, row in enumerate(rows)]
+    console = Console(width=width, file=io.StringIO())
+    console.print(WholeTable(("what", "a figure", "another"), rows))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert all(len(line) <= width for line in shown.splitlines())
+    words = shown.split()
+    for row in rows:
+        assert all(word in words for text in row for word in text.split())
