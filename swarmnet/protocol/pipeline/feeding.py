@@ -24,6 +24,8 @@ in which a round is fed, its last microbatches are returning. Then the exchange 
 end before the next round is fed; otherwise all peers wait for it."""
 FASTEST = 10.0
 """A feeder's rate counts up to this multiple of the median rate."""
+SLOWER = 0.9
+"""Part of the median rate below which a feeder is slower than others, however those vary."""
 MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
@@ -72,6 +74,18 @@ def send_window_room(most: int, num_waiting: int, *, queued_bytes: int, sent_byt
     if queued_bytes > most * sent_bytes:
         return 0
     return max(0, most - num_waiting)
+
+
+def does_own(own_rate: float, rates: Sequence[float], *, wait_s: float, upload_s: float) -> bool:
+    """Whether the own replica of stage 0 is to do what this feeder of a small swarm launches now.
+    All have equal parts of a round there. A slower one would do its part itself while the others
+    are idle, so it keeps what it can begin sooner than the arrays get to another (`wait_s`,
+    `upload_s`), and the rest goes to whoever does it soonest. One that is as fast as others does
+    its own: the way to them would be for nothing. Rates as of `part_of_feeder`."""
+    known = [rate for rate in rates if rate > 0]
+    if wait_s <= upload_s or own_rate <= 0 or not known:
+        return True
+    return own_rate >= SLOWER * median(known)
 
 
 @dataclass(slots=True)

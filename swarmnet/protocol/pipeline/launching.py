@@ -123,17 +123,29 @@ class FeederView:
         first = len(self.view.replicas(0, self.now))
         return not self.is_small and 2 * len(self.feeders) > first
 
+    def does_own(self, wait_s: float, upload_s: float) -> bool:
+        """Whether its own replica is to do what this feeder launches now, where that serves stage
+        0: it would begin after `wait_s`, and another after `upload_s`."""
+        if self.own.stage != 0 or not self.is_small:
+            return self.own.stage == 0
+        rates = self._rates()
+        return feeding.does_own(self.own.samples_per_s, rates, wait_s=wait_s, upload_s=upload_s)
+
     def _part(self, num_feeders: int, shares: bool) -> float:
-        view, own, now = self.view, self.own, self.now
+        own = self.own
         if own.stage != 0 or shares:
             return 1.0 / num_feeders
-        rates = view.remembered(
+        return feeding.part_of_feeder(own.samples_per_s, self._rates())
+
+    def _rates(self) -> Sequence[float]:
+        """Of all feeders that serve stage 0, as announced."""
+        view, now = self.view, self.now
+        return view.remembered(
             0,
             "rates of feeders",
             now,
             lambda: [r.samples_per_s for r in view.replicas(0, now) if r.has_data],
         )
-        return feeding.part_of_feeder(own.samples_per_s, rates)
 
     def _share(self, feeders: Sequence[str]) -> range:
         return slots.share_of(feeders.index(self.own.peer_id), len(feeders), self.num_slots)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
@@ -288,7 +288,7 @@ class Feeder:
                     batch.arrays,
                     accept=accept,
                     track=track,
-                    prefer_self=own.stage == 0,
+                    prefer_self=self._does_own(replica, mine.round, batch.arrays),
                     waits_here=own.stage == 0 and self._serves_itself(mine.round),
                 )
             except Stale as e:
@@ -320,6 +320,13 @@ class Feeder:
                 elif not await self._is_over(replica, mine.round):
                     self._never_launched(mine, slot)  # another flight takes its place
                 return
+
+    def _does_own(self, replica: Replica, round_index: int, arrays: Sequence[Array]) -> bool:
+        num_bytes = sum(a.num_bytes for a in arrays)
+        return self._now_known(round_index).does_own(
+            wait_s=replica.device.num_waiting * replica.service_s,
+            upload_s=self.transport.traffic.upload_s(num_bytes),
+        )
 
     async def _is_without_it(
         self, replica: Replica, mine: FedRound, slot: int, theirs: object

@@ -14,6 +14,7 @@ from swarmnet.protocol.pipeline.feeding import (
     MOST_OF_A_ROUND,
     REST_S,
     Rest,
+    does_own,
     part_of_feeder,
     send_window_room,
     slow_start,
@@ -42,6 +43,17 @@ def test_by_speed() -> None:
 def test_a_boast_leaves_the_others_their_part(boast: float, others: int) -> None:
     all_rates = [1.0] * others + [boast]
     assert part_of_feeder(1.0, all_rates) >= 1 / (others + FASTEST) - 1e-9
+
+
+def test_a_slower_feeder_of_a_small_swarm_does_itself_what_it_can_begin_soonest() -> None:
+    all_rates = [2.0, 1.0, 2.1, 0.0]
+    assert does_own(1.0, all_rates, wait_s=0.0, upload_s=0.0)
+    assert does_own(1.0, all_rates, wait_s=0.4, upload_s=0.5)
+    assert not does_own(1.0, all_rates, wait_s=0.4, upload_s=0.1)
+    assert does_own(1.9, all_rates, wait_s=9.0, upload_s=0.1), "as fast as others, but for noise"
+    assert does_own(9.0, all_rates, wait_s=9.0, upload_s=0.1)
+    assert does_own(0.0, all_rates, wait_s=9.0, upload_s=0.1), "nobody knows"
+    assert does_own(0.1, [0.0, 0.0], wait_s=9.0, upload_s=0.1)
 
 
 def test_all_windows_together_fill_the_replicas() -> None:

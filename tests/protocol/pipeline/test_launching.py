@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swarmnet.protocol.membership.records import LEAVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.launching import FeederView, Launches
@@ -118,3 +120,12 @@ def test_in_a_large_swarm_where_most_feed_each_serves_itself() -> None:
     assert not known_to(feeder("a"), feeder("b")).serves_itself(shares=False)
     few = known_to(feeder("a"), record("b"), record("c"), is_small=False)
     assert not few.serves_itself(shares=False)
+
+
+def test_whose_replica_does_what_a_feeder_launches() -> None:
+    slow = feeder("a", rate=1.0), feeder("b", rate=8.0)
+    assert not known_to(*slow).does_own(1.0, 0.0)
+    assert known_to(*slow).does_own(1.0, 2.0)
+    assert known_to(*slow, is_small=False).does_own(1.0, 0.0), "it launches fewer there"
+    elsewhere = replace(feeder("a", rate=8.0), stage=1)
+    assert not known_to(elsewhere, feeder("b", rate=1.0)).does_own(0.0, 0.0)
