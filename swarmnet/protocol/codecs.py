@@ -11,6 +11,7 @@ simulator charges.
 | `int8` | for each block of `BLOCK` numbers a scale, then n bytes |
 | `int7`, `int6`, `int4` | for each tile of `TILE` numbers a scale, then 28, 24 or 16 bytes each |
 | `topk` | for each chunk of `CHUNK` numbers two levels, a bit a number, and 2 bits a number kept |
+| `topk-K` | for each chunk two levels, and 12 bits and 2 bits for each of the K numbers kept |
 
 Scales and levels are bfloat16. The last block of a row may be shorter; the last tile, and the last
 chunk, are filled up with zeros.
@@ -30,10 +31,25 @@ TILE = 32
 CHUNK, KEPT = 4096, 2048
 """Numbers among which `topk` keeps so many. With fewer, a run needs more exchanges to make up for
 it than a short one has, see docs/convergence.md."""
+TOPK_DENSITY = KEPT / CHUNK
+TOPK_DENSITIES = 0.01, 0.08
+"""The least and the largest part of the numbers that `topk-K` may keep."""
 ERROR_DECAY = {TOPK: 0.8}
 """What is left of an error when it is added to the next contribution; 1 in other codecs. A change
 that `topk` has left out is proposed again, for the replicas' parameters lack it. With all of the
-errors, more would come than is missing."""
+errors, more would come than is missing. `topk-K` has that of `topk`."""
+SPARSE = "topk-"
+"""Before the number of a codec that keeps so many numbers of a chunk."""
+PLACE_BITS = 12
+"""Of a place in a chunk."""
+KEPT_STEP = 16
+"""What a codec keeps of a chunk is a multiple of that: its places are whole bytes, in pairs."""
+MOST_KEPT = CHUNK // PLACE_BITS // KEPT_STEP * KEPT_STEP
+"""With more, a bit for each number of the chunk says it in fewer bytes."""
+RESULT_ERROR_DECAY = 0.5
+"""What is left of what a result in `topk-K` has left out, when the next one is made: likewise, and
+the momentum, which has it already, brings more of it
+(docs/decisions/0040-few-numbers-of-a-result.md)."""
 SCALE_BYTES = 2
 TILE_BITS = {INT7: 7, INT6: 6, INT4: 4}
 """Of one number, in the codecs that code tiles."""
@@ -92,11 +108,29 @@ class UpdateCodec:
     results: str
     """Of the change of the parameters that comes back. Everyone applies it decoded. What coding
     loses of one is added to the next. With `none`, the parameters themselves come back."""
+    plain_results: str = ""
+    """In place of `results`, of a step that takes over a whole change, where those leave numbers
+    out of it. Empty where they do not."""
+
+    @property
+    def tells_results(self) -> bool:
+        """Backups get the primary's result in place of the sum: it has far fewer numbers. What it
+        leaves out, and the momentum of the sums, are known to the primary alone."""
+        return bool(self.plain_results)
+
+    @property
+    def for_backups(self) -> str:
+        """Of what backups get of most steps."""
+        return self.results if self.tells_results else self.sums
+
+    def of_result(self, *, is_plain: bool) -> str:
+        """The codec of one. `is_plain`: of a step that takes over a whole change."""
+        return self.plain_results or self.results if is_plain else self.results
 
     def of_contribution(self, *, is_short: bool) -> str:
         """The codec of one. `is_short`: it is a change over a single step, or the last one; what
         `topk` leaves out of these would be missed."""
-        return self.sums if is_short and self.contributions == TOPK else self.contributions
+        return self.sums if is_short and leaves_out(self.contributions) else self.contributions
 
     @property
     def is_repeatable(self) -> bool:
@@ -125,8 +159,54 @@ what docs/convergence.md has shown to be harmless."""
 
 
 def update_codec(name: str) -> UpdateCodec:
-    """By `[sync] codec`, likewise."""
+    """By `[sync] codec`, likewise; or by the name of a codec that keeps few numbers, in which
+    contributions and results are coded. Raises `KeyError` for an unknown one."""
+    if kept_of(name):
+        return UpdateCodec(name, INT6, name, plain_results=INT4)
     return UPDATE_CODECS[NONE if name == AUTO else name]
+
+
+# ---- few numbers of a chunk -------------------------------------------------------------------
+
+
+def kept_by(density: float) -> int:
+    """Numbers of a chunk that are kept where it is to be this part of it, in `TOPK_DENSITIES`:
+    rounded up to a multiple of `KEPT_STEP`, and to the next one where a chunk would have as many
+    bytes as some tiles of the codecs that stand in (`update_codec`): which it is shows in the
+    size."""
+    kept = max(1, math.ceil(density * CHUNK / KEPT_STEP)) * KEPT_STEP
+    while any(_chunk_bytes(kept) % row_bytes(tiles, TILE) == 0 for tiles in (INT6, INT4)):
+        kept += KEPT_STEP
+    return kept
+
+
+def sparse_codec(kept: int) -> str:
+    """The name of the codec that keeps so many numbers of a chunk."""
+    return f"{SPARSE}{kept}"
+
+
+def kept_of(name: str) -> int:
+    """Numbers of a chunk that the codec of this name keeps; 0 where it is no `topk-K`."""
+    number = name.removeprefix(SPARSE)
+    if number == name or not (number.isascii() and number.isdigit() and len(number) <= 4):
+        return 0
+    kept = int(number)
+    is_one = sparse_codec(kept) == name and 0 < kept <= MOST_KEPT and kept % KEPT_STEP == 0
+    return kept if is_one else 0
+
+
+def leaves_out(name: str) -> bool:
+    """The codec keeps some of the numbers only."""
+    return name == TOPK or kept_of(name) > 0
+
+
+def error_decay(name: str) -> float:
+    """As `ERROR_DECAY`."""
+    return ERROR_DECAY[TOPK] if leaves_out(name) else 1.0
+
+
+def _chunk_bytes(kept: int) -> int:
+    return 2 * SCALE_BYTES + kept * (PLACE_BITS + 2) // 8
 
 
 def row_bytes(codec: str, num_values: int) -> int:
@@ -139,6 +219,8 @@ def row_bytes(codec: str, num_values: int) -> int:
         return SCALE_BYTES * num_blocks(num_values, BLOCK) + num_values
     if codec == TOPK:
         return num_blocks(num_values, CHUNK) * (2 * SCALE_BYTES + CHUNK // 8 + KEPT // 4)
+    if kept := kept_of(codec):
+        return num_blocks(num_values, CHUNK) * _chunk_bytes(kept)
     return num_blocks(num_values, TILE) * (SCALE_BYTES + TILE * TILE_BITS[codec] // 8)
 
 

@@ -15,10 +15,10 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.ports import CodingErrors
 from swarmnet.protocol.codecs import (
     CHUNK,
-    ERROR_DECAY,
     NONE,
     UpdateCodec,
     coded_form,
+    error_decay,
     update_codec,
 )
 from swarmnet.training.arrays import (
@@ -80,7 +80,7 @@ class TorchShardCodec:
                 return late
         known, values = self._errors.get(shard_index), numbers_of(gradient, self._copies)
         before = known[1] if known is not None and known[0] == name else None
-        decay, size = ERROR_DECAY.get(name, 1.0), values.numel()
+        decay, size = error_decay(name), values.numel()
         coded = empty_codes(name, values)
         lost = torch.empty_like(values, dtype=torch.bfloat16) if keeps_error else None
         are_finite = list[bool]()
@@ -193,7 +193,10 @@ class TorchShardCodec:
     def applied(self, shard_index: int, present: Array, result: Array) -> Array:
         if result.dtype == "float32":
             return result
-        change = self._read("a result", self.names.results, shard_index, result)
+        plain = self.names.of_result(is_plain=True)
+        is_plain = (result.dtype, result.shape) == self.names.form(plain, self._sizes[shard_index])
+        name = plain if is_plain else self.names.results
+        change = self._read("a result", name, shard_index, result)
         now, change_of = numbers_of(present, self._copies), numbers_of(change, self._copies)
         return array_of(now + change_of, self._copies)
 

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import CHUNK, KEPT, SCALE_BYTES, TOPK, num_blocks, row_bytes
+from swarmnet.protocol.codecs import (
+    CHUNK,
+    KEPT,
+    SCALE_BYTES,
+    TOPK,
+    num_blocks,
+    row_bytes,
+    sparse_codec,
+)
 from swarmnet.training.arrays import LARGEST_VALUE
 from swarmnet.training.codecs.base import (
     Codec,
@@ -59,20 +67,81 @@ class TopK(Codec):
         return torch.cat([_decode(piece, num_values) for piece in pieces])
 
 
+class FewOfChunk(Codec):
+    """`topk-K`: the same with fewer numbers, K a chunk, and with the bound of it for K in place of
+    `KEPT`. Places are 12 bits each, ascending."""
+
+    def __init__(self, kept: int) -> None:
+        """`kept`: as `protocol.codecs.kept_by` gives it."""
+        self.name = sparse_codec(kept)
+        self._kept = kept
+        self._place_bytes = kept * 3 // 2
+
+    def encode(self, values: Tensor) -> Tensor:
+        n = values.shape[1]
+        return torch.cat([self._encode(piece) for piece in pieces_of(values, n)])
+
+    def check(self, what: str, coded: Tensor, num_values: int) -> None:
+        check_rows(what, coded, row_bytes(self.name, num_values))
+        levels, packed = split_scales(coded, 2 * num_blocks(num_values, CHUNK))
+        check_scales(what, levels, 0.0, 1.01 * LARGEST_VALUE)
+        places = self._places(self._by_chunk(packed))
+        if not bool((places.diff(dim=-1) > 0).all()):
+            raise ProtocolViolation(f"{what}: places of a chunk that do not ascend")
+
+    def decode(self, coded: Tensor, num_values: int) -> Tensor:
+        pieces = pieces_of(coded, num_values)
+        return torch.cat([self._decode(piece, num_values) for piece in pieces])
+
+    def _encode(self, values: Tensor) -> Tensor:
+        chunks = in_blocks(values, CHUNK)
+        places = chunks.abs().topk(self._kept, dim=-1, sorted=False).indices
+        places = places.sort(dim=-1).values
+        levels, codes = _leveled(chunks.gather(-1, places))
+        one, other = places.int().chunk(2, dim=-1)
+        parts = one & 255, (one >> 8) | ((other & 15) << 4), other >> 4
+        packed = torch.cat([*(part.to(torch.uint8) for part in parts), codes], dim=-1)
+        return torch.cat([as_bytes(levels.flatten(1)), packed.flatten(1)], dim=1)
+
+    def _decode(self, coded: Tensor, num_values: int) -> Tensor:
+        levels, packed = split_scales(coded, 2 * num_blocks(num_values, CHUNK))
+        packed = self._by_chunk(packed)
+        numbers = _numbers(levels, packed[..., self._place_bytes :])
+        chunks = torch.zeros(*packed.shape[:2], CHUNK, device=coded.device)
+        chunks.scatter_(-1, self._places(packed), numbers)
+        return chunks.flatten(1)[:, :num_values]
+
+    def _by_chunk(self, packed: Tensor) -> Tensor:
+        """Coded rows without their levels as [rows, chunks, bytes]."""
+        size = self._place_bytes + self._kept // 4
+        return packed.reshape(packed.shape[0], -1, size)
+
+    def _places(self, packed: Tensor) -> Tensor:
+        """int64 [rows, chunks, kept], of [rows, chunks, bytes]."""
+        a, b, c = packed[..., : self._place_bytes].long().chunk(3, dim=-1)
+        return torch.cat([a | ((b & 15) << 8), (b >> 4) | (c << 4)], dim=-1)
+
+
 def _encode(values: Tensor) -> Tensor:
     chunks = in_blocks(values, CHUNK)
     # Which of equal numbers it takes is up to the device: what is coded is never coded twice.
     places = chunks.abs().topk(KEPT, dim=-1, sorted=False).indices
     is_kept = torch.zeros_like(chunks, dtype=torch.bool).scatter_(-1, places, True)
-    kept = chunks[is_kept].view(*chunks.shape[:-1], KEPT)
+    levels, codes = _leveled(chunks[is_kept].view(*chunks.shape[:-1], KEPT))
+    packed = torch.cat([_packed(is_kept), codes], dim=-1)
+    return torch.cat([as_bytes(levels.flatten(1)), packed.flatten(1)], dim=1)
+
+
+def _leveled(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels, bfloat16 [..., 2], and packed codes, uint8 [..., kept / 4], of numbers that are
+    kept."""
     sizes = kept.abs()
     is_large = sizes > _mean(sizes, torch.ones_like(sizes, dtype=torch.bool))
     low, high = _mean(sizes, ~is_large), _mean(sizes, is_large)
-    levels = torch.cat([low, high], dim=-1).to(torch.bfloat16)
     codes = is_large.to(torch.uint8) | ((kept < 0).to(torch.uint8) << 1)
     a, b, c, d = codes.chunk(4, dim=-1)
-    packed = torch.cat([_packed(is_kept), a | (b << 2) | (c << 4) | (d << 6)], dim=-1)
-    return torch.cat([as_bytes(levels.flatten(1)), packed.flatten(1)], dim=1)
+    levels = torch.cat([low, high], dim=-1).to(torch.bfloat16)
+    return levels, a | (b << 2) | (c << 4) | (d << 6)
 
 
 def _mean(sizes: Tensor, which: Tensor) -> Tensor:
@@ -84,14 +153,18 @@ def _mean(sizes: Tensor, which: Tensor) -> Tensor:
 def _decode(coded: Tensor, num_values: int) -> Tensor:
     levels, packed = split_scales(coded, 2 * num_blocks(num_values, CHUNK))
     packed = _by_chunk(packed)
-    levels = levels.reshape(*packed.shape[:2], 2)
-    parts = packed[..., PLACE_BYTES:]
-    codes = torch.cat([(parts >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    sizes = levels.gather(-1, (codes & 1).long())
-    numbers = torch.where(codes > 1, -sizes, sizes)
     chunks = torch.zeros(*packed.shape[:2], CHUNK, device=coded.device)
-    chunks.masked_scatter_(_places(packed), numbers)
+    chunks.masked_scatter_(_places(packed), _numbers(levels, packed[..., PLACE_BYTES:]))
     return chunks.flatten(1)[:, :num_values]
+
+
+def _numbers(levels: Tensor, packed: Tensor) -> Tensor:
+    """The reverse of `_leveled`. `levels`: of rows, [rows, 2 chunks]; `packed`: [rows, chunks,
+    bytes]."""
+    levels = levels.reshape(*packed.shape[:2], 2)
+    codes = torch.cat([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    sizes = levels.gather(-1, (codes & 1).long())
+    return torch.where(codes > 1, -sizes, sizes)
 
 
 def _by_chunk(packed: Tensor) -> Tensor:

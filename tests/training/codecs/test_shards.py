@@ -10,7 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import CHUNK, ERROR_DECAY, KEPT, UPDATE_CODECS, row_bytes
+from swarmnet.protocol.codecs import (
+    CHUNK,
+    ERROR_DECAY,
+    KEPT,
+    KEPT_STEP,
+    TILE,
+    TOPK_DENSITIES,
+    UPDATE_CODECS,
+    error_decay,
+    kept_by,
+    kept_of,
+    row_bytes,
+    sparse_codec,
+    update_codec,
+)
 from swarmnet.spec import OptimizerSpec
 from swarmnet.training import cores
 from swarmnet.training.arrays import from_tensor, to_tensor
@@ -20,6 +34,7 @@ from swarmnet.training.codecs.shards import (
     TorchShardCodec,
     decode_shard,
     encode_shard,
+    round_trip,
     shard_codec_of,
 )
 from swarmnet.training.models.base import ParameterRange
@@ -28,14 +43,15 @@ from swarmnet.training.optimizer.shards import ShardedAdamW
 from swarmnet.wire import Array
 
 SIZE = CHUNK + 300
-CODED = [name for name in UPDATE_CODECS if name != "none"]
+FEW = sparse_codec(208)
+CODED = [*(name for name in UPDATE_CODECS if name != "none"), FEW]
 
 
 def numbers(seed: int, size: int = SIZE) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [*CODECS, FEW])
 @given(size=st.integers(1, 3 * CHUNK), seed=st.integers(0, 1 << 30))
 def test_a_shard_of_any_size_is_as_long_as_one_row(name: str, size: int, seed: int) -> None:
     values = numbers(seed, size)
@@ -45,16 +61,16 @@ def test_a_shard_of_any_size_is_as_long_as_one_row(name: str, size: int, seed: i
     assert (decoded - values).norm() < values.norm()
 
 
-@pytest.mark.parametrize("name", [name for name in CODED if name not in ERROR_DECAY])
+@pytest.mark.parametrize("name", [name for name in CODED if error_decay(name) == 1.0])
 def test_the_sum_of_contributions_is_that_of_gradients(name: str) -> None:
     """But for what was lost of the last one, however many there were."""
-    codec, sent, meant = TorchShardCodec(UPDATE_CODECS[name], [SIZE]), 0.0, 0.0
+    codec, sent, meant = TorchShardCodec(update_codec(name), [SIZE]), 0.0, 0.0
     for seed in range(60):
         gradient = numbers(seed)
         coded = codec.contribution(0, from_tensor(gradient), keeps_error=True)
         sent = sent + to_tensor(codec.decoded_contribution(0, coded)).double()
         meant = meant + gradient.double()
-    one = TorchShardCodec(UPDATE_CODECS[name], [SIZE])
+    one = TorchShardCodec(update_codec(name), [SIZE])
     coded = one.contribution(0, from_tensor(numbers(1)), keeps_error=False)
     lost = (to_tensor(one.decoded_contribution(0, coded)) - numbers(1)).norm()
     assert (sent - meant).norm() < 1.5 * lost
@@ -110,6 +126,57 @@ def test_the_two_forms_of_contributions_never_have_the_same_size() -> None:
         assert names.form(names.contributions, size) != names.form(names.sums, size)
 
 
+@given(st.floats(*TOPK_DENSITIES))
+def test_a_density_is_rounded_up_to_what_a_codec_keeps(density: float) -> None:
+    kept = kept_by(density)
+    assert kept >= density * CHUNK > kept - 3 * KEPT_STEP
+    assert kept_of(sparse_codec(kept)) == kept
+
+
+def test_forms_of_few_numbers_are_told_apart_at_every_density() -> None:
+    least, most = (round(1000 * density) for density in TOPK_DENSITIES)
+    for kept in sorted({kept_by(n / 1000) for n in range(least, most + 1)}):
+        names = update_codec(sparse_codec(kept))
+        forms = {names.of_result(is_plain=is_plain) for is_plain in (True, False)}
+        assert forms == {names.contributions, "int4"}
+        for size in range(1, 3 * CHUNK, TILE):
+            assert len({names.form(codec, size) for codec in (*forms, "int6")}) == 3, (kept, size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["topk-0", "topk-17", "topk-0208", "topk-352", "topk-20.8", "topk-\u00b2", "topk-", "few"],
+)
+def test_another_number_is_no_codec(name: str) -> None:
+    assert not kept_of(name)
+    with pytest.raises(KeyError):
+        update_codec(name)
+
+
+def test_either_form_of_a_result_is_applied() -> None:
+    codec, present = TorchShardCodec(update_codec(FEW), [SIZE]), numbers(1)
+    for name in (FEW, "int4"):
+        coded, change = round_trip(name, numbers(2))
+        found = to_tensor(codec.applied(0, from_tensor(present), from_tensor(coded)))
+        assert torch.equal(found, present + change)
+    assert to_tensor(codec.applied(0, from_tensor(present), from_tensor(numbers(3)))).equal(
+        numbers(3)
+    )
+    with pytest.raises(ProtocolViolation):
+        codec.applied(0, from_tensor(present), from_tensor(round_trip("int6", numbers(2))[0]))
+
+
+def test_what_few_numbers_leave_out_is_loaded_in_runs_with_as_many_alone() -> None:
+    one, same_run, other = (
+        TorchShardCodec(update_codec(name), [SIZE]) for name in (FEW, FEW, sparse_codec(192))
+    )
+    one.contribution(0, from_tensor(numbers(1)), keeps_error=True)
+    same_run.load_errors(one.errors())
+    assert same(same_run, numbers(2)) == same(one, numbers(2))
+    with pytest.raises(ProtocolViolation):
+        other.load_errors(one.errors())
+
+
 def same(codec: TorchShardCodec, gradient: torch.Tensor) -> bytes:
     return bytes(codec.contribution(0, from_tensor(gradient), keeps_error=False).data)
 
@@ -124,7 +191,7 @@ def test_a_gradient_that_is_offered_elsewhere_changes_nothing() -> None:
 @pytest.mark.parametrize("name", CODED)
 def test_a_gradient_that_is_not_finite_changes_nothing(name: str, bad: float) -> None:
     """It never counts: what was lost before comes with the next one."""
-    codec, other = (TorchShardCodec(UPDATE_CODECS[name], [SIZE]) for _ in range(2))
+    codec, other = (TorchShardCodec(update_codec(name), [SIZE]) for _ in range(2))
     for one in (codec, other):
         one.contribution(0, from_tensor(numbers(0)), keeps_error=True)
     gradient = numbers(1)
@@ -148,7 +215,7 @@ def outer(codec: str) -> OuterNesterov:
 
 
 @pytest.mark.parametrize("build", [adamw, outer])
-@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize("codec", [name for name in CODED if name != FEW])
 @pytest.mark.parametrize("is_delayed", [False, True])
 def test_coded_results_never_drift_away(build: object, codec: str, is_delayed: bool) -> None:
     """After any number of steps they are off by what was lost of the last one."""
@@ -177,7 +244,7 @@ def test_coded_results_never_drift_away(build: object, codec: str, is_delayed: b
 
 @pytest.mark.parametrize("codec", CODED)
 def test_what_none_has_coded_is_refused(codec: str) -> None:
-    shards, zeros = TorchShardCodec(UPDATE_CODECS[codec], [SIZE]), torch.zeros(SIZE)
+    shards, zeros = TorchShardCodec(update_codec(codec), [SIZE]), torch.zeros(SIZE)
     short = Array("uint8", (7,), b"1234567")
     for read in (shards.decoded_contribution, shards.decoded_sum):
         with pytest.raises(ProtocolViolation):
