@@ -463,6 +463,14 @@ class Optimizer(Protocol):
         """The part of `step` that changes moments, which is the same at all owners. The rest may be
         made later, where the primary's result does not come. Raises as `step`."""
 
+    def take(
+        self, shard_index: int, parameters: Array, result: Array, round_index: int
+    ) -> tuple[Array, Array]:
+        """The step of another owner, of which the coded result is here and the sum is not
+        (`UpdateCodec.tells_results`). Returns what `step` does: `result`, and what it leads to. The
+        moments lack that gradient then, and what results have left out is with who has made them.
+        Raises `ProtocolViolation`, the state unchanged, where it is of no use."""
+
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""
 

@@ -241,6 +241,24 @@ def failure(text: str) -> str:
             "for it is a part of the run else",
         ),
         (
+            "rounds = 50",
+            'rounds = 50\n[sync]\ncodec = "int8"\ntopk_density = 0.05',
+            '[sync] topk_density goes with codec = "topk"; remove it',
+        ),
+        *(
+            (
+                "rounds = 50",
+                f'rounds = 50\n[sync]\nmode = "local"\ncodec = "topk"\ntopk_density = {density}',
+                "[sync] topk_density is 0.5, or from 0.01 to 0.08",
+            )
+            for density in (0.009, 0.081, 0.25)
+        ),
+        (
+            "rounds = 50",
+            'rounds = 50\n[sync]\nmode = "local"\ncodec = "topk"\ntopk_density = 0.6',
+            "[sync] topk_density = 0.6: input should be less than or equal to 0.5",
+        ),
+        (
             "vocab_size = 256",
             "vocab_size = 255",
             '[model] vocab_size (255) must be at least 256 for tokenizer = "bytes"',
@@ -521,3 +539,13 @@ def test_a_run_may_be_as_long_as_its_epochs() -> None:
     spec = parse_spec(change(PATHS, f"{PATHS}\nepochs = 1.5", change("rounds = 50", "")))
     assert (spec.data.epochs, spec.optimizer.rounds) == (1.5, 0)
     assert describe(spec).endswith("1.5 epochs")
+
+
+@pytest.mark.parametrize(("given", "codec"), [("", "topk"), ("0.5", "topk"), ("0.05", "topk-208")])
+def test_topk_is_as_it_was_unless_a_density_is_given(given: str, codec: str) -> None:
+    """The key is not written at its default."""
+    density = f"topk_density = {given}\n" if given else ""
+    spec = parse_spec(LLAMA + f'[sync]\nmode = "local"\ncodec = "topk"\n{density}')
+    assert spec.sync.update_codec == codec
+    assert (b"topk_density" in spec.canonical()) is (codec != "topk")
+    assert RunSpec.from_canonical(spec.canonical()) == spec

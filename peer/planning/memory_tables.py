@@ -167,7 +167,7 @@ def _sizes(mode: str, codec: str) -> str:
     kinds = {
         "g": (names.contributions, "gradients"),
         "r": (names.results, "results"),
-        "s": (names.sums, "sums"),
+        "s": (names.for_backups, "results" if names.tells_results else "sums"),
     }
     return ", ".join(f"{k} = {number_bytes(c):.3g} ({what})" for k, (c, what) in kinds.items())
 
@@ -179,9 +179,9 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     if sync.mode == "zero":
         store += " (of a machine with one GPU: in that, where it has room)"
     is_own = sync.mode in ("local", "gossip")
-    beside = exchange_bytes(sync.mode, share, p, sync.codec)
-    without = exchange_bytes(sync.mode, 1.0, p, sync.codec)
-    coding = coding_bytes(sync.mode, share, sync.codec)
+    beside = exchange_bytes(sync.mode, share, p, sync.update_codec)
+    without = exchange_bytes(sync.mode, 1.0, p, sync.update_codec)
+    coding = coding_bytes(sync.mode, share, sync.update_codec)
     coded = f" + {coding:.2f} for coding ({sync.codec})" * bool(coding)
     a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
     is_muon = spec.optimizer.kind == "muon"
@@ -208,7 +208,7 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         "stage: one that is alone holds all of it, once; "
         f"{p.total + without:g} without ZeRO (Rajbhandari et al., 2020: 16 in mixed precision).",
         "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a "
-        f"round, with {_sizes(sync.mode, sync.codec)}; local the same every H = "
+        f"round, with {_sizes(sync.mode, sync.update_codec)}; local the same every H = "
         f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}"
         f"{MUON_SENT * is_muon}. "
         "Activations and their gradients come on top.",

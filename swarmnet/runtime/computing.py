@@ -106,7 +106,7 @@ def choose_computing(
             spec.sync.replication,
             numbers,
             spec.sync.mode,
-            spec.sync.codec,
+            spec.sync.update_codec,
             stage_matrix_parameters(spec, stage),
         ),
         base,
@@ -216,7 +216,7 @@ def updates_right_on(device: torch.device, spec: RunSpec) -> bool:
     from swarmnet.training.codecs.shards import ROW
     from swarmnet.training.optimizer.adamw import is_right_on as steps_right_on
 
-    names = update_codec(spec.sync.codec)
+    names = update_codec(spec.sync.update_codec)
     used = sorted({names.contributions, names.sums, names.results})
     # Codecs are hashed by identity, which their protocol cannot say.
     codecs: list[Any] = [codec_of(name) for name in used]

@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarmnet.protocol.codecs import BF16, INT4, INT6, INT7, INT8, NONE, TOPK, BoundaryCodec
+from swarmnet.protocol.codecs import (
+    BF16,
+    INT4,
+    INT6,
+    INT7,
+    INT8,
+    NONE,
+    TOPK,
+    BoundaryCodec,
+    leaves_out,
+)
 
 MEGA = 1e6
 FP32_BYTES = 4
@@ -87,17 +97,20 @@ class Coding:
     is_beside: bool = DEVICE_KINDS[CPU].codes_beside
     """What crosses a boundary is coded beside the device, and not by it."""
 
+    def _speed(self, codec: str) -> CodecSpeed:
+        return self.speeds[TOPK if leaves_out(codec) else codec]
+
     def encode_s(self, codec: str, num_values: int) -> float:
         """Seconds to code so many fp32 numbers. Raises `KeyError` for an unknown codec."""
         if codec == NONE:
             return 0.0
-        return FP32_BYTES * num_values / (self.factor * self.speeds[codec].encode)
+        return FP32_BYTES * num_values / (self.factor * self._speed(codec).encode)
 
     def decode_s(self, codec: str, num_values: int) -> float:
         """Seconds to check and decode so many. Raises `KeyError` for an unknown codec."""
         if codec == NONE:
             return 0.0
-        return FP32_BYTES * num_values / (self.factor * self.speeds[codec].decode)
+        return FP32_BYTES * num_values / (self.factor * self._speed(codec).decode)
 
     def forward(
         self, codec: BoundaryCodec, num_values: int, *, has_before: bool, has_after: bool

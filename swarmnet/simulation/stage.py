@@ -512,6 +512,14 @@ class SyntheticOptimizer:
     ) -> Rest:
         raise NotImplementedError("all steps of a simulation are repeatable")
 
+    def take(
+        self, shard_index: int, parameters: Array, result: Array, round_index: int
+    ) -> tuple[Array, Array]:
+        steps, momentum = self._state[shard_index]
+        made = result, self._shards.applied(shard_index, parameters, result)
+        self._state[shard_index] = (steps + 1, momentum)
+        return made
+
     def owned(self) -> list[int]:
         return sorted(self._state)
 

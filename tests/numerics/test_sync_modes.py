@@ -10,7 +10,12 @@ import pytest
 from swarmnet.protocol.update.pairing import partner
 from swarmnet.simulation.network import FAST_LINK, Link, SimulatedNetwork
 from swarmnet.transport.memory import MemoryHub
-from tests.oracles.reference_modes import DelayedReference, GossipReference, LocalReference
+from tests.oracles.reference_modes import (
+    DelayedReference,
+    GossipReference,
+    LocalReference,
+    SparseLocalReference,
+)
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
 
 ROUNDS = 12
@@ -136,6 +141,28 @@ def test_local_updates_are_those_of_as_many_models_in_one_process(
         stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
         oracle = LocalReference(spec, stages)
         for r in range(ROUNDS - 1):
+            oracle.step(r, swarm.paths[r])
+        assert relative_difference(swarm.parameters(), oracle.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+@WARMUPS
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 3)])
+def test_local_updates_of_few_numbers_are_those_of_a_loop_that_sends_no_more(
+    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int
+) -> None:
+    sync = {"mode": "local", "local_steps": 4, "warmup_rounds": warmup_rounds}
+    sync |= {"codec": "topk", "topk_density": 0.05}
+    rounds = 22
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=rounds, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_together(swarm, num_stages, num_replicas)
+        await swarm.until_round(rounds)
+        stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
+        oracle = SparseLocalReference(spec, stages, 208)
+        for r in range(rounds):
             oracle.step(r, swarm.paths[r])
         assert relative_difference(swarm.parameters(), oracle.state_dict()) < 1e-4
 

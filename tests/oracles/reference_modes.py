@@ -16,10 +16,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import to_tensor
+from swarmnet.training.codecs.shards import round_trip
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import build_layer
 from swarmnet.training.models.registry import model_plan, split_stages
@@ -262,6 +264,91 @@ class LocalReference:
             for (name, p), values in zip(names.items(), flat.split(sizes), strict=True):
                 state[name] = values.view_as(p)
         return state
+
+
+class SparseLocalReference(LocalReference):
+    """With `[sync] topk_density`: of each chunk of 4,096 numbers of a shard `kept` are sent, in the
+    changes of replicas and in what their outer step changes. Where a step is plain, the tiles of
+    the codecs stand in their place, which are tested by themselves.
+
+    What is sent has four values a chunk, so that many numbers of a step are alike but for the last
+    bit, and that says which are sent next. So the operations are those of `docs/protocol.md`, in
+    their order."""
+
+    def __init__(self, spec: RunSpec, replicas: Mapping[str, int], kept: int) -> None:
+        super().__init__(spec, replicas)
+        self._kept = kept
+        self._ahead = {s: [torch.zeros_like(p) for p in own] for s, own in self._common.items()}
+        """By how much what replicas have is ahead of what the outer steps have led to."""
+        self._momenta = {s: [torch.zeros_like(p) for p in own] for s, own in self._common.items()}
+        self._errors: dict[tuple[str, int], tuple[bool, Tensor]] = {}
+        """By replica and shard: whether of a plain step, and what it has lost of a change."""
+
+    def _exchange(
+        self, stage: int, due: Sequence[int], is_plain: bool, late: Collection[tuple[str, int]]
+    ) -> None:
+        assert not late
+        replicas = self.replicas.stages[stage]
+        flats = {n: _flat(r) for n, r in replicas.items()}
+        pieces = {n: flat.split(self._spec.sync.shard_parameters) for n, flat in flats.items()}
+        for j in due:
+            present, ahead = self._common[stage][j].detach(), self._ahead[stage][j]
+            total, summed = 0, torch.zeros_like(present)
+            for n in replicas:
+                tokens, self._tokens[n][j] = self._tokens[n][j], 0
+                change = tokens * (present - pieces[n][j].detach())
+                summed += self._contributed(n, j, change, is_plain) if tokens else 0.0
+                total += tokens
+            if not total:
+                continue
+            gradient = summed * (1.0 / total)
+            own = self._stepped(self._momenta[stage][j], present - ahead, gradient, is_plain)
+            change = own - present
+            present += tiled("int4", change) if is_plain else few(change, self._kept)
+            ahead.copy_((1.0 if is_plain else 0.5) * (present - own))
+            with torch.no_grad():
+                for n in replicas:
+                    pieces[n][j].copy_(present)
+        for n, replica in replicas.items():
+            nn.utils.vector_to_parameters(flats[n], replica.model.parameters())
+
+    def _stepped(self, momentum: Tensor, own: Tensor, gradient: Tensor, is_plain: bool) -> Tensor:
+        sync = self._spec.sync
+        if is_plain:
+            return own - gradient
+        momentum.mul_(sync.outer_momentum).add_(gradient)
+        step = gradient.add(momentum, alpha=sync.outer_momentum)
+        return own - sync.outer_learning_rate * step
+
+    def _contributed(self, name: str, shard: int, change: Tensor, is_plain: bool) -> Tensor:
+        known = self._errors.get((name, shard))
+        if known is not None and known[0] == is_plain:
+            change = change + (1.0 if is_plain else 0.8) * known[1]
+        sent = tiled("int6", change) if is_plain else few(change, self._kept)
+        self._errors[name, shard] = is_plain, (change - sent).bfloat16().float()
+        return sent
+
+
+def few(values: Tensor, kept: int) -> Tensor:
+    """The largest numbers of each chunk, as the nearest of two levels, with their signs."""
+    found = torch.zeros_like(values)
+    for chunk, out in zip(values.split(4096), found.split(4096), strict=True):
+        whole = functional.pad(chunk, (0, 4096 - len(chunk)))
+        places = whole.abs().topk(kept, sorted=False).indices  # which of equal ones, it alone knows
+        places = places.sort().values
+        sizes = whole[places].abs()
+        is_large = sizes > sizes.mean()
+        for which in (is_large, ~is_large):
+            level = sizes[which].mean().bfloat16().float() if which.any() else torch.zeros(())
+            sizes[which] = level
+        whole = torch.zeros(4096).index_copy(0, places, sizes * whole[places].sign())
+        out.copy_(whole[: len(chunk)])
+    return found
+
+
+def tiled(name: str, values: Tensor) -> Tensor:
+    """Decoded again from a codec that codes tiles."""
+    return round_trip(name, values.contiguous())[1]
 
 
 class GossipReference:

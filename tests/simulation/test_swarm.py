@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.protocol.codecs import INT4, INT8, TOPK
+from swarmnet.protocol.codecs import INT4, INT8, TOPK, sparse_codec
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.protocol.update.lost_samples import LostSamples
 from swarmnet.simulation import population
@@ -230,7 +230,8 @@ def test_nothing_is_lost_where_nothing_breaks() -> None:
     assert 0 < result.samples_per_s <= result.bound_per_s
 
 
-CODED = [(ZERO, INT4), (DELAYED, INT8), (LOCAL, TOPK), (GOSSIP, INT8)]
+FEW = sparse_codec(208)
+CODED = [(ZERO, INT4), (DELAYED, INT8), (LOCAL, TOPK), (LOCAL, FEW), (GOSSIP, INT8)]
 
 
 @pytest.mark.parametrize(

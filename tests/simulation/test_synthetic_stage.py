@@ -15,6 +15,8 @@ from swarmnet.protocol.codecs import (
     TOKEN_BYTES,
     UPDATE_CODECS,
     boundary_codec,
+    sparse_codec,
+    update_codec,
 )
 from swarmnet.simulation.coding import Coding, CodingTime
 from swarmnet.simulation.stage import (
@@ -139,7 +141,7 @@ def test_what_crosses_a_boundary_claims_the_bytes_of_the_wire(codec: str, width:
         Sizes(activation_numbers=3 * width + 1, width=width)
 
 
-@pytest.mark.parametrize("codec", UPDATE_CODECS)
+@pytest.mark.parametrize("codec", [*UPDATE_CODECS, sparse_codec(208)])
 def test_shards_of_updates_claim_the_bytes_of_the_wire_and_take_the_time_of_coding(
     codec: str,
 ) -> None:
@@ -154,7 +156,7 @@ def test_shards_of_updates_claim_the_bytes_of_the_wire_and_take_the_time_of_codi
     )
     synthetic, real = optimizer.codec, shard_codec_of(codec, [size])
     values = Array("float32", (size,), torch.ones(size).numpy().tobytes())
-    names = UPDATE_CODECS[codec]
+    names = update_codec(codec)
 
     def spent(name: str) -> float:
         return coding.encode_s(name, size) + coding.decode_s(name, size)
@@ -182,6 +184,11 @@ def test_shards_of_updates_claim_the_bytes_of_the_wire_and_take_the_time_of_codi
     applied = synthetic.applied(0, s.parameter_shard(0), result)
     assert time.take() == coding.decode_s(names.results, size)
     assert applied == after
+    if names.tells_results:
+        backup = SyntheticOptimizer(1, sizes, ignore, time)
+        backup.create(0)
+        assert backup.take(0, s.parameter_shard(0), result, 0) == (result, after)
+        assert backup.steps(0) == optimizer.steps(0)
     s.stage_parameters(0, applied)
     if codec != NONE:
         with pytest.raises(ProtocolViolation):

@@ -16,6 +16,7 @@ import torch
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.ports import Data, InitialWeights
+from swarmnet.protocol.codecs import CHUNK, TOPK, kept_of
 from swarmnet.protocol.membership.records import Household
 from swarmnet.protocol.slots import slot_of
 from swarmnet.runtime.compose import run_settings
@@ -125,6 +126,12 @@ microbatch = 4
 [sync]
 {more}
 """)
+
+
+def coded(codec: str) -> dict[str, Any]:
+    """Of `[sync]`, for updates in a codec of `swarmnet.protocol.codecs`."""
+    kept = kept_of(codec)
+    return {"codec": TOPK, "topk_density": kept / CHUNK} if kept else {"codec": codec}
 
 
 SIZES = Sizes(num_shards=5, activation_numbers=2048, tokens_per_microbatch=64)

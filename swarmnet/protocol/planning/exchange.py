@@ -7,8 +7,8 @@ from swarmnet.protocol.codecs import (
     INT4,
     INT8,
     NONE,
-    TOPK,
     UpdateCodec,
+    leaves_out,
     row_bytes,
     update_codec,
 )
@@ -38,7 +38,7 @@ def codec_in(mode: str, codec: str) -> UpdateCodec:
     """What `[sync] codec` would be in another mode than the run's."""
     if mode == GOSSIP and update_codec(codec).sums != NONE:
         return update_codec(INT8)
-    return update_codec(INT4 if codec == TOPK and mode != LOCAL else codec)
+    return update_codec(INT4 if leaves_out(codec) and mode != LOCAL else codec)
 
 
 def contributed_bytes(
@@ -66,7 +66,8 @@ def exchanged_bytes(
     bytes): Psi (g (N - 1) + s (R - 1) + r (N - R)) / N, with g = r = s = 4 where nothing is coded,
     and in mode `local` so much every `local_steps` rounds. A backup whose arithmetic differs from
     the primary's in the last bit gets the results too, and so do all of the `num_muon` parameters
-    that Muon steps, for the primary alone has them. To it come the gradients of all others as
+    that Muon steps, for the primary alone has them. Where results keep few numbers, backups get
+    them in place of sums (s = r). To it come the gradients of all others as
     a primary, and of other shards the sum (as one of their backups) or the result.
 
     In mode `gossip` an offer of four vectors goes to the partner every `local_steps` rounds, and
@@ -76,7 +77,7 @@ def exchanged_bytes(
     where not given, which is the average."""
     n, psi = num_replicas, num_parameters
     names = codec_in(mode, codec)
-    g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
+    g, s, r = map(number_bytes, (names.contributions, names.for_backups, names.results))
     if mode == GOSSIP:
         offered = (OFFERED_VECTORS * psi - num_muon) * s * (n - n % 2) / n / local_steps
         return offered, offered

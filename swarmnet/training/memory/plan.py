@@ -245,8 +245,8 @@ def exchange_bytes(
 
 def coding_bytes(mode: str, share: float, codec: str) -> float:
     """What coding needs, a parameter: what it has lost of contributions, and at owners what it has
-    lost of results. Where exchanges are delayed, owners keep that anyway, but the results of the
-    one that is under way lie beside."""
+    lost of results (of each that may lead, where the primary alone knows that). Where exchanges are
+    delayed, owners keep that anyway, but the results of the one that is under way lie beside."""
     names = codec_in(mode, codec)
     if names.results == NONE:
         return 0.0
@@ -363,7 +363,7 @@ def plan_memory(
         raise SpecError("a stage needs at least one replica, and no fewer than 0 microbatches")
     policy = activations or spec.pipeline.activations
     mode = mode or spec.sync.mode
-    codec = spec.sync.codec
+    codec = spec.sync.update_codec
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
     rows = []
     for k in range(len(stages)):

@@ -164,7 +164,7 @@ class StageTable:
             global_batch=pipeline.global_batch,
             update=Update(
                 sync.mode,
-                sync.codec,
+                sync.update_codec,
                 sync.replication,
                 sync.local_steps,
                 majority(sync.aggregation),
@@ -200,7 +200,7 @@ class StageTable:
         spec, sync = self.spec, self.spec.sync
         whole = end - first == len(self.plan.layers)
         trained = sum(self.trained[first:end]) - self.tied * whole
-        how = precision, sync.mode, sync.codec, sum(self.muon[first:end])
+        how = precision, sync.mode, sync.update_codec, sum(self.muon[first:end])
         state = state_bytes(trained, 1, sync.replication, *how)
         if precision.name not in self._base:
             self._base[precision.name] = self._by_kind(

@@ -223,9 +223,9 @@ def build_optimizer(
     if sync.mode not in (LOCAL, GOSSIP):
         copies = stage.update_copies
         if copies is None:
-            return _inner(spec, stage, store, sync.codec)
+            return _inner(spec, stage, store, sync.update_codec)
         place = DeviceStore(copies.device, store or MemoryStore())
-        return ShardedAdamW(ranges, sizes, spec.optimizer, place, sync.codec, copies)
+        return ShardedAdamW(ranges, sizes, spec.optimizer, place, sync.update_codec, copies)
     return OuterNesterov(
         sizes,
         sync.outer_learning_rate,
@@ -233,5 +233,5 @@ def build_optimizer(
         spec.sync_warmup_rounds,
         spec.optimizer.end - 1,
         store,
-        sync.codec,
+        sync.update_codec,
     )

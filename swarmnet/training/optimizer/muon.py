@@ -161,6 +161,7 @@ class ShardedMuon(ShardedOptimizer):
                 before=before,
                 ahead=None,
                 for_others=for_others,
+                name=self._results(round_index),
             )
 
         return rest

@@ -8,19 +8,30 @@ one fp32 vector; owners hold it as they hold AdamW's moments in `shards`.
 In the rounds of a warm-up, and in the last of a run, the outer step is the plain mean: the whole
 change, no momentum. What momentum adds is for later changes to put right, and after the last there
 is none.
+
+Where results keep few numbers (`UpdateCodec.tells_results`), the primary of a shard alone makes the
+step. Backups `take` its result: what they have of a momentum fades without the changes that they do
+not get, and what a result has left out is with its primary
+(docs/decisions/0040-few-numbers-of-a-result.md).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import NONE
-from swarmnet.training.arrays import LARGEST_VALUE, is_finite
+from swarmnet.training.arrays import LARGEST_VALUE, from_tensor, is_finite
+from swarmnet.training.codecs.shards import encode_shard
 from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState, Stepper
 from swarmnet.training.optimizer.store import Store
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.optimizer")
 
 
 class OuterNesterov(ShardedOptimizer):
@@ -67,6 +78,49 @@ class OuterNesterov(ShardedOptimizer):
             return own.copy_(new)
 
         return advance
+
+    def _results(self, round_index: int) -> str:
+        return self.codec.names.of_result(is_plain=self._is_plain(round_index))
+
+    def step(
+        self,
+        shard_index: int,
+        parameters: Array,
+        gradient_sum: Array,
+        scale: float,
+        round_index: int,
+        is_delayed: bool = False,
+        for_others: bool = True,
+    ) -> tuple[Array, Array]:
+        """As `ShardedOptimizer`. But where backups get the result, which is to be the same for all,
+        a step that would be refused gives a change of zeros, and nothing else changes."""
+        how = round_index, is_delayed, for_others
+        try:
+            return super().step(shard_index, parameters, gradient_sum, scale, *how)
+        except ProtocolViolation as e:
+            if not self.codec.names.tells_results:
+                raise
+            log.warning("round %d: no step: %s", round_index, e)
+        state, name = self._states[shard_index], self._results(round_index)
+        present = self._values(shard_index, "parameters", parameters)
+        coded = from_tensor(encode_shard(name, torch.zeros_like(present)))
+        made = coded, self.codec.applied(shard_index, parameters, coded)
+        state.steps += 1
+        return made
+
+    def take(
+        self, shard_index: int, parameters: Array, result: Array, round_index: int
+    ) -> tuple[Array, Array]:
+        """As the port says. Raises `ProtocolViolation`, the state unchanged, where the result is
+        none, or leads to parameters that no stage takes."""
+        state = self._states[shard_index]
+        new = self.codec.applied(shard_index, parameters, result)
+        self._checked(shard_index, self._values(shard_index, "parameters", new))
+        if not self._is_plain(round_index):
+            state.vectors[0].mul_(self._momentum)
+        state.steps += 1
+        state.ahead = None
+        return result, new
 
     def pair_step(
         self,

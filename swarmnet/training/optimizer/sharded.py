@@ -3,7 +3,7 @@
 The state of a shard is a few fp32 vectors and a step count (ZeRO, Rajbhandari et al., 2020). Where
 the parameters that replicas get are not the optimizer's own ones, by how much they are *ahead* is
 one more vector, and taken away before the next step. So what coding has lost of a result is in the
-next one (error feedback).
+next one (error feedback); of results that leave numbers out, a part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.ports import Rest, ShardCodec
-from swarmnet.protocol.codecs import NONE
+from swarmnet.protocol.codecs import NONE, RESULT_ERROR_DECAY, leaves_out
 from swarmnet.protocol.update import robust
 from swarmnet.training.arrays import check_shape, from_tensor, is_finite, sum_of_squares, to_tensor
 from swarmnet.training.codecs.shards import (
@@ -96,6 +96,10 @@ class ShardedOptimizer(ABC):
         """As the port says: so it is where nothing else is said."""
         return True
 
+    def _results(self, round_index: int) -> str:
+        """The codec of the result of a step."""
+        return self.codec.names.results
+
     def follow(
         self,
         shard_index: int,
@@ -106,6 +110,12 @@ class ShardedOptimizer(ABC):
     ) -> Rest:
         """As the port says; of steps that all owners make alike there is no part to follow."""
         raise NotImplementedError("every owner makes the whole step")
+
+    def take(
+        self, shard_index: int, parameters: Array, result: Array, round_index: int
+    ) -> tuple[Array, Array]:
+        """As the port says; where owners get the sum, each makes the step itself."""
+        raise NotImplementedError("every owner makes the step")
 
     # ---- which shards -----------------------------------------------------------------------
 
@@ -203,6 +213,7 @@ class ShardedOptimizer(ABC):
             before=None if is_first else used[-1],
             ahead=used[-1] if is_ahead else None,
             for_others=for_others,
+            name=self._results(round_index),
         )
         for there, here in zip(kept, used, strict=True):
             if there is not here:
@@ -230,12 +241,14 @@ class ShardedOptimizer(ABC):
         before: Tensor | None,
         ahead: Tensor | None,
         for_others: bool,
+        name: str,
     ) -> tuple[Array, Array]:
         """What a step gives, as `step` does. `before`: by how much the present parameters are ahead
         of the optimizer's own. `ahead`: where it is kept by how much the new ones are; may be the
-        same tensor."""
+        same tensor. `name`: the codec of the result."""
         present = self._values(shard_index, "parameters", parameters)
-        name, size = self.codec.names.results, present.numel()
+        size = present.numel()
+        left = RESULT_ERROR_DECAY if leaves_out(name) else 1.0
         coded = empty_codes(name, present) if name != NONE and for_others else None
         published = torch.empty_like(present)
 
@@ -259,7 +272,9 @@ class ShardedOptimizer(ABC):
             elif wanted is not out:
                 out.copy_(wanted)
             if ahead is not None:
-                torch.sub(out, own, out=ahead[part])
+                gap = torch.sub(out, own, out=ahead[part])
+                if left != 1.0:
+                    gap.mul_(left)
 
         over(published, work, in_parts=self._steps_in_parts(shard_index))
         result = array_of(published, self._copies)

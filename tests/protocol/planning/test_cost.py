@@ -90,8 +90,17 @@ def test_few_microbatches_in_flight_wait_for_latency() -> None:
     assert found.seconds - found.exchange_s == pytest.approx(1000 * 22 / 5)
 
 
+def test_few_numbers_are_sent_three_ways_and_no_sums() -> None:
+    """Places of 12 bits and values of 2, and two levels a chunk; R = 2 of four."""
+    a_number = (208 * 14 / 8 + 4) / 4096
+    sent, received = exchanged_bytes(4096, 4, 2, "local", 30, "topk-208")
+    assert sent == received == pytest.approx(4096 * 1.5 * a_number / 30)
+    in_zero = exchanged_bytes(4096, 4, 2, "zero", 30, "topk-208")  # `auto` looks at it
+    assert in_zero == exchanged_bytes(4096, 4, 2, "zero", 30, "int4")
+
+
 @pytest.mark.parametrize("mode", ["zero", "delayed", "local", "gossip"])
-@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("codec", ["none", "int8", "topk-208"])
 @pytest.mark.parametrize("num_muon", [0, 400])
 def test_what_is_sent_is_received(mode: str, codec: str, num_muon: int) -> None:
     of = 1000, 4, 2, mode, 10, codec

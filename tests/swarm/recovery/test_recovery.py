@@ -26,7 +26,14 @@ from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointError, CheckpointStore, read_metas
 from swarmnet.wire import Array
-from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+from tests.swarm.harness import (
+    Swarm,
+    coded,
+    in_virtual_time,
+    relative_difference,
+    replay,
+    tiny_spec,
+)
 
 ROUNDS = 14
 EVERY = 3
@@ -713,6 +720,7 @@ def test_a_run_that_is_stopped_again_and_again_keeps_its_moments(tmp_path: Path)
         ("zero", "int8", "adamw"),
         ("zero", "int4", "adamw"),
         ("local", "topk", "adamw"),
+        ("local", "topk-208", "adamw"),
         ("local", "none", "adamw"),
         ("zero", "int8", "muon"),
         ("local", "int8", "muon"),
@@ -724,7 +732,7 @@ def test_a_run_that_was_killed_is_the_run_to_the_bit(
 ) -> None:
     """What coding has lost of contributions, too, is in a checkpoint. A round is one microbatch, so
     that nothing is summed in another order."""
-    sync: dict[str, Any] = {"mode": mode, "codec": codec}
+    sync: dict[str, Any] = {"mode": mode} | coded(codec)
     sync |= {"local_steps": 2} if mode != "zero" else {}
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync, global_batch=4)
     values = spec.model_dump()

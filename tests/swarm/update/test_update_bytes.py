@@ -11,7 +11,7 @@ from swarmnet.protocol.audit import Draw
 from swarmnet.protocol.planning.exchange import exchanged_bytes
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.registry import stage_matrix_parameters
-from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.harness import Swarm, coded, in_virtual_time, tiny_spec
 
 NUM_REPLICAS = 4
 SHARD = 16_384
@@ -62,6 +62,7 @@ def test_bytes_of_an_update(tmp_path: Path, replication: int) -> None:
         ("delayed", "none", "adamw"),
         ("zero", "int4", "adamw"),
         ("local", "topk", "adamw"),
+        ("local", "topk-208", "adamw"),
         ("gossip", "int8", "adamw"),
         *(
             pytest.param(mode, "none", "adamw", marks=pytest.mark.long)
@@ -80,7 +81,7 @@ def test_bytes_of_a_round_in_the_other_modes(
 ) -> None:
     """On average over two exchanges of everything; what `swarmnet plan` says."""
     local_steps = 2
-    sync = {"mode": mode, "local_steps": local_steps, "codec": codec, "shard_parameters": SHARD}
+    sync = {"mode": mode, "local_steps": local_steps, "shard_parameters": SHARD} | coded(codec)
     values = tiny_spec(tmp_path, num_stages=1, rounds=12, num_layers=3, sync=sync).model_dump()
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
     values["optimizer"]["kind"] = kind

@@ -42,7 +42,7 @@ from swarmnet.training.memory.plan import (
 from swarmnet.training.models.base import LayerContext, with_mask
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
-from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.harness import Swarm, coded, in_virtual_time, tiny_spec
 from tests.training.flights import batch
 from tests.training.specs import small_spec, write_text
 
@@ -245,7 +245,7 @@ def large(
     values["optimizer"]["rounds"] = ROUNDS
     values["pipeline"]["precision"] = precision
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
-    values["sync"] |= {"shard_parameters": 2048, "mode": mode, "local_steps": 2, "codec": codec}
+    values["sync"] |= {"shard_parameters": 2048, "mode": mode, "local_steps": 2} | coded(codec)
     values["optimizer"] |= {"warmup_rounds": 0, "kind": kind}
     return RunSpec.model_validate(values)
 
@@ -286,6 +286,7 @@ def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision
         pytest.param("zero", "int8", "adamw", marks=pytest.mark.long),
         ("zero", "int4", "adamw"),
         ("local", "topk", "adamw"),
+        ("local", "topk-208", "adamw"),
         ("gossip", "int8", "adamw"),
         ("zero", "none", "muon"),
         ("local", "none", "muon"),

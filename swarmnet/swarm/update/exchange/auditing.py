@@ -114,6 +114,10 @@ class UpdateAudits:
         """Replicas of the stage have one result."""
         return self.replica.plan.mode != GOSSIP
 
+    @property
+    def _tells_results(self) -> bool:
+        return self.replica.optimizer.codec.names.tells_results
+
     def _is_signed_for(self, shard: int) -> bool:
         """Sums of a shard are signed. Those of two stages are not, nor those of too many."""
         now = asyncio.get_running_loop().time()
@@ -141,7 +145,9 @@ class UpdateAudits:
             self._not_shown(primary, j)
             return frozenset()
         self.proofs.mirrored(r, j, summed, said)
-        if self.draw.is_drawn() and self._num_auditing < MAX_AUDITING:
+        # From the sum to a result that keeps few numbers, only its primary knows the way.
+        is_drawn = not self._tells_results and self.draw.is_drawn()
+        if is_drawn and self._num_auditing < MAX_AUDITING:
             self._tasks.start(self._audit(summed, said, total))
         return frozenset(e.peer_id for e in said.entries if e.factor)
 
@@ -200,6 +206,8 @@ class UpdateAudits:
             if peer_id:
                 check_contribution(self.replica, said.shard, array)
         names = self.replica.optimizer.codec.names
+        if names.tells_results:
+            raise ProtocolViolation("what backups get is no sum in this run")
         check_coded(self.replica, "sum", names.sums, said.shard, arrays[""])
         return await self.replica.worker.run(lambda: self._compared(summed, said, arrays))
 

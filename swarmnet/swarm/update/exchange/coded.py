@@ -36,12 +36,31 @@ def check_contribution(replica: Replica, shard: int, values: Array) -> None:
     check_coded(replica, "gradient", short if is_short else names.contributions, shard, values)
 
 
+def check_for_backup(replica: Replica, shard: int, values: Array) -> None:
+    """Raises `ProtocolViolation` unless the array has the form of what the backups of a shard
+    get."""
+    names = replica.optimizer.codec.names
+    if names.tells_results:
+        _check_change(replica, shard, values)
+    else:
+        check_coded(replica, "sum", names.sums, shard, values)
+
+
 def check_result(replica: Replica, shard: int, values: Array) -> None:
     """Raises `ProtocolViolation` unless the array has the form of the parameters of a shard, or of
     their coded change, which is of use to whoever has the present ones."""
-    codec = replica.optimizer.codec.names.results
-    is_coded = replica.synced and values.dtype != "float32"
-    check_coded(replica, "the result", codec if is_coded else NONE, shard, values)
+    if replica.synced and values.dtype != "float32":
+        _check_change(replica, shard, values)
+    else:
+        check_coded(replica, "the result", NONE, shard, values)
+
+
+def _check_change(replica: Replica, shard: int, values: Array) -> None:
+    """Of a coded result, of any kind."""
+    names, form = replica.optimizer.codec.names, (values.dtype, values.shape)
+    plain = names.of_result(is_plain=True)
+    is_plain = form == names.form(plain, replica.stage.shard_sizes[shard])
+    check_coded(replica, "the result", plain if is_plain else names.results, shard, values)
 
 
 def applied(replica: Replica, shard: int, result: Array) -> Array:

@@ -784,11 +784,13 @@ class Exchange:
         """Has a backup make the step too."""
         total: Total | None = command.total
         assert total is not None  # there is nothing to mirror otherwise
-        request = self._steps.mirror_request(j, total, command.ballot, await before)
+        state = await before
+        request = self._steps.mirror_request(j, total, command.ballot, state)
+        given = total.gradient if state.result is None else state.result
         event: on.Event = on.Refused(backup, command.attempt)
         if self.progress.is_follower(backup, j):
             try:
-                digest = await self._calls.mirror(backup, request, total.gradient)
+                digest = await self._calls.mirror(backup, request, given)
             except SwarmnetError as e:
                 event = self._not_mirrored(j, backup, command, e)
             else:
@@ -1004,9 +1006,12 @@ class Steps:
                 scale = await self._work.scale(self._number, j, total)
             term = command.ballot.term
             state = await self._work.before(self._number, j, scale, total, term)
-            if not before.done():
-                before.set_result(state)
-            result = await self._work.step(self._number, j, total, state)
+            if self._work.tells_results:
+                result, state = await self._work.step_first(self._number, j, total, state)
+                _set(before, state)
+            else:
+                _set(before, state)
+                result = await self._work.step(self._number, j, total, state)
         return [on.Stepped(result, command.attempt)]
 
     async def _follow(self, j: int, command: do.Step) -> Result | None:
@@ -1030,3 +1035,8 @@ class Steps:
     ) -> list[on.Event]:
         result = await self._work.repeat(mirror, gradient, maker)
         return [on.Stepped(result, attempt)]
+
+
+def _set(future: asyncio.Future[Before], state: Before) -> None:
+    if not future.done():
+        future.set_result(state)

@@ -49,7 +49,7 @@ from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.exchange.auditing import UpdateAudits
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.calls import MAX_SHARED_CALL_BYTES, Told
-from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution, coded_bytes
+from swarmnet.swarm.update.exchange.coded import check_contribution, check_for_backup, coded_bytes
 from swarmnet.swarm.update.exchange.exchange import PresentExchange
 from swarmnet.swarm.update.exchange.late import LateContributions
 from swarmnet.swarm.update.exchange.pace import ExchangePace
@@ -384,7 +384,7 @@ class ExchangeService:
             if len(request.message.arrays) != 1:
                 raise ProtocolViolation("the gradient of one shard is one array")
             total = request.message.arrays[0]
-            check_coded(replica, "sum", self._names.sums, j, total)
+            check_for_backup(replica, j, total)
         why_not = self.work.fits(mirror)
         ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
         answer = await self.exchange.now().answer(
@@ -404,7 +404,7 @@ class ExchangeService:
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(ahead.shards)} shards")
         refused = list[int]()
         for j, term, total in zip(ahead.shards, ahead.terms, arrays, strict=True):
-            check_coded(self.replica, "sum", self._names.sums, j, total)
+            check_for_backup(self.replica, j, total)
             await self._until_now(r, j, may_wait=False)
             exchange = self.exchange.now()
             if exchange.ballot(j) == Ballot(term, remote):

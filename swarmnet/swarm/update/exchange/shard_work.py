@@ -143,6 +143,8 @@ class Before:
     """Of the ballot under which it is made."""
     summed: Proof | None = None
     """What its primary signs of it and of the sum."""
+    result: Array | None = None
+    """Of the step, where that is what backups get (`UpdateCodec.tells_results`)."""
 
 
 class ShardWork:
@@ -218,7 +220,8 @@ class ShardWork:
                 return total
             coded = self._coded(shard, total)
             entries = self._proofs.behind(exchange, shard, parts, used) if is_signed else ()
-            hashed = hash_of(coded.gradient) if entries else b""
+            is_sent = bool(entries) and not self.tells_results
+            hashed = hash_of(coded.gradient) if is_sent else b""
             return replace(coded, entries=entries, hash=hashed)
 
         try:
@@ -238,9 +241,16 @@ class ShardWork:
             log.warning("round %d: no step: %s", exchange, e)
             return None
 
+    @property
+    def tells_results(self) -> bool:
+        """Backups get the result of a step, and take that, in place of the sum."""
+        return self._replica.optimizer.codec.names.tells_results
+
     def _coded(self, shard: int, total: Total) -> Total:
         """On the worker."""
         optimizer = self._replica.optimizer
+        if self.tells_results and not follows_tied(self._replica, shard):
+            return replace(total, decoded=total.gradient)  # nobody else gets it
         if optimizer.codec.names.sums == NONE:
             return total
         coded, decoded = optimizer.codec.coded_sum(shard, total.gradient)
@@ -342,10 +352,27 @@ class ShardWork:
         if maker is not None and not self._gossip.liveness.is_live(maker):
             self._gossip.add_total("shard_promoted")
         steps = self._replica.optimizer.steps(shard)
+        before = Before(scale, steps, self._states.lineage(shard), term)
+        return before if self.tells_results else self._signed(exchange, shard, total, before)
+
+    def _signed(self, exchange: int, shard: int, total: Total, before: Before) -> Before:
+        """With what is signed of it."""
+        numbers = total.num_tokens, before.scale, before.steps
         summed = self._proofs.summed(
-            exchange, shard, term, total.entries, total.hash, total.num_tokens, scale, steps
+            exchange, shard, before.term, total.entries, total.hash, *numbers
         )
-        return Before(scale, steps, self._states.lineage(shard), term, summed)
+        return replace(before, summed=summed)
+
+    async def step_first(
+        self, exchange: int, shard: int, total: Total, before: Before
+    ) -> tuple[Result, Before]:
+        """The step of a primary whose backups take its result; and, for them, that, with what is
+        signed of it: whose contributions it is made of."""
+        self._books.stepped(exchange, shard, total.num_tokens)
+        made = await self._step(exchange, shard, total.gradient, before, total.decoded)
+        before = self._signed(exchange, shard, replace(total, hash=made.hash), before)
+        self._proofs.stepped(exchange, shard, before.term, made.hash)
+        return made, replace(before, result=made.values)
 
     async def step(self, exchange: int, shard: int, total: Total, before: Before) -> Result:
         """The step of a primary. One that would overflow is not made, there or at the backups."""
@@ -388,17 +415,22 @@ class ShardWork:
         def work() -> Result:
             present = replica.common_shard(shard)
             is_delayed = self.plan.is_delayed(exchange)
-            total, optimizer = decoded, replica.optimizer
-            if total is None:
-                total = optimizer.codec.decoded_sum(shard, gradient)
-            about = total, before.scale, exchange, is_delayed
-            is_followed = is_copy and not optimizer.is_repeatable(shard)
-            if is_followed:
-                rest = optimizer.follow(shard, *about)
+            optimizer, tells_results = replica.optimizer, self.tells_results
+            is_followed = is_copy and not tells_results and not optimizer.is_repeatable(shard)
+            if is_copy and tells_results:
+                made = optimizer.take(shard, present, gradient, exchange)
             else:
-                made = optimizer.step(shard, present, *about, has_others)
+                total = decoded
+                if total is None:
+                    total = optimizer.codec.decoded_sum(shard, gradient)
+                about = total, before.scale, exchange, is_delayed
+                if is_followed:
+                    rest = optimizer.follow(shard, *about)
+                else:
+                    made = optimizer.step(shard, present, *about, has_others)
             # The codes of a replica that is alone may not have been made, and are not for this.
-            seen = gradient.data if has_others else f"{own} {before.scale}".encode()
+            sent = made[0] if tells_results else gradient
+            seen = sent.data if has_others else f"{own} {before.scale}".encode()
             self._states.stepped(shard, exchange, descended(before.lineage, exchange, seen))
             if is_followed:
                 return Result(None, rest=rest)
