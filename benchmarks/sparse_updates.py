@@ -11,7 +11,10 @@ are counted, of the last exchange too, which has no sparse ones, and none of the
 Ways, with what they send in the three directions (to the primary, to its backup, back):
 
 - `fp32`, `mean`: nothing is coded; Nesterov's momentum on the mean change, and the plain mean.
-- `topk`: what is built: half of the numbers, `int6`, `int4`, and the momentum.
+- `topk`: as the default codes: half of the numbers, `int6`, `int4`, and the momentum.
+- `built D`: what is built, with `[sync] topk_density = D`: codec, outer step and bytes are those of
+  `swarmnet`. It does as `momentum K 0.5` with K of it. `built D N`: after every N exchanges another
+  replica leads, which has nothing of the momentum and of what was left out.
 - `momentum K F`: K of 4,096 numbers of contributions, with 0.8 of the errors. The primary makes the
   step of `fp32`, and sends K numbers of it, with F of what it has not sent before.
 - `mean K F`: the same, with 0.95 of the errors, and the plain mean in place of the step.
@@ -42,9 +45,22 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning.runs import this_platform  # noqa: E402
-from swarmnet.protocol.codecs import CHUNK, INT4, INT6, KEPT, TOPK, row_bytes  # noqa: E402
+from swarmnet.protocol.codecs import (  # noqa: E402
+    CHUNK,
+    INT4,
+    INT6,
+    KEPT,
+    TOPK,
+    kept_by,
+    row_bytes,
+    sparse_codec,
+    update_codec,
+)
+from swarmnet.training.arrays import from_tensor, to_tensor  # noqa: E402
 from swarmnet.training.codecs.registry import codec_of  # noqa: E402
+from swarmnet.training.codecs.shards import TorchShardCodec  # noqa: E402
 from swarmnet.training.optimizer import adamw  # noqa: E402
+from swarmnet.training.optimizer.outer import OuterNesterov  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "sparse_updates.jsonl"
 REPLICAS, OWNERS = 4, 2
@@ -68,6 +84,9 @@ WAYS = (
     "momentum 256 0.5",
     "momentum 208 0.5",
     "momentum 192 0.5",
+    "built 0.05",
+    "built 0.05 20",
+    "built 0.05 5",
     "before 256 0.5",
     "union 128",
     "mean",
@@ -251,6 +270,50 @@ class Exchange:
         return OUTER_RATE * (change + OUTER_MOMENTUM * self._momentum)
 
 
+class Built:
+    """An exchange by the product's own code."""
+
+    def __init__(self, density: float, lasts: int, size: int) -> None:
+        """`lasts`: exchanges with one primary; 0 for all of them."""
+        name = sparse_codec(kept_by(density))
+        self.sent = Sent(size)
+        self._lasts, self._made = lasts, 0
+        self._replicas = [TorchShardCodec(update_codec(name), [size]) for _ in range(REPLICAS)]
+        self._owner = OuterNesterov([size], OUTER_RATE, OUTER_MOMENTUM, last_round=1, codec=name)
+        self._owner.create(0)
+
+    def plain(self, common: Tensor, changes: Tensor) -> Tensor:
+        """Of the rounds of the warm-up, where nothing is counted."""
+        return common - changes.mean(0)
+
+    def step(self, common: Tensor, changes: Tensor, *, is_last: bool = False) -> Tensor:
+        """As of `Exchange`."""
+        coded = [
+            codec.contribution(0, from_tensor(change), keeps_error=True, is_short=is_last)
+            for codec, change in zip(self._replicas, changes, strict=True)
+        ]
+        summed = self._owner.sum([self._owner.codec.decoded_contribution(0, c) for c in coded])
+        if self._lasts and self._made and self._made % self._lasts == 0:
+            self._owner.create(0)
+        self._made += 1
+        made = self._owner.step(0, from_tensor(common), summed, 1 / REPLICAS, int(is_last))
+        self.sent.add(coded[0].num_bytes, made[0].num_bytes, made[0].num_bytes)
+        return to_tensor(made[1])
+
+    def last(self, common: Tensor, changes: Tensor) -> Tensor:
+        """As of `Exchange`."""
+        return self.step(common, changes, is_last=True)
+
+
+def exchange_of(way: str, size: int) -> Exchange | Built:
+    """By its name."""
+    name, *numbers = way.split()
+    if name != "built":
+        return Exchange(way, size)
+    density, lasts = [*numbers, "0"][:2]
+    return Built(float(density), int(lasts), size)
+
+
 def rate(round_index: int, rounds: int) -> float:
     if round_index < RATE_WARMUP:
         return RATE * (round_index + 1) / RATE_WARMUP
@@ -263,7 +326,7 @@ def run(way: str, seed: int, exchanges: int) -> dict[str, Any]:
     common = drawn(seed)
     own = common.repeat(REPLICAS, 1)
     mean, square = torch.zeros_like(own), torch.zeros_like(own)
-    exchange = Exchange(way, common.numel())
+    exchange = exchange_of(way, common.numel())
     rounds = WARMUP + STEPS * exchanges
     losses: dict[str, float] = {}
     for r in range(rounds):
