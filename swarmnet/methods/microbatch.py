@@ -16,7 +16,7 @@ from swarmnet.methods.ranges import (
     check_indices,
 )
 from swarmnet.methods.receipt import Receipt
-from swarmnet.protocol.generation import MAX_TOKENS as MAX_TOKENS_OF_TEXT
+from swarmnet.protocol.generation import LONGEST_TEXT
 from swarmnet.protocol.membership.records import MAX_LOSS
 
 MAX_PATH = 1024
@@ -214,8 +214,8 @@ class GenerateRequest:
         check_indices(self.stage, self.position, self.num_logits, self.round, self.max_tokens)
         if not 0 < len(self.session) <= MAX_SESSION_CHARS:
             raise ValueError("a name of a session that is none")
-        if self.opens and (self.ends or not 0 < self.max_tokens <= MAX_TOKENS_OF_TEXT):
-            raise ValueError(f"a text has 1 to {MAX_TOKENS_OF_TEXT} tokens")
+        if self.opens and (self.ends or not 0 < self.max_tokens <= LONGEST_TEXT):
+            raise ValueError(f"a text has 1 to {LONGEST_TEXT} tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S
 
 MAX_TOKENS = 4096
-"""Of a text, the prompt included."""
+"""Of a text, the prompt included, where the run's sequences have no more."""
+LONGEST_TEXT = 1 << 17
+"""Of a text, in any run (tests/protocol/test_generation.py)."""
 MAX_PASS_TOKENS = 512
 """In one pass, where a microbatch has no fewer: the device does nothing else meanwhile."""
 EXACT_PARTS = 4
@@ -46,12 +48,19 @@ ONE_ROUND_S = ANSWER_S
 REFUSED_S = CONNECT_S
 """For an invite to become known to the peers that refuse."""
 TOKENS_PER_S, BURST_TOKENS = 256.0, 4.0 * MAX_TOKENS
-"""Of one calling machine at a replica (tests/protocol/test_generation.py)."""
+"""Of one calling machine at a replica; at once in longer texts as much more as these are longer
+(tests/protocol/test_generation.py)."""
 DEVICE_SHARE = 0.1
 """Of the device's time, while training wants it too (tests/protocol/test_generation.py)."""
 
 Key = tuple[str, str]
 """Of a session: peer id of the caller, and the name that it gave."""
+
+
+def text_tokens(sequence_length: int) -> int:
+    """Tokens that a text may have in a run of sequences of so many: what a model learns from it
+    can also read."""
+    return min(LONGEST_TEXT, max(MAX_TOKENS, sequence_length))
 
 
 def pass_tokens(microbatch_tokens: int) -> int:
@@ -107,10 +116,16 @@ class Session:
 class Sessions:
     """The sessions of one replica. Times are seconds of one clock."""
 
+    longest: int = MAX_TOKENS
+    """Tokens that a text may have."""
     copied_round: int | None = None
     """Of the copy of parameters that is kept; None: none is."""
     _open: dict[Key, Session] = field(default_factory=dict)
-    _rates: RateLimiter = field(default_factory=lambda: RateLimiter(TOKENS_PER_S, BURST_TOKENS))
+    _rates: RateLimiter = field(init=False)
+
+    def __post_init__(self) -> None:
+        burst = max(BURST_TOKENS, float(MAX_SESSIONS_EACH * self.longest))
+        self._rates = RateLimiter(TOKENS_PER_S, burst)
 
     @property
     def num_open(self) -> int:

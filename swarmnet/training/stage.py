@@ -172,8 +172,8 @@ class TorchStage(HostSide):
         super().__init__(self.layers, boundary, layers, ranges, reuses_gradient=reuses_gradient)
         self._recomputation = Recomputation(self.layers, boundary, self.vectors, self.loss_scale)
         self.generation: Generation | None = (
-            StageGeneration(self.layers, boundary, self.vectors, plan.cache, microbatch)
-            if plan.cache is not None and self.layers.generates
+            StageGeneration(self.layers, boundary, self.vectors, cache, microbatch)
+            if (cache := self.layers.plan.cache) is not None and self.layers.generates
             else None
         )
 

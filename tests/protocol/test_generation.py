@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.errors import Busy, NotNow, NotReady, Refused, Stale, SwarmnetError, UserError
+from swarmnet.methods.microbatch import GenerateRequest
 from swarmnet.protocol.generation import (
     BURST_TOKENS,
     DEVICE_SHARE,
     IDLE_S,
     LONGEST_S,
+    LONGEST_TEXT,
     MAX_PASS_TOKENS,
     MAX_SESSIONS,
     MAX_SESSIONS_EACH,
@@ -32,6 +36,7 @@ from swarmnet.protocol.generation import (
     newest_common,
     next_offer,
     pass_tokens,
+    text_tokens,
 )
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.timing import PATIENCE_S
@@ -126,11 +131,16 @@ def test_a_text_goes_on_where_it_is() -> None:
 
 
 def test_a_machine_may_have_so_many_tokens_and_no_more() -> None:
-    sessions = Sessions()
-    for i in range(MAX_SESSIONS_EACH):
-        session = opened(sessions, ("caller", f"{i}"), max_tokens=MAX_TOKENS)
-        sessions.done(sessions.begin(session.key, 0, MAX_TOKENS, 0.0), MAX_TOKENS, 0.0)
+    for longest in (64, MAX_TOKENS, 2 * MAX_TOKENS):
+        sessions, most = Sessions(longest), max(longest, MAX_TOKENS)
+        for i in range(MAX_SESSIONS_EACH):
+            session = opened(sessions, ("caller", f"{i}"), max_tokens=most)
+            sessions.done(sessions.begin(session.key, 0, most, 0.0), most, 0.0)
+        takes_no_more(sessions)
     assert BURST_TOKENS == MAX_TOKENS * MAX_SESSIONS_EACH
+
+
+def takes_no_more(sessions: Sessions) -> None:
     sessions.end(("caller", "0"))
     opened(sessions, ("caller", "0"))
     with pytest.raises(Busy) as refused:
@@ -139,6 +149,20 @@ def test_a_machine_may_have_so_many_tokens_and_no_more() -> None:
     opened(sessions, ("another", "0"))
     sessions.begin(("another", "0"), 0, 64, 0.0)
     sessions.begin(("caller", "0"), 0, 64, refused.value.backlog_s)
+
+
+def test_a_text_may_be_as_long_as_the_sequences_of_its_run() -> None:
+    assert [text_tokens(n) for n in (16, MAX_TOKENS, 5000, LONGEST_TEXT, 1 << 20)] == [
+        MAX_TOKENS,
+        MAX_TOKENS,
+        5000,
+        LONGEST_TEXT,
+        LONGEST_TEXT,
+    ]
+    about: dict[str, Any] = {"opens": True, "round": 1}
+    assert GenerateRequest(0, "text", max_tokens=LONGEST_TEXT, **about).max_tokens == 131_072
+    with pytest.raises(ValueError, match="1 to 131072 tokens"):
+        GenerateRequest(0, "text", max_tokens=LONGEST_TEXT + 1, **about)
 
 
 def test_sessions_that_rest_or_never_end_are_dropped() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.protocol.codecs import NONE
-from swarmnet.protocol.generation import MAX_TOKENS, exact_pass_tokens, pass_tokens
+from swarmnet.protocol.generation import exact_pass_tokens, pass_tokens, text_tokens
 from swarmnet.runtime.text_codec import TextCodec
 from swarmnet.runtime.writing.pieces import Pieces
 from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
@@ -22,14 +22,15 @@ from swarmnet.training.end_tokens import end_tokens, file_ends
 from swarmnet.training.tokenizer_files import GENERATION_FILE, json_table
 
 MAX_STOPS, MAX_STOP_CHARS = 8, 256
+POSITIONS = "max_position_embeddings"
 
 
 def longest_text(spec: RunSpec) -> int:
     """Tokens that a text of the run's model may have. Raises `UserError` where it writes none."""
     if spec.model.kind == "custom":
         raise UserError("this run trains a custom model: only language models write texts")
-    most = spec.model.config.get("max_position_embeddings") or MAX_TOKENS
-    return min(MAX_TOKENS, most) if isinstance(most, int) else MAX_TOKENS
+    most, of_model = text_tokens(spec.sequence_length), spec.model.config.get(POSITIONS)
+    return min(most, of_model) if isinstance(of_model, int) and of_model else most
 
 
 class Text:

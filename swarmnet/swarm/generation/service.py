@@ -88,7 +88,7 @@ class GenerateService:
         key = (request.remote, asked.session)
         if self._of is not replica:  # those of another stage went with it
             self._of = replica
-            self._sessions = Sessions()
+            self._sessions = Sessions(generation.max_tokens)
         if asked.ends:
             self._opening.pop(key, None)
             self._end(key)

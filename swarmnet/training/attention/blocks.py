@@ -35,6 +35,8 @@ def attend(
         sees_BLM: true where a query sees a key; None: each sees all that `is_causal` lets it see.
         is_causal: query i sees no key after key i. Not beside `sees_BLM`, which says it itself.
     """
+    if sees_BLM is None and not is_causal and k_BMKE.shape[2] < q_BLHE.shape[2]:
+        return _attend_by_key_heads(q_BLHE, k_BMKE, v_BMKE)
     k_BMHE, v_BMHE = _for_each_query_head(q_BLHE, k_BMKE, v_BMKE)
     if q_BLHE.device.type in FUSED:
         q_BHLE, k_BHME, v_BHME = (x.transpose(1, 2) for x in (q_BLHE, k_BMHE, v_BMHE))
@@ -53,6 +55,19 @@ def attend(
         weights_BHRM = _weights(scores_BHRM, lse_BHR)
         out_BLHE[:, rows] = torch.einsum("bhrm,bmhe->brhe", weights_BHRM.to(v_BMHE), v_BMHE)
         lse_BHL[:, :, rows] = lse_BHR
+    return out_BLHE, lse_BHL
+
+
+def _attend_by_key_heads(q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor) -> tuple[Tensor, Tensor]:
+    """Every query sees every key: the heads that share keys are as many more queries. So keys, of
+    which a text may have many for one query, are not copied."""
+    batch, length, heads, size = q_BLHE.shape
+    shared = k_BMKE.shape[2]
+    # (B, L, K, heads that share, E)
+    q = q_BLHE.unflatten(2, (shared, -1)).transpose(2, 3).reshape(batch, -1, shared, size)
+    out, lse = attend(q, k_BMKE, v_BMKE, sees_BLM=None, is_causal=False)
+    out_BLHE = out.unflatten(1, (length, -1)).transpose(2, 3).reshape(q_BLHE.shape)
+    lse_BHL = lse.unflatten(2, (length, -1)).transpose(2, 3).reshape(batch, heads, length)
     return out_BLHE, lse_BHL
 
 

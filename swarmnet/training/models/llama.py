@@ -101,7 +101,8 @@ class Attention(nn.Module):
             cos, sin = rotary_tables(length, self.head_size, self.rope_theta, x_BSD.device)
         else:
             mask = context.mask
-            whole = length if sequence is None else sequence.length
+            # Of a text, lengths grow by one: as beside a cache.
+            whole = length if sequence is None else _in_steps(sequence.length)
             cos, sin = _tables_at(context.positions, whole, self.head_size, self.rope_theta)
         q_BSHE = _rotate(self.q_proj(x_BSD).view(heads), cos, sin)
         k_BSKE = _rotate(self.k_proj(x_BSD).view(heads), cos, sin)
@@ -125,7 +126,7 @@ class Attention(nn.Module):
         self, before: int, length: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         end = before + length
-        whole = -(-end // ROTARY_STEP) * ROTARY_STEP
+        whole = _in_steps(end)
         cos, sin = rotary_tables(whole, self.head_size, self.rope_theta, device)
         return cos[before:end], sin[before:end]
 
@@ -247,6 +248,10 @@ def _mask(before: int, length: int, device: torch.device) -> Tensor:
     """Each of `length` tokens looks at those before them all, and at those up to itself."""
     everything = torch.ones(length, before + length, dtype=torch.bool, device=device)
     return everything.tril(diagonal=before)
+
+
+def _in_steps(length: int) -> int:
+    return -(-length // ROTARY_STEP) * ROTARY_STEP
 
 
 @functools.lru_cache(maxsize=ROTARY_TABLES)

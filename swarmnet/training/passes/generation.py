@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import NotReady, ProtocolViolation, RemoteError
-from swarmnet.protocol.generation import MAX_TOKENS, pass_tokens
+from swarmnet.protocol.generation import LONGEST_TEXT, pass_tokens, text_tokens
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.late_arrays import numbers_of
 from swarmnet.training.models.base import CachePlan, LayerContext, TakesContext
@@ -41,8 +41,9 @@ class StageGeneration:
         """`plan`: of the model's caches. `microbatch`: samples."""
         element = torch.finfo(layers.dtype).bits // 8
         cached = sum(isinstance(module, TakesContext) for module in layers.modules)
-        self.pass_tokens = pass_tokens(microbatch * layers.plan.inputs.shape[0])
-        self.max_tokens = min(MAX_TOKENS, plan.max_tokens or MAX_TOKENS)
+        length = layers.plan.inputs.shape[0]
+        self.pass_tokens = pass_tokens(microbatch * length)
+        self.max_tokens = min(text_tokens(length), plan.max_tokens or LONGEST_TEXT)
         self.copy_bytes = element * layers.num_parameters
         self.token_bytes = element * plan.numbers * cached
         self.text_bytes = element * plan.fixed_numbers * cached
@@ -58,12 +59,13 @@ class StageGeneration:
         layers = self._layers
         where = "cpu" if layers.copies_parts else layers.weights_device
         flat = torch.empty(layers.num_parameters, dtype=layers.dtype, device=where)
-        start = 0
-        for shard in shards:
-            values = numbers_of(shard)
-            flat[start : start + values.numel()].copy_(values)
-            start += values.numel()
-        self._copy = layers.copy_of(flat)
+        fill(flat, shards)
+        self.take(flat)
+
+    def take(self, flat: Tensor) -> None:
+        """Keeps these parameters, of the dtype of the passes, in place of others. What is not for
+        another device stays where it is: it is not to change."""
+        self._copy = self._layers.copy_of(flat)
 
     def drop_copy(self) -> None:
         self._copy = []
@@ -123,6 +125,15 @@ class StageGeneration:
             return (from_tensor(logits),)
         values, tokens = torch.topk(logits, num_logits)
         return from_tensor(values), from_tensor(tokens.to(torch.int32))
+
+
+def fill(flat: Tensor, shards: Sequence[Array]) -> None:
+    """Writes shards into a vector, one behind the other."""
+    start = 0
+    for shard in shards:
+        values = numbers_of(shard)
+        flat[start : start + values.numel()].copy_(values)
+        start += values.numel()
 
 
 def _check(outputs: Tensor) -> None:

@@ -202,9 +202,13 @@ class StageLayers:
         )
         for i, module in enumerate(self.modules):
             if self.is_last and i == last_cached + 1:  # the rest looks at each token by itself
-                x = x[:, -1:]
+                x = self._last_token(x)
             x = call(module, x)
         return x
+
+    def _last_token(self, x: Tensor) -> Tensor:
+        """Of the hidden states of a pass, that of its last token, (1, 1, width)."""
+        return x[:, -1:]
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         """A forward pass. With gradients enabled, autograd keeps what the policy for activations

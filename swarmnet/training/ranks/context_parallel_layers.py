@@ -19,13 +19,21 @@ import torch
 from torch import Tensor
 
 from swarmnet.ports import StepKey
-from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, documents_of
+from swarmnet.training.accelerators import CPU
+from swarmnet.training.models.base import (
+    CachePlan,
+    LayerBuilder,
+    LayerContext,
+    ModelPlan,
+    documents_of,
+)
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan
 from swarmnet.training.ranks.cuts import Cutting, in_rows
 from swarmnet.training.ranks.part_dropout import Drawn, drawn_in_part
 from swarmnet.training.ranks.ring import Ring, part_of_rank, whole
 from swarmnet.training.ranks.tensor_parallel import Region, both_ways, unchanged
+from swarmnet.training.ranks.texts.shared_text import SharedText
 from swarmnet.training.ranks.zigzag import Zigzag, is_long_enough
 
 NOTHING_IS_CUT = CutPlan({}, 0, 0, 0, 0, shares_heads=False)
@@ -45,10 +53,8 @@ def _place(zigzag: Zigzag, rank: int, shape: torch.Size) -> Drawn:
 
 
 class ContextParallelLayers(CutLayers):
-    """The layers of one rank: whole matrices, and a part of each sequence. Texts are written by
-    rank 0, and what is too short to be cut is computed by all ranks alike."""
-
-    writes_alone = True
+    """The layers of one rank: whole matrices, and a part of each sequence, and of each text that
+    the model writes. What is too short to be cut is computed by all ranks alike."""
 
     def __init__(
         self,
@@ -57,10 +63,12 @@ class ContextParallelLayers(CutLayers):
         *,
         region: Region,
         cut: Cutting = NOTHING_IS_CUT,
+        longest_text: int = 0,
         **options: Any,
     ) -> None:
         """`region`: of gradients that ranks have a part of (`sequence_parallel`); `cut`: how the
-        ranks of a row cut matrices; the rest as for `CutLayers`."""
+        ranks of a row cut matrices; `longest_text`: tokens that a text which ranks share may have,
+        0 where the model says it; the rest as for `CutLayers`."""
         self._column = region.column
         self._gathers = False
         self._zigzag: Zigzag | None = None
@@ -74,7 +82,9 @@ class ContextParallelLayers(CutLayers):
             mine = inner(outputs, part_of_rank(zigzag, self._column.rank, targets))
             return both_ways(mine, self._column.all_reduce, unchanged)
 
-        plan = dataclasses.replace(plan, loss=loss)
+        is_apart = options["device"].type != CPU
+        cache = self._cache(plan.cache, longest_text, is_apart=is_apart)
+        plan = dataclasses.replace(plan, loss=loss, cache=cache)
         cut = in_rows(NOTHING_IS_CUT, cut, region.row.num_ranks, region.num_ranks)
         super().__init__(plan, builders, region=region, cut=cut, **options)
         if plan.is_random:
@@ -94,6 +104,49 @@ class ContextParallelLayers(CutLayers):
         x = super().run(key, x, self._context_here(zigzag, context, x.device))
         is_whole = not self.is_last or self._gathers
         return both_ways(x, all_of, mine) if is_whole else x
+
+    def _cache(self, plan: CachePlan | None, longest: int, *, is_apart: bool) -> CachePlan | None:
+        """Of texts that ranks share. What is kept of them is counted in the memory that all ranks
+        have, or in that which each has apart."""
+        if plan is None:
+            return None
+        return dataclasses.replace(
+            plan,
+            make=partial(SharedText, self._column),
+            numbers=-(-plan.numbers // self._column.num_ranks) if is_apart else plan.numbers,
+            max_tokens=min((n for n in (plan.max_tokens, longest) if n), default=0),
+        )
+
+    def extend(self, x: Tensor, context: LayerContext) -> Tensor:
+        region, text, count = self._column, context.cache, x.shape[1]
+        assert isinstance(text, SharedText)
+        self._zigzag = zigzag = None
+        if is_long_enough(count, region.num_ranks):
+            self._zigzag = zigzag = Zigzag(count, region.num_ranks)
+        one = text.begin(count, zigzag)
+        context = dataclasses.replace(context, cache=None, sequence=one)
+        if zigzag is None:
+            x = super().extend(x, context)
+        else:
+            mine = partial(part_of_rank, zigzag, region.rank)
+            assert context.positions is not None
+            context = dataclasses.replace(
+                context,
+                positions=mine(context.positions),
+                tokens=None if context.tokens is None else mine(context.tokens),
+            )
+            x = super().extend(mine(x), context)
+            x = x if self.is_last else whole(zigzag, region, x)
+        text.end(one)
+        return x
+
+    def _last_token(self, x: Tensor) -> Tensor:
+        """All ranks go on with it, so that what they find of it is alike."""
+        x = super()._last_token(x)
+        if self._zigzag is None:
+            return x
+        # The last piece of zigzag order is the first rank's.
+        return self._column.all_reduce(x if self._column.rank == 0 else torch.zeros_like(x))
 
     def _context_here(
         self, zigzag: Zigzag, context: LayerContext | None, device: torch.device

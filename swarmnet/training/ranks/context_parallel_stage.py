@@ -4,13 +4,14 @@ and how each of them builds it."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from swarmnet.errors import SpecError
-from swarmnet.spec import RunSpec
+from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.registry import draws_itself
 from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayers
@@ -62,7 +63,8 @@ def build_context_parallel_stage(
         RankLost: a rank is gone.
     """
     check_sequences(spec, group.num_ranks)
-    return lead(spec, stage_index, group, computing, _layers(group.group, 0, group.num_ranks))
+    layers = _layers(spec, group.group, 0, group.num_ranks)
+    return lead(spec, stage_index, group, computing, layers)
 
 
 def follow(
@@ -70,10 +72,23 @@ def follow(
 ) -> dict[str, Callable[..., None]]:
     """The calls of a rank other than 0."""
     spec = RunSpec.from_canonical(options["spec"].encode())
-    return follow_lead(spec, device, _layers(group, rank, num_ranks))
+    return follow_lead(spec, device, _layers(spec, group, rank, num_ranks))
 
 
-def _layers(group: Any, rank: int, num_ranks: int) -> functools.partial[ContextParallelLayers]:
+def _layers(
+    spec: RunSpec, group: Any, rank: int, num_ranks: int
+) -> functools.partial[ContextParallelLayers]:
     """Of ranks whose gradients are each a part."""
     region = Region(group, rank, num_ranks, sequence_parallel=True)
-    return functools.partial(ContextParallelLayers, region=region)
+    longest = longest_text(spec.model)
+    return functools.partial(ContextParallelLayers, region=region, longest_text=longest)
+
+
+def longest_text(model: ModelSpec) -> int:
+    """Tokens that a text may have which ranks share; 0 where nothing but its context limits it."""
+    if model.kind != "transformers":
+        return 0
+    from swarmnet.training.ranks.cut_trial import most_shared
+
+    most = most_shared(model.config)
+    return 0 if math.isinf(most) else int(most)

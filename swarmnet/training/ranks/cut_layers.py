@@ -120,6 +120,10 @@ class CutLayers(RankLayers):
     generates = True
     copies_parts = True
 
+    @property
+    def shares_copies(self) -> bool:
+        return self.device.type == "cpu"
+
     def __init__(
         self,
         plan: ModelPlan,
@@ -262,7 +266,7 @@ class CutLayers(RankLayers):
     def copy_of(self, flat: Tensor) -> list[Tensor]:
         cuts = self._layout.cuts[self._region.rank]
         return [
-            cut.of(r.part_of(flat)).reshape(cut.shape(r.shape)).clone().to(self.device)
+            cut.of(r.part_of(flat)).reshape(cut.shape(r.shape)).to(self.device)
             for r, cut in zip(self.parameter_ranges, cuts, strict=True)
             if cut.sharing != "absent"
         ]

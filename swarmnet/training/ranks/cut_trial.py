@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,14 +24,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swarmnet.errors import SpecError, one_line
+from swarmnet.protocol.generation import text_tokens
 from swarmnet.spec import ModelSpec
 from swarmnet.system import LOOPBACK_INTERFACE
 from swarmnet.training.accelerators import CPU
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.device_copies import copies_of
 from swarmnet.training.models.adapter import CHUNKS, SLIDING_WINDOW, adapter_plan
-from swarmnet.training.models.base import ModelPlan
-from swarmnet.training.models.family_probe import LENGTH, SAMPLES, check_size, plain_length
+from swarmnet.training.models.base import LayerContext, ModelPlan
+from swarmnet.training.models.family_probe import (
+    LENGTH,
+    PASSES,
+    SAMPLES,
+    check_size,
+    plain_length,
+    try_family,
+)
 from swarmnet.training.models.model_config import load_config
 from swarmnet.training.models.shrunk import shrunk_configs
 from swarmnet.training.passes.layers import StageLayers
@@ -41,6 +51,8 @@ from swarmnet.training.ranks.part_dropout import PartDraws, Place, samples_of
 from swarmnet.training.ranks.tensor_parallel import Region
 
 NUM_RANKS = 2
+NUM_OUTPUTS = 3
+"""Of a trial, before its gradients."""
 TOLERANCE = 1e-3
 """Of the norm of logits, and of each parameter's gradient; rounding makes less than 1e-5 of it."""
 LEAST_PART = 1e-3
@@ -76,16 +88,23 @@ def check_shared(config: Mapping[str, Any], sequence_length: int) -> None:
         raise SpecError(
             f"beyond {limit} tokens positions of this {kind} depend on the whole sequence"
         )
-    # Longer than the window where the run's are.
-    has_window = 0 < (config.get(SLIDING_WINDOW) or 0) < sequence_length
+    # Longer than the window where the run's are, or its texts may be.
+    longest = min(text_tokens(sequence_length), most_shared(config))
+    has_window = 0 < (config.get(SLIDING_WINDOW) or 0) < longest
     sizes = {SLIDING_WINDOW: WINDOW if has_window else LENGTH, CHUNKS: LENGTH}
     plain = (
         small | {name: size for name, size in sizes.items() if small.get(name)}
         for small in shrunk_configs(config)
     )
-    fault = try_small(_written(plain), shares_sequences=True)
+    writes = try_family(config).writes
+    fault = try_small(_written(plain), shares_sequences=True, writes=writes)
     if fault:
         raise SpecError(f"with a part of each sequence, model_type {kind} {fault}")
+
+
+def most_shared(config: Mapping[str, Any]) -> float:
+    """Tokens of a sequence that ranks can share, by what its layers look at."""
+    return min(config.get(CHUNKS) or math.inf, plain_length(config))
 
 
 def _written(configs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -93,14 +112,19 @@ def _written(configs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=16)
-def try_small(configs: tuple[str, ...], *, shares_sequences: bool = False) -> str:
+def try_small(
+    configs: tuple[str, ...], *, shares_sequences: bool = False, writes: bool = True
+) -> str:
     """What is wrong with the first of these canonical configs, JSON, that is a model; empty where
-    nothing is. `shares_sequences`: each rank has a part of these, else of the matrices."""
+    nothing is. `shares_sequences`: each rank has a part of these, else of the matrices; `writes`:
+    and of texts, which the family goes on with."""
     for text in configs:
         small = json.loads(text)
         try:
             check_size(load_config(small))
             plan = adapter_plan(ModelSpec(kind="transformers", config=small), LENGTH)
+            if not (shares_sequences and writes):
+                plan = replace(plan, cache=None)
             expected = _results(_layers(plan, StageLayers), plan)
         except Exception:  # whatever a family's code does with sizes that it never had
             continue
@@ -109,7 +133,7 @@ def try_small(configs: tuple[str, ...], *, shares_sequences: bool = False) -> st
             found = on_ranks(plan, None if shares_sequences else cut_plan(model))
         except Exception as error:  # likewise
             return f"does not work here ({one_line(error, 120)})"
-        least = LEAST_PART * max(float(part.norm()) for part in expected[2:])
+        least = LEAST_PART * max(float(part.norm()) for part in expected[NUM_OUTPUTS:])
         for one, other in zip(found, expected, strict=True):
             if not _is_same(one, other, least):
                 return "computes something else than one rank does"
@@ -234,15 +258,27 @@ def _tokens(plan: ModelPlan) -> Tensor:
 
 
 def _results(layers: StageLayers, plan: ModelPlan) -> tuple[Tensor, ...]:
-    """Loss, logits and each parameter's gradient of one small microbatch; of a rank, what it has
-    added to."""
+    """Loss, logits, those of a text, and each parameter's gradient of one small microbatch; of a
+    rank, what it has added to."""
     inputs, targets = _tokens(plan)
     loss = layers.loss((0, 0), inputs, targets)
     loss.backward()
     with layers.evaluating(is_whole_batch=True, wants_outputs=True):
         logits = layers.run(None, inputs)
-    gradients = layers.shown.gradients
-    return loss.detach(), logits, *(r.part_of(gradients) for r in layers.parameter_ranges)
+        of_text = _of_text(layers, inputs[:1], logits)
+    gradients = (r.part_of(layers.shown.gradients) for r in layers.parameter_ranges)
+    return loss.detach(), logits, of_text, *gradients
+
+
+def _of_text(layers: StageLayers, tokens: Tensor, logits: Tensor) -> Tensor:
+    """The logits after some tokens of a text, whose parts come one after the other where ranks
+    share it."""
+    ends = torch.tensor(PASSES).cumsum(0)
+    if layers.plan.cache is None or not isinstance(layers, ContextParallelLayers):
+        return logits[:1, ends - 1]
+    cache, positions = layers.plan.cache.make(), torch.arange(LENGTH).unsqueeze(0)
+    parts = zip(tokens.split(PASSES, dim=1), positions.split(PASSES, dim=1), strict=True)
+    return torch.cat([layers.extend(part, LayerContext(at, cache)) for part, at in parts], dim=1)
 
 
 def _is_same(found: Tensor, expected: Tensor, least: float = 0.0) -> bool:

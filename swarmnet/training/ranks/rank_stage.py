@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, SwarmnetError, one_line
-from swarmnet.ports import Base, Generation, LossResult, Passage, StageResult, StepKey, undivided
+from swarmnet.ports import Base, LossResult, Passage, StageResult, StepKey, undivided
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
+from swarmnet.training.passes.generation import StageGeneration, fill
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.processes.sessions import SessionNumbers
 from swarmnet.training.processes.shared_memory import SharedFloats
@@ -36,7 +37,7 @@ OF_LAYERS = ("fetch_parameters", "store_gradients")
 """Calls of other ranks that are for the layers of their stage."""
 
 
-OF_TEXTS = ("copy", "drop_copy", "extend", "drop")
+OF_TEXTS = ("copy", "take", "drop_copy", "extend", "drop")
 """Those for texts that the model writes."""
 
 
@@ -47,8 +48,6 @@ class RankLayers(StageLayers):
     may_keep_less = False
     routes = False
     overlaps_rounds = False
-    writes_alone = False
-    """Rank 0 has all that a text takes: it asks no other for one."""
 
     def __init__(
         self,
@@ -70,6 +69,11 @@ class RankLayers(StageLayers):
         self.shared = shared
         self._rank = rank
         super().__init__(plan, builders, **options)
+
+    @property
+    def shares_copies(self) -> bool:
+        """A copy of the parameters lies in memory that all ranks map, as these do."""
+        return False
 
     @property
     def adds_in_shared_memory(self) -> bool:
@@ -140,19 +144,31 @@ class LeadGeneration:
     a number for each session."""
 
     def __init__(
-        self, inner: Generation, together: Callable[..., Any], later: Callable[..., None]
+        self,
+        inner: StageGeneration,
+        together: Callable[..., Any],
+        later: Callable[..., None],
+        layers: RankLayers,
     ) -> None:
-        """`together`, `later`: tell the other ranks a call, and make it here."""
+        """`together`, `later`: tell the other ranks a call, and make it here. `layers`: of this
+        rank."""
         self.pass_tokens, self.max_tokens = inner.pass_tokens, inner.max_tokens
         self.copy_bytes, self.token_bytes = inner.copy_bytes, inner.token_bytes
         self.text_bytes = inner.text_bytes
         self._inner = inner
         self._together = together
         self._later = later
+        self._layers = layers
         self._numbers = SessionNumbers()
 
     def copy(self, shards: Sequence[Array]) -> None:
-        self._together("text_copy", partial(self._inner.copy, shards), {}, shards)
+        if not self._layers.shares_copies:
+            self._together("text_copy", partial(self._inner.copy, shards), {}, shards)
+            return
+        shared = shared_copy(self._layers)
+        flat = values_of(shared, self._layers)
+        fill(flat, shards)  # before any rank reads it
+        self._together("text_take", partial(self._inner.take, flat), fd=shared.fd)
 
     def drop_copy(self) -> None:
         self._later("text_drop_copy", {}, self._inner.drop_copy)
@@ -202,8 +218,9 @@ class LeadStage(RankStage):
         super().__init__(*arguments, **options)
         self.vectors.make_whole = self._collect
         self.base = LeadBase(self.layers.base, self._together)
-        if self.generation is not None and not self.layers.writes_alone:
-            self.generation = LeadGeneration(self.generation, self._together, self._later)
+        if isinstance(self.generation, StageGeneration):
+            about_texts = self._together, self._later, self.layers
+            self.generation = LeadGeneration(self.generation, *about_texts)
         about = {"stage": self.stage_index, "computing": self.computing.values()}
         group.send("build", about, fd=self.layers.shared.fd)
         group.join()
@@ -277,10 +294,11 @@ class LeadStage(RankStage):
         arrays: Sequence[Array] = (),
         *,
         adds: bool = False,
+        fd: int | None = None,
     ) -> T:
         with self._lock:
             self._do_put_off()
-            number = self._group.send(call, values, arrays)
+            number = self._group.send(call, values, arrays, fd)
             is_refused = False
             if adds:
                 self._is_whole = False
@@ -402,11 +420,13 @@ def following(
     )
 
     def of_text(name: str) -> Callable[..., None]:
-        def run(values: dict[str, Any], arrays: list[Any], _: int | None) -> None:
+        def run(values: dict[str, Any], arrays: list[Any], fd: int | None) -> None:
             assert stage is not None
-            assert stage.generation is not None
+            assert isinstance(stage.generation, StageGeneration)
             if name == "copy":
                 stage.generation.copy(arrays)
+            elif name == "take":
+                stage.generation.take(values_of(shared_copy(stage.layers, fd), stage.layers))
             else:
                 getattr(stage.generation, name)(*values.pop("session", ()), *arrays, **values)
 
@@ -415,6 +435,17 @@ def following(
     special = {"build": build, "put_base": put_base}
     special |= {f"text_{name}": of_text(name) for name in OF_TEXTS}
     return special | {name: call(name) for name in names}
+
+
+def shared_copy(layers: RankLayers, fd: int | None = None) -> SharedFloats:
+    """Memory for a copy of the parameters. `fd`: as of `SharedFloats`."""
+    num_bytes = layers.dtype.itemsize * layers.num_parameters
+    return SharedFloats(-(-num_bytes // 4), fd)
+
+
+def values_of(shared: SharedFloats, layers: RankLayers) -> Tensor:
+    """The copy that lies there, in the dtype of the passes."""
+    return shared.values.view(layers.dtype)[: layers.num_parameters]
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

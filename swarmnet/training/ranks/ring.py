@@ -75,11 +75,20 @@ class Ring:
     def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0) -> Tensor:
         """The output of this rank's queries, (B, L, H, E). `window`: positions that a query looks
         back on, its own included; 0 for all."""
+        return attended(self._of_window(window, q_BLHE.device), q_BLHE, k_BLKE, v_BLKE)
+
+    def forward(
+        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Without a backward pass: the output, and the lse (B, H, L), both in fp32."""
+        return self._of_window(window, q_BLHE.device).attend(q_BLHE, k_BLKE, v_BLKE)
+
+    def _of_window(self, window: int, device: torch.device) -> _RingOfWindow:
         if window >= self.length:
             window = 0
         if window not in self._by_window:
-            self._by_window[window] = _RingOfWindow(*self._about, window, q_BLHE.device)
-        return attended(self._by_window[window], q_BLHE, k_BLKE, v_BLKE)
+            self._by_window[window] = _RingOfWindow(*self._about, window, device)
+        return self._by_window[window]
 
 
 class _RingOfWindow:
@@ -131,6 +140,11 @@ class _RingOfWindow:
 
     def forward(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor) -> tuple[Tensor, Tensor]:
         """The output, and the lse (B, H, L) in fp32."""
+        out_BLHE, lse_BHL = self.attend(q_BLHE, k_BLKE, v_BLKE)
+        return out_BLHE.to(q_BLHE.dtype), lse_BHL
+
+    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, the output in fp32."""
         rank = self._region.rank
         ahead = iter(self._steps)
         coming = self._begin_fetch(next(ahead, None), k_BLKE, v_BLKE)
@@ -143,13 +157,9 @@ class _RingOfWindow:
             if block.is_unseen:
                 continue
             rows = block.rows
-            more, lse = block.attend(q_BLHE[:, rows], k, v)
-            # A query sees itself at least, so that no sum of two is minus infinity.
-            both = torch.logaddexp(lse_BHL[:, :, rows], lse)
-            out_BLHE[:, rows] *= _share(lse_BHL[:, :, rows], both)
-            out_BLHE[:, rows] += more * _share(lse, both)
-            lse_BHL[:, :, rows] = both
-        return out_BLHE.to(q_BLHE.dtype), lse_BHL
+            more = block.attend(q_BLHE[:, rows], k, v)
+            put_together(out_BLHE[:, rows], lse_BHL[:, :, rows], *more)
+        return out_BLHE, lse_BHL
 
     def backward(
         self,
@@ -218,7 +228,7 @@ class _RingOfWindow:
         sent = torch.stack((k_BLKE[:, seen], v_BLKE[:, seen]))
         columns = self._blocks[self._from(step)].columns
         shape = (2, k_BLKE.shape[0], columns.stop - columns.start, *k_BLKE.shape[2:])
-        wait = self._exchange(self._to(step), sent, self._from(step), shape)
+        wait = exchange(self._region, self._to(step), sent, self._from(step), shape)
 
         def both() -> tuple[Tensor, Tensor]:
             came = wait()
@@ -231,32 +241,12 @@ class _RingOfWindow:
         and to get that of this rank's: (2, B, M, K, E)."""
         seen = self._seen_by(self._to(step))
         shape = (2, k_BLKE.shape[0], seen.stop - seen.start, *k_BLKE.shape[2:])
-        return self._exchange(self._from(step), back, self._to(step), shape)
+        return exchange(self._region, self._from(step), back, self._to(step), shape)
 
     def _add(self, step: int, came: Tensor, dk_BLKE: Tensor, dv_BLKE: Tensor) -> None:
         seen = self._seen_by(self._to(step))
         dk_BLKE[:, seen] += came[0]
         dv_BLKE[:, seen] += came[1]
-
-    def _exchange(
-        self, there: int, sent: Tensor, back: int, shape: Sequence[int]
-    ) -> Callable[[], Tensor]:
-        """Sends to rank `there` and gets a tensor of `shape` from rank `back`. One collective, so
-        that no order of sending and getting can lock ranks up."""
-        sent = sent.flatten()
-        came = sent.new_empty(math.prod(shape))
-        numbers = [[0] * self._region.num_ranks for _ in range(2)]
-        numbers[0][back], numbers[1][there] = came.numel(), sent.numel()
-        options = dist.AllToAllOptions()
-        work = self._region.group.alltoall_base(came, sent, *numbers, options)
-        under_way = [sent]  # it is read until the wait is over
-
-        def wait() -> Tensor:
-            work.wait()
-            under_way.clear()
-            return came.view(*shape)
-
-        return wait
 
 
 class _Block:
@@ -309,6 +299,37 @@ class _WindowBlock:
         return self.seen.attend_back(*tensors)
 
 
+def exchange(
+    region: Region, there: int, sent: Tensor, back: int, shape: Sequence[int]
+) -> Callable[[], Tensor]:
+    """Begins to send to rank `there` and to get a tensor of `shape` from rank `back`; the result
+    waits for it. One collective, so that no order of sending and getting can lock ranks up."""
+    sent = sent.flatten()
+    came = sent.new_empty(math.prod(shape))
+    numbers = [[0] * region.num_ranks for _ in range(2)]
+    numbers[0][back], numbers[1][there] = came.numel(), sent.numel()
+    options = dist.AllToAllOptions()
+    work = region.group.alltoall_base(came, sent, *numbers, options)
+    under_way = [sent]  # it is read until the wait is over
+
+    def wait() -> Tensor:
+        work.wait()
+        under_way.clear()
+        return came.view(*shape)
+
+    return wait
+
+
+def put_together(out_BLHE: Tensor, lse_BHL: Tensor, more_BLHE: Tensor, lse: Tensor) -> None:
+    """Adds what queries get from further keys to what they have, in place and in fp32. `lse`:
+    likewise, (B, H, L)."""
+    both = torch.logaddexp(lse_BHL, lse)
+    out_BLHE *= _share(lse_BHL, both)
+    out_BLHE += more_BLHE * _share(lse, both)
+    lse_BHL.copy_(both)
+
+
 def _share(lse_BHL: Tensor, both_BHL: Tensor) -> Tensor:
-    """(B, L, H, 1): what a block counts in both."""
+    """(B, L, H, 1): what a block counts in both. Nothing, where it sees nothing."""
+    both_BHL = both_BHL.masked_fill(both_BHL == -torch.inf, 0.0)
     return (lse_BHL - both_BHL).exp().transpose(1, 2).unsqueeze(-1)

@@ -24,6 +24,7 @@ from swarmnet.methods.microbatch import GenerateRequest
 from swarmnet.protocol.generation import (
     IDLE_S,
     LONGEST_S,
+    LONGEST_TEXT,
     MAX_SESSIONS_EACH,
     exact_pass_tokens,
     pass_tokens,
@@ -32,6 +33,7 @@ from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.exporting.models import Wanted, export_checkpoints
 from swarmnet.runtime.writing.sampling import read_logits
+from swarmnet.runtime.writing.writer import longest_text
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.generation.remote_text import RemoteText
@@ -41,6 +43,7 @@ from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.training.passes.generation import StageGeneration
+from swarmnet.training.stage import build_stage
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.oracles.reference import ReferenceTrainer
@@ -52,6 +55,7 @@ from tests.swarm.harness import (
     relative_difference,
     tiny_spec,
 )
+from tests.training.specs import small_spec
 
 ROUNDS = 20
 PROMPT = list(b"abc def gh\nabcde fgh")
@@ -747,3 +751,12 @@ def test_a_pass_that_fails_before_training_says_why(
                 await asker.call("peer-0", GenerateRequest(0, "text", len(PROMPT)), tokens_of([97]))
 
     in_virtual_time(scenario, spec_of(tmp_path, global_batch=BUSY_BATCH))
+
+
+def test_a_text_may_be_as_long_as_the_sequences_that_its_model_learns_from() -> None:
+    lengths = (16, 5000, 1 << 18)
+    specs = [small_spec(model={"max_position_embeddings": length}) for length in lengths]
+    assert [longest_text(spec) for spec in specs] == [4096, 5000, LONGEST_TEXT]
+    stage = build_stage(specs[1], 0)
+    assert stage.generation is not None
+    assert stage.generation.max_tokens == 5000

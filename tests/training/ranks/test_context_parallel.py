@@ -26,7 +26,6 @@ from tests.swarm.lora_runs import LORA
 from tests.training.flights import fly_batch, gradient, parameters, stages_of
 from tests.training.memory.test_memory_plan import kept_bytes
 from tests.training.packed import lengths_of
-from tests.training.passes.test_generation import LLAMA, at_once, spec_of, through, tokens_of
 from tests.training.ranks.test_lora_ranks import ALL_OF_LLAMA, randomize
 from tests.training.ranks.test_tensor_parallel import (
     ONE_STAGE,
@@ -235,28 +234,6 @@ def test_processes_share_sequences() -> None:
         compare_microbatches(
             build_stage(spec, 0), build_context_parallel_stage(spec, 0, group), spec
         )
-
-
-@pytest.mark.parametrize("family", [LLAMA, "mixtral"])
-def test_rank_0_writes_texts_alone(family: str, tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, family)
-    words = tokens_of(spec)
-    one = [build_stage(spec, k, computing=Computing()) for k in range(2)]
-    expected = torch.cat([at_once(one, words[:, :end]) for end in (7, 12)])
-    with (
-        rank_threads(spec, 2, mode="context") as first,
-        rank_threads(spec, 2, mode="context") as last,
-    ):
-        many: list[TorchStage] = [
-            build_context_parallel_stage(spec, k, group, Computing())
-            for k, group in enumerate((first, last))
-        ]
-        found = [
-            through(many, words[:, begin:end], begin, is_copied=False)
-            for begin, end in ((0, 7), (7, 12))
-        ]
-        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
-        assert "text_extend" not in first.calls  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

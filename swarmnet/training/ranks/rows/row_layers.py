@@ -35,9 +35,7 @@ class Rows(Region):
 
 
 class CutSequences(ParallelLayers, ContextParallelLayers):
-    """Rows have a part of each sequence. Texts are written by each row alike."""
-
-    writes_alone = False
+    """Rows have a part of each sequence, and of each text."""
 
 
 class CutExperts(ParallelLayers, ExpertLayers):

@@ -14,7 +14,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.lora import packing_of
 from swarmnet.training.models.registry import model_plan, num_experts
-from swarmnet.training.ranks.context_parallel_stage import check_sequences
+from swarmnet.training.ranks.context_parallel_stage import check_sequences, longest_text
 from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.cut_plan import cut_plan
 from swarmnet.training.ranks.expert_stage import check_experts
@@ -65,7 +65,8 @@ def _layers(
     region = Rows(groups, rank, num_ranks, options["row_size"])
     cut = cut_plan(spec.model)
     if options["mode"] == "context":
-        return functools.partial(CutSequences, region=region, cut=cut)
+        longest = longest_text(spec.model)
+        return functools.partial(CutSequences, region=region, cut=cut, longest_text=longest)
     return functools.partial(
         CutExperts,
         region=region,

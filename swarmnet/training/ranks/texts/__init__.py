@@ -1,0 +1,1 @@
+"""Texts that several ranks of one machine write together."""
