@@ -243,7 +243,8 @@ class ExpertLayers(CutLayers):
         is_idle = self._column.rank > 0
         with self._exchange.idle(is_idle):
             y = super().extend(x, context)
-        return torch.zeros_like(y) if is_idle else y
+        # Whether its numbers are finite all are to find alike.
+        return self._column.all_reduce(torch.zeros_like(y) if is_idle else y)
 
     @contextlib.contextmanager
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:

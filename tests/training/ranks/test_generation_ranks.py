@@ -183,7 +183,7 @@ def test_a_rank_keeps_its_part_of_a_text(monkeypatch: pytest.MonkeyPatch) -> Non
             assert kept == seen * stage.generation.token_bytes
 
 
-@pytest.mark.parametrize("mode", ["context"])
+@pytest.mark.parametrize("mode", ["context", "experts"])
 def test_ranks_agree_that_a_text_s_numbers_are_not_finite(mode: str) -> None:
     """Though one of them alone has the token that makes them so, or all of the text."""
     model = {"num_hidden_layers": 1, "num_experts": 0 if mode == "context" else 2}
