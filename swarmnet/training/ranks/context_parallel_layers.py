@@ -89,8 +89,9 @@ class ContextParallelLayers(CutLayers):
         super().__init__(plan, builders, region=region, cut=cut, **options)
         if plan.is_random:
             length = plan.inputs.shape[0]
-            place = partial(_place, Zigzag(length, self._column.num_ranks), self._column.rank)
-            self.drawing = partial(drawn_in_part, place)
+            zigzag = Zigzag(length, self._column.num_ranks)
+            self.place = partial(_place, zigzag, self._column.rank)
+            self.drawing = partial(drawn_in_part, self.place)
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         region, length = self._column, x.shape[1]

@@ -39,6 +39,7 @@ from swarmnet.training.processes.shared_memory import SharedFloats
 from swarmnet.training.ranks.cut_plan import range_cuts
 from swarmnet.training.ranks.cuts import Cut, Cutting
 from swarmnet.training.ranks.packed_parts import packed_part
+from swarmnet.training.ranks.part_dropout import Place, everything
 from swarmnet.training.ranks.rank_stage import (
     RankLayers,
     move_buffers,
@@ -145,6 +146,8 @@ class CutLayers(RankLayers):
         """
         self._region = region
         self._cut = cut
+        self.place: Place = everything
+        """Of what layers draw for, in training."""
         self._layout = lay_out(builders, cut, region.num_ranks, region.sequence_parallel)
         shared = SharedFloats(self._layout.num_elements, fd)
         super().__init__(plan, builders, shared=shared, rank=region.rank, **options)

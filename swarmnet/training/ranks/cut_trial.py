@@ -47,7 +47,7 @@ from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayer
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan, cut_plan
 from swarmnet.training.ranks.parallel_layers import ParallelLayers
-from swarmnet.training.ranks.part_dropout import PartDraws, Place, samples_of
+from swarmnet.training.ranks.part_dropout import PartDraws, Place, everything, samples_of
 from swarmnet.training.ranks.tensor_parallel import Region
 
 NUM_RANKS = 2
@@ -228,10 +228,6 @@ def _drawn(place: Place, seed: int) -> Iterator[None]:
         yield
 
 
-def _all(_: torch.Size) -> None:
-    """One rank has the whole of each tensor."""
-
-
 def _layers(plan: ModelPlan, make: Callable[..., Any]) -> Any:
     device = torch.device(CPU)
     layers = make(
@@ -245,7 +241,7 @@ def _layers(plan: ModelPlan, make: Callable[..., Any]) -> Any:
         device=device,
         copies=copies_of(device),
     )
-    place = layers.place if isinstance(layers, ParallelLayers) else _all
+    place = layers.place if isinstance(layers, ParallelLayers) else everything
     layers.drawing = functools.partial(_drawn, place)
     return layers
 

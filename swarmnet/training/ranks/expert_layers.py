@@ -215,7 +215,8 @@ class ExpertLayers(CutLayers):
                     part.shared = self._exchange
                 elif isinstance(getattr(part, STACKS[0], None), nn.Parameter):
                     _share(part, num_experts, self._exchange)
-        self.drawing = partial(drawn_in_part, partial(_place, microbatch, column))
+        self.place = partial(_place, microbatch, column)
+        self.drawing = partial(drawn_in_part, self.place)
 
     def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         num_samples = x.shape[0]

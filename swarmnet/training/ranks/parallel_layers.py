@@ -15,7 +15,7 @@ from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan, mark_of
-from swarmnet.training.ranks.part_dropout import Drawn, Place, drawn_in_part, narrowed
+from swarmnet.training.ranks.part_dropout import Drawn, Place, both, drawn_in_part, narrowed
 from swarmnet.training.ranks.tensor_parallel import (
     Region,
     gather_last,
@@ -64,8 +64,7 @@ class ParallelLayers(CutLayers):
         super().__init__(plan, builders, region=region, cut=cut, **options)
         is_compiled = self._computing.compile
         cut.parallelize(builders, self.modules, self._row, is_compiled=is_compiled)
-        self.place = heads_of(self._row, cut)
-        """Of what layers draw for."""
+        self.place = both(self.place, heads_of(self._row, cut))
         self.drawing = functools.partial(drawn_in_part, self.place)
 
     def extend(self, x: Tensor, context: LayerContext) -> Tensor:

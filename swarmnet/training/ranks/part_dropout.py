@@ -30,6 +30,23 @@ Place = Callable[[torch.Size], Drawn | None]
 """From the shape of what this rank has. None where a tensor of this shape is whole."""
 
 
+def everything(_: torch.Size) -> None:
+    """A `Place` where a rank has the whole of each tensor."""
+
+
+def both(of_rows: Place, in_row: Place) -> Place:
+    """Where ranks are in rows: what a row has of a tensor, and of that what a rank of it has."""
+
+    def place(shape: torch.Size) -> Drawn | None:
+        row = of_rows(shape)
+        mine = in_row(shape if row is None else torch.Size(row.shape))
+        if row is None or mine is None:
+            return row or mine
+        return Drawn(mine.shape, lambda drawn: row.part(mine.part(drawn)))
+
+    return place
+
+
 def narrowed(shape: Sequence[int], dim: int, whole: int, start: int) -> Drawn:
     """A part of this shape begins at `start` of a dimension, of which the whole has `whole`."""
     of_all = list(shape)

@@ -18,6 +18,7 @@ from swarmnet.training.memory import offload
 from swarmnet.training.memory.plan import BF16, FP32, Precision, plan_memory
 from swarmnet.training.memory.plan import EXPERTS as SHARE_EXPERTS
 from swarmnet.training.memory.plan import SEQUENCES as SHARE_SEQUENCES
+from swarmnet.training.models.frozen import FrozenLinear
 from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.cut_plan import cut_plan
 from swarmnet.training.ranks.cuts import in_rows
@@ -35,7 +36,15 @@ from tests.training.ranks.test_expert_ranks import spec_of as mixture_of
 from tests.training.ranks.test_family_ranks import close_by_name, renew
 from tests.training.ranks.test_family_ranks import compare as compare_family
 from tests.training.ranks.test_family_ranks import spec_of as family_of
-from tests.training.ranks.test_lora_ranks import ALL, ALL_OF_LLAMA, fill, randomize
+from tests.training.ranks.test_lora_ranks import (
+    ALL,
+    ALL_OF_LLAMA,
+    WIDE,
+    fill,
+    randomize,
+    stages_of_one,
+)
+from tests.training.ranks.test_lora_ranks import compare as compare_adapters
 from tests.training.ranks.test_tensor_parallel import (
     ONE_STAGE,
     TOLERANCE,
@@ -326,17 +335,75 @@ def test_rows_that_cannot_be_are_one_line(
         check_rows(small_spec(**changes), mode, 2, row_size)
 
 
-def test_dropout_of_adapters_and_bases_in_few_bits_are_for_one_of_the_two(
+@pytest.mark.parametrize(
+    ("mode", "kept"),
+    [
+        (SEQUENCES, "nf4"),
+        (OF_EXPERTS, "int8"),
+        pytest.param(SEQUENCES, "int8", marks=pytest.mark.long),
+        pytest.param(OF_EXPERTS, "nf4", marks=pytest.mark.long),
+    ],
+)
+def test_a_base_in_few_bits(mode: str, kept: str, tmp_path: Path) -> None:
+    """Of a rank it is the part of its row."""
+    pytest.importorskip("torchao")
+    folder = tmp_path / "model"
+    if mode == OF_EXPERTS:
+        folder_of(folder, "mixtral", num_local_experts=4, **WIDE)
+    else:
+        folder_of(folder, "qwen2", **WIDE)
+    spec, _ = lora_run(folder, tmp_path, lora={**ALL, "base_dtype": kept}, num_stages=1)
+    (one,) = stages_of_one(spec, folder)
+    with rank_threads(spec, 4, mode=mode, row_size=2) as group:
+        many = build_row_stage(spec, 0, group, Computing(activations="blocks"))
+        fill(many, spec, folder)
+        packed, whole = (
+            sum(
+                m.packed.num_bytes
+                for x in stage.layers.modules
+                for m in x.modules()
+                if isinstance(m, FrozenLinear) and m.packed
+            )
+            for stage in (many, one)
+        )
+        assert 0 < packed < 0.6 * whole
+        compare_adapters(one, many)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dropout"), [(OF_EXPERTS, 0.2), pytest.param(SEQUENCES, 0.0, marks=pytest.mark.long)]
+)
+def test_what_dropout_leaves_out_is_that_of_one_rank(
+    mode: str, dropout: float, tmp_path: Path
+) -> None:
+    """In processes: dropout seeds torch, which threads have in common. Of a model, whose heads are
+    cut, and of adapters, some of whose inputs are."""
+    folder, lora = tmp_path / "model", {**ALL, "lora_dropout": 0.3}
+    if mode == OF_EXPERTS:
+        sizes = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
+        folder_of(folder, "qwen2_moe", attention_dropout=dropout, **sizes)
+    else:
+        folder_of(folder, "qwen2")
+    spec, _ = lora_run(folder, tmp_path, lora=lora, num_stages=1)
+    (one,) = stages_of_one(spec, folder)
+    with ranks(spec, 4, mode=mode, row_size=2) as group:
+        many = build_row_stage(spec, 0, group, Computing(activations="blocks"))
+        fill(many, spec, folder)
+        compare_adapters(one, many)
+
+
+def test_experts_of_the_built_in_model_that_a_row_cuts_draw_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("swarmnet.training.models.lora.check_packing", lambda _: None)
-    spec = small_spec()
     for more in ({"lora_dropout": 0.1}, {"base_dtype": "int8"}):
         lora = LoraSpec.model_validate({**LORA, **more})
-        with pytest.raises(SpecError, match="; leave"):
-            check_rows(spec.model_copy(update={"lora": lora}), SEQUENCES, 2, 2)
+        spec = mixture_of().model_copy(update={"lora": lora})
         with pytest.raises(SpecError, match="; take --tp 1"):
-            check_cut(mixture_of().model_copy(update={"lora": lora}), 2)
+            check_cut(spec, 2)
+        with pytest.raises(SpecError, match="; take --tp 1"):
+            check_rows(spec, OF_EXPERTS, 2, 2)
 
 
 def test_a_part_of_a_part_is_read_and_written_where_it_lies() -> None:

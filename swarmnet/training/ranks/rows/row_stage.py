@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
-from swarmnet.training.models.lora import packing_of
-from swarmnet.training.models.registry import model_plan, num_experts
+from swarmnet.training.models.registry import num_experts
 from swarmnet.training.ranks.context_parallel_stage import check_sequences, longest_text
 from swarmnet.training.ranks.cut_check import check_cut
 from swarmnet.training.ranks.cut_plan import cut_plan
@@ -26,13 +24,7 @@ from swarmnet.training.ranks.rows.row_layers import CutExperts, CutSequences, Ro
 def check_rows(spec: RunSpec, mode: str, num_rows: int, row_size: int) -> None:
     """Raises `SpecError` unless rows can share what `mode` says ("context", "experts"), and the
     ranks of each cut the model's matrices."""
-    option = "--cp" if mode == "context" else "--ep"
     (check_sequences if mode == "context" else check_experts)(spec, num_rows)
-    if model_plan(spec).is_random or packing_of(spec.lora):
-        raise SpecError(
-            f"{option} {num_rows} --tp {row_size}: dropout, and [lora] base_dtype int8 and nf4, go "
-            "with one of the two at most; leave the other out"
-        )
     check_cut(spec, row_size, is_row=True)
 
 
