@@ -104,7 +104,7 @@ def _around(
 
 
 def attend_in_parts(
-    parts: Sequence[Part], q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor
+    parts: Sequence[Part], q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """As `blocks.attend`."""
     out_BLHE = torch.zeros_like(q_BLHE, memory_format=torch.contiguous_format)
@@ -117,13 +117,16 @@ def attend_in_parts(
             v_BMKE[columns],
             sees_BLM=p.sees_BRC,
             is_causal=p.is_causal,
+            cap=cap,
         )
         out_BLHE[rows] = out
         lse_BHL[p.samples, :, p.rows] = lse
     return out_BLHE, lse_BHL
 
 
-def attend_back_in_parts(parts: Sequence[Part], *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attend_back_in_parts(
+    parts: Sequence[Part], *tensors: Tensor, cap: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `blocks.attend_back`, whose tensors these are, in its order."""
     grad_BLHE, q_BLHE, k_BMKE, v_BMKE, out_BLHE, lse_BHL = tensors
     dq_BLHE, dk_BMKE, dv_BMKE = (
@@ -140,6 +143,7 @@ def attend_back_in_parts(parts: Sequence[Part], *tensors: Tensor) -> tuple[Tenso
             lse_BHL[p.samples, :, p.rows],
             sees_BLM=p.sees_BRC,
             is_causal=p.is_causal,
+            cap=cap,
         )
     return dq_BLHE, dk_BMKE, dv_BMKE
 
@@ -155,9 +159,12 @@ class PackedSequence:
         self.length = documents_BS.shape[1]
         self._parts = parts_of(documents_BS, documents_BS, is_own=True)
 
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, window: int = 0) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         """The output, (B, S, H, E)."""
         assert not window
+        assert not cap
         return attended(self, q_BSHE, k_BSKE, v_BSKE)
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:

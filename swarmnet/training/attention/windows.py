@@ -60,7 +60,9 @@ class Window:
         """No query sees a key."""
         return not self._tiles
 
-    def attend(self, q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor, cap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """As `blocks.attend`."""
         out_BLHE = torch.zeros_like(q_BLHE, memory_format=torch.contiguous_format)
         lse_BHL = q_BLHE.new_full(
@@ -74,6 +76,7 @@ class Window:
                 v_BMKE[:, columns],
                 sees_BLM=self._sees(tile),
                 is_causal=False,
+                cap=cap,
             )
         return out_BLHE, lse_BHL
 
@@ -85,6 +88,7 @@ class Window:
         v_BMKE: Tensor,
         out_BLHE: Tensor,
         lse_BHL: Tensor,
+        cap: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `blocks.attend_back`."""
         dq_BLHE, dk_BMKE, dv_BMKE = (
@@ -102,6 +106,7 @@ class Window:
                 lse_BHL[:, :, rows],
                 sees_BLM=self._sees(tile),
                 is_causal=False,
+                cap=cap,
             )
             dk_BMKE[:, columns] += dk
             dv_BMKE[:, columns] += dv

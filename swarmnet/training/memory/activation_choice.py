@@ -28,7 +28,14 @@ from swarmnet.training.memory.plan import (
     stage_activations,
     with_rows,
 )
-from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec, described
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    LayerContext,
+    ModelPlan,
+    TakesContext,
+    TensorSpec,
+    described,
+)
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.torch_calls import TorchCalls
 
@@ -118,7 +125,8 @@ def known_activations(
             return whole
         divided = samples_of_rank if shared == EXPERTS else positions_of_rank
         alone = divided(spec, num_ranks)
-        part = traced_activations(alone, stage, precision)
+        shares = shared != EXPERTS
+        part = traced_activations(alone, stage, precision, shares_sequences=shares)
         if shared == EXPERTS:
             layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[stage]
             num_layers = sum(layer.is_block for layer in layers)
@@ -129,9 +137,12 @@ def known_activations(
         return None
 
 
-def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations:
+def traced_activations(
+    spec: RunSpec, stage: int, precision: Precision, *, shares_sequences: bool = False
+) -> Activations:
     """What autograd keeps of each layer, from a pass on torch's `meta` device, which takes no
-    memory. Raises what the layers raise there."""
+    memory. `shares_sequences`: each attends as where ranks share sequences, of which the run's are
+    a part: no scores are kept. Raises what the layers raise there."""
     plan = model_plan(spec)
     stages = split_stages(plan, spec.pipeline.num_stages)
     is_first, is_last = stage == 0, stage == len(stages) - 1
@@ -151,8 +162,12 @@ def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activ
     parameters = {_memory_of(p) for module in modules for p in module.parameters()}
     borders, parts = [x], []
     seen: dict[int, Tensor] = {}
+    context = LayerContext(sequence=_SharedShapes(spec.sequence_length))
     for module in modules:
-        x, kept = _kept_by(module, x, parameters)
+        call: Callable[[Tensor], Tensor] = module
+        if shares_sequences and isinstance(module, TakesContext) and plan.takes_sequence:
+            call = partial(module, context=context)
+        x, kept = _kept_by(call, x, parameters)
         parts.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
         seen |= kept
         borders.append(x)
@@ -287,6 +302,21 @@ def joined(
         is_input_in_graph=begin.is_input_kept,
         is_last=is_last,
     )
+
+
+class _SharedShapes:
+    """Implements `models.base.SharedSequence`, of shapes alone."""
+
+    takes_windows = True
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: float) -> Tensor:
+        """As torch's attention, which keeps what blocks of a ring do."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
 
 
 def _kept_by(

@@ -46,7 +46,9 @@ PLAN_PARTS = ("embed_tokens", "layers", "norm")
 """Of `base_model_pp_plan`."""
 POSITION_TABLES = 16
 PROBE_SHAPE = (1, 3)
-NO_MASK = "swarmnet_causal"
+NO_MASK, CAPPED = "swarmnet_causal", "swarmnet_capped"
+CAP = "attn_logit_softcapping"
+"""Of a config: what no score of attention is beyond."""
 MAX_LENGTH = 1 << 30
 SLIDING = "sliding_attention"
 PLAIN_LAYERS = {"full_attention", SLIDING, "chunked_attention", "linear_attention"}
@@ -71,7 +73,9 @@ class Decoder(TakesContext):
     ) -> None:
         super().__init__()
         shell = _base_shell(config, (index,))
-        layer = _layer_class(config, index)(config, index)
+        self._cap = score_cap(config)
+        self._attention = copy.deepcopy(config) if self._cap else config
+        layer = _layer_class(config, index)(self._attention, index)
         # The family's layer and this module share their parts, so that whoever replaces one here
         # (a linear layer by a part of it, say) replaces it there.
         self._modules = layer._modules  # noqa: SLF001  torch has no public way to share parts
@@ -88,6 +92,7 @@ class Decoder(TakesContext):
         # A name without masks: attention is causal then, and nothing looks at the positions.
         self._causal._attn_implementation = NO_MASK  # noqa: SLF001  as in `model_config`
         self._window = plain_window(config)
+        self._shared_window = least_window(config) if self._cap else self._window
         self._own_window = layer_window(config, index)
         self._index = index
         self._losses = losses
@@ -108,8 +113,10 @@ class Decoder(TakesContext):
         mask = context.mask if context and x_BSD.shape[1] <= self._window else None
         sequence = None if context is None else context.sequence
         window = 0
-        if sequence is not None and sequence.length > self._window:
-            if sequence.takes_windows and self._window and self._own_window is not None:
+        if sequence is not None and self._cap and not sequence.takes_windows:
+            sequence = None
+        if sequence is not None and sequence.length > self._shared_window:
+            if sequence.takes_windows and self._shared_window and self._own_window is not None:
                 window = self._own_window
             elif sequence.length > x_BSD.shape[1]:  # no mask says what lies on other ranks
                 raise RuntimeError("this model's attention cannot be shared among ranks")
@@ -126,7 +133,12 @@ class Decoder(TakesContext):
         rotary = getattr(shell, "rotary_emb", None)
         if rotary is not None:
             rotary.move_to(x_BSD.device)
-        with contextlib.nullcontext() if sequence is None else AttendsBy(sequence, window):
+        if self._cap:
+            name = "eager" if sequence is None else CAPPED
+            if self._attention._attn_implementation != name:  # noqa: SLF001  as in `model_config`
+                self._attention._attn_implementation = name  # noqa: SLF001  likewise
+        by = None if sequence is None else AttendsBy(sequence, window, self._cap)
+        with by or contextlib.nullcontext():
             y_BSD: Tensor = shell(
                 inputs_embeds=x_BSD,
                 attention_mask=mask,
@@ -147,11 +159,12 @@ class Decoder(TakesContext):
 class AttendsBy(TorchCalls):
     """In place of torch's causal attention, which a family's code calls, that of a sequence."""
 
-    def __init__(self, sequence: SharedSequence, window: int = 0) -> None:
-        """`window`: as of `SharedSequence.attend`."""
+    def __init__(self, sequence: SharedSequence, window: int = 0, cap: float = 0.0) -> None:
+        """`window`, `cap`: as of `SharedSequence.attend`."""
         super().__init__({F.scaled_dot_product_attention: self._attended})
         self._sequence = sequence
         self._window = window
+        self._cap = cap
 
     def _attended(
         self,
@@ -174,7 +187,7 @@ class AttendsBy(TorchCalls):
         if narrower:  # the kernels take values as wide as keys
             v_BKSE = F.pad(v_BKSE, (0, narrower))
         q_BSHE, k_BSKE, v_BSKE = (x.transpose(1, 2) for x in (q_BHSE, k_BKSE, v_BKSE))
-        y_BSHE = self._sequence.attend(q_BSHE, k_BSKE, v_BSKE, self._window)
+        y_BSHE = self._sequence.attend(q_BSHE, k_BSKE, v_BSKE, self._window, self._cap)
         return y_BSHE[..., : size - narrower].transpose(1, 2)
 
 
@@ -208,10 +221,36 @@ def plain_window(config: Any) -> int:
     one is always needed."""
     if config._attn_implementation != "sdpa":  # noqa: SLF001  others are not causal without one
         return 0
+    return least_window(config)
+
+
+def least_window(config: Any) -> int:
+    """The same, where attention is causal without a mask."""
     if not PLAIN_LAYERS.issuperset(getattr(config, "layer_types", None) or ()):
         return 0  # layers that choose what they look at need to be told what they may see
     found = [getattr(config, name, None) for name in WINDOWS]
     return min((w for w in found if w), default=MAX_LENGTH)
+
+
+def score_cap(config: Any) -> float:
+    """Of scores of attention, where a family's own code makes them for it; 0 for none."""
+    is_own = config._attn_implementation != "sdpa"  # noqa: SLF001  as in `model_config`
+    cap = float(getattr(config, CAP, None) or 0.0) if is_own else 0.0
+    if cap:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(CAPPED, _capped_elsewhere)
+    return cap
+
+
+def _capped_elsewhere(module: Any, *args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    """In place of a family's own attention, while a sequence attends, which caps scores: torch's
+    attention is called, so that `AttendsBy` takes the call."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if softcap != getattr(module.config, CAP):
+        raise RuntimeError("its attention has another cap than its config")
+    return sdpa_attention_forward(module, *args, **kwargs)
 
 
 def layer_window(config: Any, index: int) -> int | None:

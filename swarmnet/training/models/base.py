@@ -92,13 +92,14 @@ class SharedSequence(Protocol):
     length: int
     """Positions of all ranks."""
     takes_windows: bool
-    """Queries may look back on some positions alone."""
+    """Queries may look back on some positions alone, and scores may have a cap."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: float = 0.0) -> Tensor:
         """Causal attention of this rank's queries to the keys of all ranks, of their documents: the
         output, (samples, positions here, heads, head size). `k`, `v`: of this rank; with as many
         heads, or fewer. `window`: positions that a query looks back on, its own included; 0 for
-        all, as it is where `takes_windows` is false."""
+        all, as it is where `takes_windows` is false. `cap`: of scores (`attention.blocks`); 0 for
+        none, likewise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from swarmnet.system import LOOPBACK_INTERFACE
 from swarmnet.training.accelerators import CPU
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.device_copies import copies_of
-from swarmnet.training.models.adapter import CHUNKS, SLIDING_WINDOW, adapter_plan
+from swarmnet.training.models.adapter import CAP, CHUNKS, SLIDING_WINDOW, adapter_plan
 from swarmnet.training.models.base import LayerContext, ModelPlan
 from swarmnet.training.models.family_probe import (
     LENGTH,
@@ -60,6 +60,8 @@ LEAST_PART = 1e-3
 positions do shows in the gradients of queries and keys, which are small beside others."""
 WINDOW = 5
 """Of a small model, in positions: fewer than a rank's piece of a sequence has."""
+SMALL_CAP = 0.01
+"""Of a small model's scores, which are small."""
 COLLECTIVE_TIMEOUT_S = 20.0
 """Of a small model's: ranks that do not run the same ones are told after it."""
 
@@ -91,7 +93,7 @@ def check_shared(config: Mapping[str, Any], sequence_length: int) -> None:
     # Longer than the window where the run's are, or its texts may be.
     longest = min(text_tokens(sequence_length), most_shared(config))
     has_window = 0 < (config.get(SLIDING_WINDOW) or 0) < longest
-    sizes = {SLIDING_WINDOW: WINDOW if has_window else LENGTH, CHUNKS: LENGTH}
+    sizes = {SLIDING_WINDOW: WINDOW if has_window else LENGTH, CHUNKS: LENGTH, CAP: SMALL_CAP}
     plain = (
         small | {name: size for name, size in sizes.items() if small.get(name)}
         for small in shrunk_configs(config)

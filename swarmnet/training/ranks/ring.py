@@ -70,29 +70,30 @@ class Ring:
         None where all of it is one."""
         self.length = zigzag.length
         self._about = zigzag, region, documents_BS
-        self._by_window: dict[int, _RingOfWindow] = {}
+        self._by_kind: dict[tuple[int, float], _RingOfWindow] = {}
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0) -> Tensor:
-        """The output of this rank's queries, (B, L, H, E). `window`: positions that a query looks
-        back on, its own included; 0 for all."""
-        return attended(self._of_window(window, q_BLHE.device), q_BLHE, k_BLKE, v_BLKE)
+    def attend(
+        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
+        """The output of this rank's queries, (B, L, H, E). `window`, `cap`: as of
+        `SharedSequence.attend`."""
+        return attended(self._of_kind(window, cap, q_BLHE.device), q_BLHE, k_BLKE, v_BLKE)
 
     def forward(
-        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0
+        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0, cap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Without a backward pass: the output, and the lse (B, H, L), both in fp32."""
-        return self._of_window(window, q_BLHE.device).attend(q_BLHE, k_BLKE, v_BLKE)
+        return self._of_kind(window, cap, q_BLHE.device).attend(q_BLHE, k_BLKE, v_BLKE)
 
-    def _of_window(self, window: int, device: torch.device) -> _RingOfWindow:
-        if window >= self.length:
-            window = 0
-        if window not in self._by_window:
-            self._by_window[window] = _RingOfWindow(*self._about, window, device)
-        return self._by_window[window]
+    def _of_kind(self, window: int, cap: float, device: torch.device) -> _RingOfWindow:
+        kind = (0 if window >= self.length else window), cap
+        if kind not in self._by_kind:
+            self._by_kind[kind] = _RingOfWindow(*self._about, *kind, device)
+        return self._by_kind[kind]
 
 
 class _RingOfWindow:
-    """Of the layers with one window, or with none."""
+    """Of the layers with one window, or with none, and one cap of scores."""
 
     def __init__(
         self,
@@ -100,9 +101,10 @@ class _RingOfWindow:
         region: Region,
         documents_BS: Tensor | None,
         window: int,
+        cap: float,
         device: torch.device,
     ) -> None:
-        """As for `Ring`. `window`: 0 for none."""
+        """As for `Ring`. `window`, `cap`: 0 for none."""
         self._zigzag = zigzag
         self._region = region
         self._window = window
@@ -115,7 +117,7 @@ class _RingOfWindow:
             rows, columns = self._seen(rank, other)
             of_both = None if of_ranks is None else (of_ranks[rank], of_ranks[other])
             if not window:
-                block = _Block(rows, columns, other == rank)
+                block = _Block(rows, columns, other == rank, cap)
                 if of_both is not None:
                     block.know(*of_both)
                 self._blocks.append(block)
@@ -124,7 +126,7 @@ class _RingOfWindow:
             if of_both is not None:
                 of_both = of_both[0][:, rows], of_both[1][:, columns]
             seen = Window(*positions, window, device, of_both)
-            self._blocks.append(_WindowBlock(rows, columns, seen))
+            self._blocks.append(_WindowBlock(rows, columns, seen, cap))
         self._steps = [step for step in others if step and self._is_used(step)]
 
     def _seen(self, rank: int, other: int) -> tuple[slice, slice]:
@@ -252,8 +254,9 @@ class _RingOfWindow:
 class _Block:
     """This rank's queries beside the keys of one rank."""
 
-    def __init__(self, rows: slice, columns: slice, is_own: bool) -> None:
+    def __init__(self, rows: slice, columns: slice, is_own: bool, cap: float) -> None:
         self.rows, self.columns = rows, columns
+        self._cap = cap
         self._is_own = is_own
         self._parts: list[Part] | None = None
         """What sees what, where the keys are not all of one document."""
@@ -271,13 +274,13 @@ class _Block:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self._parts is None:
-            return attend(q, k, v, sees_BLM=None, is_causal=self._is_own)
-        return attend_in_parts(self._parts, q, k, v)
+            return attend(q, k, v, sees_BLM=None, is_causal=self._is_own, cap=self._cap)
+        return attend_in_parts(self._parts, q, k, v, self._cap)
 
     def attend_back(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self._parts is None:
-            return attend_back(*tensors, sees_BLM=None, is_causal=self._is_own)
-        return attend_back_in_parts(self._parts, *tensors)
+            return attend_back(*tensors, sees_BLM=None, is_causal=self._is_own, cap=self._cap)
+        return attend_back_in_parts(self._parts, *tensors, cap=self._cap)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,16 +290,18 @@ class _WindowBlock:
     rows: slice
     columns: slice
     seen: Window
+    cap: float
 
     @property
     def is_unseen(self) -> bool:
         return self.seen.is_unseen
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.seen.attend(q, k, v)
+        return self.seen.attend(q, k, v, self.cap)
 
     def attend_back(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.seen.attend_back(*tensors)
+        grad, q, k, v, out, lse = tensors
+        return self.seen.attend_back(grad, q, k, v, out, lse, self.cap)
 
 
 def exchange(

@@ -45,6 +45,8 @@ from tests.training.test_lora import gradient_of, stages_of
 
 WINDOW = {"sliding_window": LENGTH}
 SMALLER = {"num_hidden_layers": 2}
+CAPPED = {"head_dim": 16, "attn_logit_softcapping": 0.02}
+"""Scores of a small model are small."""
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3": FAMILIES["llama 3"],
@@ -65,6 +67,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     ),
+    "gemma2, caps of scores": ("gemma2", CAPPED | WINDOW),
+    "gemma2, caps and windows": ("gemma2", CAPPED | {"sliding_window": 7}),
 }
 
 
@@ -113,9 +117,9 @@ def test_keys_travel_with_as_many_heads_as_they_have(monkeypatch: pytest.MonkeyP
     heads: list[tuple[int, int]] = []
     attend = Ring.attend
 
-    def counted(self: Ring, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+    def counted(self: Ring, q: Tensor, k: Tensor, v: Tensor, *about: Any) -> Tensor:
         heads.append((q.shape[2], k.shape[2]))
-        return attend(self, q, k, v, window)
+        return attend(self, q, k, v, *about)
 
     monkeypatch.setattr(Ring, "attend", counted)
     spec = spec_of("llama", 1, document_mask=False, **SMALLER)
@@ -175,14 +179,22 @@ def test_adapters(on_experts: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "policy"), [(FP32, "keep"), (FP32, "blocks"), (BF16, "keep")]
+    ("kind", "precision", "policy"),
+    [
+        ("qwen2", FP32, "keep"),
+        ("qwen2", FP32, "blocks"),
+        ("qwen2", BF16, "keep"),
+        ("gemma2", FP32, "keep"),
+    ],
 )
 def test_a_rank_keeps_no_more_than_the_plan_says(
-    precision: Precision, policy: Any, tmp_path: Path
+    kind: str, precision: Precision, policy: Any, tmp_path: Path
 ) -> None:
     """Between the passes, with one microbatch more in flight. The plan counts a layer's rotary
-    tables for each layer, and a pass has them once."""
-    spec = spec_of("qwen2", 3, document_mask=False, **SMALLER)
+    tables for each layer, and a pass has them once. No scores are kept, though one rank keeps
+    them."""
+    more_of = {"head_dim": 16} if kind == "gemma2" else {}
+    spec = spec_of(kind, 3, document_mask=False, **more_of, **SMALLER)
     computing = Computing(precision.name, policy, folder=str(tmp_path))  # type: ignore[arg-type]
     inputs, targets = tokens(1), tokens(2)
     for k in range(2):
@@ -208,7 +220,6 @@ def test_ranks_that_are_processes() -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {}, "model_type qwen3_next computes something else than one rank does"),
-    ("gemma2", {"head_dim": 16}, "model_type gemma2 does not work here"),
     ("gpt_oss", {"num_local_experts": 4}, "model_type gpt_oss does not work here"),
     (
         "phi3",
@@ -222,7 +233,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     REFUSED,
-    ids=["linear attention", "caps of scores", "sinks", "positions", "dropout"],
+    ids=["linear attention", "sinks", "positions", "dropout"],
 )
 def test_what_ranks_cannot_share_is_one_line(kind: str, more: dict[str, Any], message: str) -> None:
     spec = spec_of(kind, 1, document_mask=False, **more)
@@ -249,6 +260,19 @@ def test_a_window_that_is_taken_for_another_is_found(monkeypatch: pytest.MonkeyP
     cut_trial.check_shared(config, LENGTH)
     wrong = lambda config, index: layer_window(config, index) + 1  # type: ignore[operator]  # noqa: E731
     monkeypatch.setattr("swarmnet.training.models.adapter.layer_window", wrong)
+    cut_trial.try_small.cache_clear()
+    with pytest.raises(SpecError, match="computes something else"):
+        cut_trial.check_shared(config, LENGTH)
+    cut_trial.try_small.cache_clear()
+
+
+def test_a_cap_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = spec_of("gemma2", 1, document_mask=False, head_dim=16).model.config
+    cut_trial.try_small.cache_clear()
+    cut_trial.check_shared(config, LENGTH)
+    begin = AttendsBy.__init__
+    uncapped = lambda self, sequence, window=0, cap=0.0: begin(self, sequence, window)  # noqa: E731
+    monkeypatch.setattr(AttendsBy, "__init__", uncapped)
     cut_trial.try_small.cache_clear()
     with pytest.raises(SpecError, match="computes something else"):
         cut_trial.check_shared(config, LENGTH)

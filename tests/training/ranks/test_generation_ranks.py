@@ -31,7 +31,7 @@ from tests.training.passes.test_generation import (
     tokens_of,
 )
 from tests.training.ranks.test_family_ranks import spec_of as family_of
-from tests.training.ranks.test_family_sequences import MLA
+from tests.training.ranks.test_family_sequences import CAPPED, MLA
 from tests.training.ranks.test_tensor_parallel import ranks
 from tests.training.ranks.threads import rank_threads
 from tests.training.specs import small_spec
@@ -97,6 +97,7 @@ PASSES = (7, 12, 13, 14, 16)
 WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("mistral", {"sliding_window": 5}),
     "gemma3, windows": ("gemma3_text", FAMILIES["gemma3"][1] | {"sliding_window": 6}),
+    "gemma2, caps and windows": ("gemma2", CAPPED | {"sliding_window": 6}),
     "values narrower than keys": (
         "deepseek_v3",
         {**MLA, "v_head_dim": 16, "first_k_dense_replace": 4, "num_key_value_heads": 4},

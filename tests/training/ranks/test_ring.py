@@ -71,19 +71,33 @@ def documents(samples: int, length: int, part: float) -> Tensor:
     return begins.cumsum(dim=1)
 
 
+def capped(cap: float) -> Callable[..., Tensor]:
+    """Torch's attention with a mask, whose scores are capped."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, **_: Any) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+        return ((scores / cap).tanh() * cap + attn_mask).softmax(dim=-1) @ v
+
+    return attend
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "length", "num_kv_heads", "part", "window"),
+    ("num_ranks", "length", "num_kv_heads", "part", "window", "cap"),
     [
-        (2, 64, 4, 0.0, 0),
-        (2, 67, 2, 0.1, 0),
-        (3, 67, 1, 0.1, 0),
-        (4, 16, 2, 0.4, 0),
-        (5, 101, 2, 0.02, 0),
-        (2, 64, 4, 0.0, 5),
-        (3, 67, 1, 0.1, 20),
-        (4, 101, 2, 0.0, 40),
-        (5, 101, 2, 0.02, 2),
-        (2, 67, 2, 0.0, 66),
+        (2, 64, 4, 0.0, 0, 0.0),
+        (2, 67, 2, 0.1, 0, 0.0),
+        (3, 67, 1, 0.1, 0, 0.0),
+        (4, 16, 2, 0.4, 0, 0.0),
+        (5, 101, 2, 0.02, 0, 0.0),
+        (2, 64, 4, 0.0, 5, 0.0),
+        (3, 67, 1, 0.1, 20, 0.0),
+        (4, 101, 2, 0.0, 40, 0.0),
+        (5, 101, 2, 0.02, 2, 0.0),
+        (2, 67, 2, 0.0, 66, 0.0),
+        (2, 67, 2, 0.0, 0, 0.5),
+        (3, 67, 1, 0.1, 0, 0.2),
+        (4, 101, 2, 0.02, 40, 1.0),
     ],
 )
 def test_a_ring_attends_as_one_does(
@@ -92,10 +106,13 @@ def test_a_ring_attends_as_one_does(
     num_kv_heads: int,
     part: float,
     window: int,
+    cap: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With documents, windows, lengths that do not divide, and fewer key/value heads."""
+    """With documents, windows, caps of scores, lengths that do not divide, and fewer key/value
+    heads."""
     monkeypatch.setattr(windows, "ROWS", 7)
+    monkeypatch.setattr(blocks, "ROWS_AT_ONCE", 11)
     torch.manual_seed(num_ranks)
     q, k, v, grad = (torch.randn(2, length, n, 8) for n in (4, num_kv_heads, num_kv_heads, 4))
     of, mask = None, None
@@ -105,10 +122,11 @@ def test_a_ring_attends_as_one_does(
     if part:
         of = documents(2, length, part)
         sees &= of.unsqueeze(2) == of.unsqueeze(1)
-    if part or window:
+    if part or window or cap:
         mask = torch.zeros(sees.shape).masked_fill_(~sees, -torch.inf).unsqueeze(1)
     wanted = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(
+    attend = capped(cap) if cap else F.scaled_dot_product_attention
+    out = attend(
         *(x.transpose(1, 2) for x in wanted),
         attn_mask=mask,
         is_causal=mask is None,
@@ -121,7 +139,7 @@ def test_a_ring_attends_as_one_does(
         ring = Ring(zigzag, region, of)
         here = [part_of_rank(zigzag, region.rank, x) for x in (q, k, v, grad)]
         mine = [x.requires_grad_() for x in here[:3]]
-        found = ring.attend(*mine, window)
+        found = ring.attend(*mine, window, cap)
         found.backward(here[3])
         parts = (found.detach(), *(x.grad for x in mine))
         return [whole(zigzag, region, x) for x in parts if x is not None]

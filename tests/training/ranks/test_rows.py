@@ -189,6 +189,12 @@ def test_documents_stay_apart_whatever_is_kept(
         ),
         pytest.param(SEQUENCES, "phi3", {}, marks=pytest.mark.long),
         pytest.param(SEQUENCES, "mistral", {"sliding_window": 24}, marks=pytest.mark.long),
+        pytest.param(
+            SEQUENCES,
+            "gemma2",
+            {"head_dim": 16, "attn_logit_softcapping": 0.02, "sliding_window": 8},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_families(mode: str, kind: str, sizes: dict[str, Any]) -> None:

@@ -92,9 +92,11 @@ class TextPass:
         self._seen: dict[tuple[int, int, int], Window] = {}
         self._number = 0
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0) -> Tensor:
-        """The output of this rank's queries, (B, L, H, E). `window`: positions that a query looks
-        back on, its own included; 0 for all."""
+    def attend(
+        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
+        """The output of this rank's queries, (B, L, H, E). `window`, `cap`: as of
+        `SharedSequence.attend`."""
         number, self._number = self._number, self._number + 1
         size = window or self.length
         old_k, old_v = self._text.kept(number, k_BLKE)
@@ -103,9 +105,9 @@ class TextPass:
             for old, new in ((old_k, k_BLKE), (old_v, v_BLKE))
         )
         if self._zigzag is None:
-            out = self._by_all(q_BLHE, k_BMKE, v_BMKE, size)
+            out = self._by_all(q_BLHE, k_BMKE, v_BMKE, size, cap)
         else:
-            out = self._in_parts(q_BLHE, k_BLKE, v_BLKE, old_k, old_v, window)
+            out = self._in_parts(q_BLHE, k_BLKE, v_BLKE, old_k, old_v, window, cap)
         if window:  # what the next token does not see, none will
             here = self._last(self.positions, k_BMKE)
             gone = bisect_right(here, self.length - window)
@@ -123,10 +125,13 @@ class TextPass:
         """Those that keys are of: the last ones."""
         return positions[len(positions) - k_BMKE.shape[1] :]
 
-    def _by_all(self, q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor, size: int) -> Tensor:
+    def _by_all(
+        self, q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor, size: int, cap: float
+    ) -> Tensor:
         """All ranks have the same queries."""
         keys = self._last(self.positions, k_BMKE)
-        mine = self._window(-1, self._new, keys, size, q_BLHE).attend(q_BLHE, k_BMKE, v_BMKE)
+        seen = self._window(-1, self._new, keys, size, q_BLHE)
+        mine = seen.attend(q_BLHE, k_BMKE, v_BMKE, cap)
         packed = _packed(*mine)
         parts = [torch.empty_like(packed) for _ in range(self._region.num_ranks)]
         self._region.group.allgather([parts], [packed]).wait()
@@ -143,11 +148,12 @@ class TextPass:
         old_k: Tensor,
         old_v: Tensor,
         window: int,
+        cap: float,
     ) -> Tensor:
         """Each rank has the queries of its part of the pass. `old_k`, `old_v`: of earlier tokens,
         of this rank."""
         assert self._zigzag is not None
-        out, lse = self._ring.forward(q_BLHE, k_BLKE, v_BLKE, window)
+        out, lse = self._ring.forward(q_BLHE, k_BLKE, v_BLKE, window, cap)
         if not self._before:
             return out.to(q_BLHE.dtype)
         region, zigzag = self._region, self._zigzag
@@ -164,7 +170,7 @@ class TextPass:
                 q = exchange(region, there, q_BLHE, back, shape)()
             queries = self._of_rank(zigzag, back)
             seen = self._window(back, queries, keys, window or self.length, q)
-            made = _packed(*seen.attend(q, old_k, old_v))
+            made = _packed(*seen.attend(q, old_k, old_v, cap))
             if step:
                 num_elements = batch * q_BLHE.shape[1] * heads * (size + 1)
                 made = exchange(region, back, made, there, (num_elements,))()
