@@ -124,13 +124,27 @@ NEAR |= {
 
 
 @lru_cache(maxsize=256)
-def hints_of(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+def shape_of(cls: type) -> tuple[tuple[str, Any, bool], ...]:
+    """By field of a class, its name, its type, and whether it has a default."""
+    hints = get_type_hints(cls)
+    return tuple(
+        (f.name, hints[f.name], f.default is not MISSING or f.default_factory is not MISSING)
+        for f in fields(cls)
+    )
+
+
+NO_PARTS: tuple[None, tuple[()]] = (None, ())
+parts_of_generic = lru_cache(maxsize=256)(lambda hint: (get_origin(hint), get_args(hint)))
+
+
+def parts_of(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The origin of a type, and its arguments."""
+    return NO_PARTS if type(hint) is type else parts_of_generic(hint)
 
 
 def near(hint: Any, name: str, truth: Truth, rng: random.Random) -> Any:
     """A value that could be right: plain, or a dataclass."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin, args = parts_of(hint)
     is_told = hint is ShardReply  # its field is called as the numbers of shards are
     if name in NEAR and origin not in (tuple, dict) and not is_told:
         return NEAR[name](truth, rng)
@@ -144,8 +158,6 @@ def near(hint: Any, name: str, truth: Truth, rng: random.Random) -> Any:
         return {near(args[0], "peer_id", truth, rng): near(args[1], "", truth, rng)}
     if origin in (typing.Union, types.UnionType):
         return near(rng.choice(args), name, truth, rng)
-    if is_dataclass(hint):
-        return plain(hint, truth, rng)
     if hint is int:
         return rng.choice((0, 1))
     if hint is float:
@@ -154,12 +166,14 @@ def near(hint: Any, name: str, truth: Truth, rng: random.Random) -> Any:
         return rng.random() < 0.5
     if hint is str:
         return rng.choice((truth.own, *truth.peers))
-    return rng.randbytes(8) if hint is bytes else None
+    if hint is bytes:
+        return rng.randbytes(8)
+    return plain(hint, truth, rng) if is_dataclass(hint) else None
 
 
 def lie(hint: Any, name: str, truth: Truth, rng: random.Random) -> Any:
     """Any value of a type, and now and then of another one."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin, args = parts_of(hint)
     if name and rng.random() < 0.05:
         return rng.choice((None, "x", [], {}, -1, 1.5))
     if origin is tuple:
@@ -174,8 +188,6 @@ def lie(hint: Any, name: str, truth: Truth, rng: random.Random) -> Any:
         return {str(k) if args[0] is str else k: lie(args[1], "", truth, rng) for k in keys if k}
     if origin in (typing.Union, types.UnionType):
         return lie(rng.choice(args), name, truth, rng)
-    if is_dataclass(hint):
-        return plain(hint, truth, rng, lies=1)
     if hint is int:
         near_round = (truth.round + 1, truth.round + 2, truth.round + 10, truth.round + 10**6)
         return rng.choice(INTS + near_round)
@@ -185,7 +197,9 @@ def lie(hint: Any, name: str, truth: Truth, rng: random.Random) -> Any:
         return rng.random() < 0.5
     if hint is str:
         return rng.choice((*TEXTS, truth.own, *truth.peers))
-    return rng.randbytes(rng.choice(BYTES)) if hint is bytes else None
+    if hint is bytes:
+        return rng.randbytes(rng.choice(BYTES))
+    return plain(hint, truth, rng, lies=1) if is_dataclass(hint) else None
 
 
 def plain(
@@ -199,20 +213,19 @@ def plain(
 ) -> dict[str, Any]:
     """The fields of a class as plain values: `given` ones, those that have no default, and of the
     others those in `also` (None: some); `lies` of them anything, one of which is `only`."""
-    names = [f.name for f in fields(cls)]
+    shape = shape_of(cls)
+    names = [name for name, _, _ in shape]
     liars = {only} & set(names)
     if lies > len(liars):
         liars |= set(rng.sample(names, min(len(names), lies - len(liars))))
     found: dict[str, Any] = {}
-    for f in fields(cls):
-        has_default = f.default is not MISSING or f.default_factory is not MISSING
-        hint = hints_of(cls)[f.name]
-        if f.name in liars:
-            found[f.name] = lie(hint, f.name, truth, rng)
-        elif f.name in given:
-            found[f.name] = given[f.name]
-        elif not has_default or (rng.random() < 0.3 if also is None else f.name in also):
-            found[f.name] = near(hint, f.name, truth, rng)
+    for name, hint, has_default in shape:
+        if name in liars:
+            found[name] = lie(hint, name, truth, rng)
+        elif name in given:
+            found[name] = given[name]
+        elif not has_default or (rng.random() < 0.3 if also is None else name in also):
+            found[name] = near(hint, name, truth, rng)
     return found
 
 
