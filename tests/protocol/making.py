@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from swarmnet.protocol.membership.records import ACTIVE, Record, RoundCount
 from swarmnet.protocol.slots import SlotSet
@@ -32,6 +33,11 @@ def counted(
         tokens,
         loss_sum,
     )
+
+
+def with_count(record: Record, count: RoundCount) -> Record:
+    """A record with the counters of one round replaced."""
+    return replace(record, counts=record.counts_with(count))
 
 
 def slots(first: int, num: int) -> SlotSet:

@@ -96,20 +96,26 @@ class RoundCounters:
     def add(self, record: Record) -> None:
         """A record became known. Of two counters for one round, the first holds."""
         for count in record.counts:
-            counts = self._counts.setdefault(count.round, {})
-            if record.peer_id not in counts:
-                self._add(count, 1)
-                counts[record.peer_id] = count
+            self._put(record.peer_id, count)
 
     def remove(self, record: Record) -> None:
         """A record that was added is replaced or forgotten."""
         for count in record.counts:
-            counts = self._counts.get(count.round, {})
-            known = counts.pop(record.peer_id, None)
-            if known is not None:
-                self._add(known, -1)
-            if not counts:
-                self._counts.pop(count.round, None)
+            self._remove(record.peer_id, count)
+
+    def replace(self, before: Record, after: Record) -> None:
+        """A record that was added is replaced by a newer one of its peer, whose counters are mostly
+        the same."""
+        if not (_are_of_unlike_rounds(before) and _are_of_unlike_rounds(after)):
+            self.remove(before)
+            self.add(after)
+            return
+        for count in before.counts:
+            if count not in after.counts:
+                self._remove(before.peer_id, count)
+        for count in after.counts:
+            if count not in before.counts:
+                self._put(after.peer_id, count)
 
     def committed(self, round_index: int) -> int:
         """Slots committed in a round, at most, by the word of all known peers."""
@@ -125,12 +131,31 @@ class RoundCounters:
         """Peer ids with their counters of a round, live or not, sorted by peer id."""
         return sorted(self._counts.get(round_index, {}).items(), key=lambda item: item[0])
 
+    def _put(self, peer_id: str, count: RoundCount) -> None:
+        counts = self._counts.setdefault(count.round, {})
+        if peer_id not in counts:
+            self._add(count, 1)
+            counts[peer_id] = count
+
+    def _remove(self, peer_id: str, count: RoundCount) -> None:
+        counts = self._counts.get(count.round, {})
+        known = counts.pop(peer_id, None)
+        if known is not None:
+            self._add(known, -1)
+        if not counts:
+            self._counts.pop(count.round, None)
+
     def _add(self, count: RoundCount, sign: int) -> None:
         sums = self._sums.setdefault(count.round, _Sum())
         sums.launched += sign * len(count.launched)
         sums.committed += sign * (len(count.committed) + len(count.settled))
-        if sums == _Sum():
+        if not (sums.launched or sums.committed):
             del self._sums[count.round]
+
+
+def _are_of_unlike_rounds(record: Record) -> bool:
+    """Each counter is of another round; a record may say otherwise."""
+    return len({count.round for count in record.counts}) == len(record.counts)
 
 
 class StageIndex:
@@ -172,15 +197,17 @@ class AnswerCache:
 
     def get(self, stage: int, name: object, now: float, ask: Callable[[], T]) -> T:
         """`ask()`, or what it returned the last time for this stage and name."""
-        if now > self._until.get(stage, -math.inf):
-            self._until[stage] = self._lapses_at(stage, now)
-            self._answers.pop(stage, None)
         answers = self._answers.get(stage)
-        if answers is None:
+        if answers is None or now > self._until[stage]:
+            if now > self._until.get(stage, -math.inf):
+                self._until[stage] = self._lapses_at(stage, now)
             answers = self._answers[stage] = {}
-        if name not in answers:
-            answers[name] = ask()
-        return answers[name]  # type: ignore[return-value]
+        try:
+            return answers[name]  # type: ignore[return-value]
+        except KeyError:
+            pass
+        answers[name] = found = ask()
+        return found
 
     def drop(self, stage: int) -> None:
         """A peer of this stage has changed."""

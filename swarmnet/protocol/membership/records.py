@@ -8,7 +8,7 @@ version) is valid, so records may arrive in any order. Counters of a round only 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from swarmnet.protocol.slots import EMPTY, SlotSet
 from swarmnet.protocol.sync_modes import Switch
@@ -44,6 +44,7 @@ LEAVING = "leaving"
 LEFT = "left"
 OBSERVING = "observing"
 STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
+MAX_NUMBER = 1 << 62
 MAX_COUNT = 1 << 47
 """Tokens of one feeder in a round, at most. The sum over all peers of a view
 (`view.MAX_PEERS`) stays below 2^62."""
@@ -72,7 +73,7 @@ class RoundCount:
     """Launched, and found to have been counted before, by a feeder whose record does not say so."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.tokens < MAX_COUNT and 0 <= self.round < 2**62):
+        if not (0 <= self.tokens < MAX_COUNT and 0 <= self.round < MAX_NUMBER):
             raise ValueError("a round's counter is out of range")
         if not abs(self.loss_sum) <= MAX_LOSS_SUM:
             raise ValueError("the loss of a round is out of range")
@@ -109,7 +110,7 @@ class Restorable:
     """`Record.history` at the time."""
 
     def __post_init__(self) -> None:
-        if any(not 0 <= n < 2**62 for n in (self.round, self.history)):
+        if any(not 0 <= n < MAX_NUMBER for n in (self.round, self.history)):
             raise ValueError("a number of a checkpoint is out of range")
         if not (0 <= self.stage < MAX_SHARDS and 0 < self.num_shards <= MAX_SHARDS):
             raise ValueError("a checkpoint of an impossible stage")
@@ -235,12 +236,21 @@ class Record:
             raise ValueError("a peer id or run id is too long")
         if self.state not in STATES:
             raise ValueError(f"unknown state {self.state[:32]!r}")
-        if not all(OBSERVER_STAGE <= s < MAX_SHARDS for s in (self.stage, self.moving_to)):
+        if not (
+            OBSERVER_STAGE <= self.stage < MAX_SHARDS
+            and OBSERVER_STAGE <= self.moving_to < MAX_SHARDS
+        ):
             raise ValueError("a stage index is out of range")
-        numbers = (self.incarnation, self.version, self.round, self.active_from, self.queue_length)
-        if not 0 <= self.history < 2**62 or len(self.restorable) > MAX_RESTORABLE:
+        if not 0 <= self.history < MAX_NUMBER or len(self.restorable) > MAX_RESTORABLE:
             raise ValueError("a history or its checkpoints are out of range")
-        if any(not 0 <= n < 2**62 for n in (*numbers, self.samples)):
+        if not (
+            0 <= self.incarnation < MAX_NUMBER
+            and 0 <= self.version < MAX_NUMBER
+            and 0 <= self.round < MAX_NUMBER
+            and 0 <= self.active_from < MAX_NUMBER
+            and 0 <= self.queue_length < MAX_NUMBER
+            and 0 <= self.samples < MAX_NUMBER
+        ):
             raise ValueError("a number of a record is out of range")
         rates = (
             self.samples_per_s,
@@ -255,7 +265,9 @@ class Record:
         )
         if any(not 0 <= x <= MAX_RATE for x in rates):
             raise ValueError("a rate of a record is out of range")
-        if len(self.declared) != 2 or any(not -1 <= n < 2**62 for n in self.declared):
+        if len(self.declared) != 2 or not (
+            -1 <= self.declared[0] < MAX_NUMBER and -1 <= self.declared[1] < MAX_NUMBER
+        ):
             raise ValueError("what a record declares is out of range")
         if len(self.addresses) > MAX_ADDRESSES or any(
             len(a) > MAX_TEXT * 2 for a in self.addresses
@@ -266,15 +278,11 @@ class Record:
         longest = max(len(self.holds), len(self.fresh))
         if longest > MAX_SHARDS // 8 or len(self.counts) > KEPT_ROUNDS:
             raise ValueError("a field of a record is too long")
-        if len(self.totals) > 64 or any(
-            len(k) > 64 or not 0 <= v < 2**62 for k, v in self.totals.items()
-        ):
+        if len(self.totals) > 64 or not _are_counts(self.totals, 64):
             raise ValueError("the totals of a record are out of range")
         if len(self.credential) > MAX_CREDENTIAL_BYTES:
             raise ValueError("the credential of a record is too long")
-        if len(self.strikes) > MAX_STRIKES or any(
-            len(k) > MAX_TEXT or not 0 <= v < 2**62 for k, v in self.strikes.items()
-        ):
+        if len(self.strikes) > MAX_STRIKES or not _are_counts(self.strikes, MAX_TEXT):
             raise ValueError("the strikes of a record are out of range")
         if len(self.unreached) > MAX_UNREACHED or any(len(p) > MAX_TEXT for p in self.unreached):
             raise ValueError("too many or too long ids of peers that a peer cannot reach")
@@ -287,7 +295,7 @@ class Record:
         if len(self.agent) > MAX_TEXT:
             raise ValueError("the agent of a record is too long")
         names = (self.peer_id, self.run_id, *self.unreached, *self.totals, *self.strikes)
-        if not all(map(str.isprintable, (*names, *self.addresses, self.paused, self.agent))):
+        if not "".join((*names, *self.addresses, self.paused, self.agent)).isprintable():
             raise ValueError("a text of a record is not printable")
 
     @property
@@ -327,12 +335,18 @@ class Record:
         """Whether it holds a shard since the middle of its round."""
         return has_bit(self.fresh, shard_index)
 
-    def with_count(self, count: RoundCount) -> Record:
-        """This record with the counters of one round replaced; the oldest rounds are dropped."""
+    def counts_with(self, count: RoundCount) -> tuple[RoundCount, ...]:
+        """The counters with those of one round replaced; the oldest rounds are dropped."""
         counts = {c.round: c for c in self.counts}
         counts[count.round] = count
-        kept = sorted(counts.values(), key=lambda c: c.round)[-KEPT_ROUNDS:]
-        return replace(self, counts=tuple(kept))
+        return tuple(sorted(counts.values(), key=lambda c: c.round)[-KEPT_ROUNDS:])
+
+
+def _are_counts(counts: dict[str, int], longest_name: int) -> bool:
+    if not counts:
+        return True
+    is_short = max(map(len, counts)) <= longest_name
+    return is_short and min(counts.values()) >= 0 and max(counts.values()) < MAX_NUMBER
 
 
 FIXED_BYTES = 48 << 10

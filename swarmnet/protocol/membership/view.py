@@ -123,8 +123,7 @@ class View:
                 self._index.move(peer_id, before.stage, stage)
                 self._answers.drop(before.stage)
             if before.counts != record.counts and self.reach.counts(peer_id):
-                self.counters.remove(before)
-                self.counters.add(record)
+                self.counters.replace(before, record)
         self._records[peer_id] = record
         self.digest.put(peer_id, record.stamp)
         self._answers.drop(stage)
@@ -312,10 +311,16 @@ class View:
         the first time, where it knows no other one of them, of stages that are not next to its own,
         of which word does not reach it, where the run has one stage, whose replicas see nothing of
         what others compute, and where there are more peers than a record vouches for."""
-        members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
-        if self._all_are_waited_for(stage, now):
-            return members
-        return self._known([r for r in members if r.stage >= 0 and r.state in (ACTIVE, LEAVING)])
+
+        def found() -> list[Record]:
+            members = [r for r in self.members(stage, now) if not self.is_barred(r.peer_id)]
+            if self._all_are_waited_for(stage, now):
+                return members
+            serving = [r for r in members if r.stage >= 0 and r.state in (ACTIVE, LEAVING)]
+            return self._known(serving)
+
+        # It goes by who counts in other stages, and by the own record.
+        return self.remembered(ALL, ("known", stage), now, found)
 
     def _all_are_waited_for(self, stage: int, now: float) -> bool:
         """As `known` says, whatever `reputation` knows."""
@@ -405,8 +410,12 @@ class View:
         serving = [r for r in self.live(now) if r.state != OBSERVING]
         if len(serving) <= MANY_NEWCOMERS:
             return False
-        num_known = sum(counts(r.peer_id) for r in serving)
-        return len(serving) - num_known > max(MANY_NEWCOMERS, num_known)
+        num_unknown = 0
+        for num_seen, r in enumerate(serving):
+            if len(serving) - num_seen + num_unknown <= MANY_NEWCOMERS:
+                return False  # whatever the others are
+            num_unknown += not counts(r.peer_id)
+        return num_unknown > max(MANY_NEWCOMERS, len(serving) - num_unknown)
 
     def _that_count(self, there: Sequence[Record], now: float) -> list[Record]:
         """All but observers, the own one excepted; in a flood those that `reputation` knows."""

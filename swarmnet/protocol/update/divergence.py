@@ -116,15 +116,18 @@ def winner_over(own: Record, others: Sequence[Record], agreement: Agreement) -> 
     known. `others`: live replicas of the stage, of any round."""
     if not own.is_replica or not own.digests:
         return None
+    stage, round_index, digests = own.stage, own.round, own.digests
     same = [
         r
-        for r in (own, *others)
-        if (r.round, r.stage) == (own.round, own.stage)
+        for r in others
+        if r.round == round_index
+        and r.stage == stage
         and r.state in (ACTIVE, LEAVING)
-        and len(r.digests) == len(own.digests)
+        and len(r.digests) == len(digests)
     ]
-    if all(r.digests == own.digests for r in same):
+    if all(r.digests == digests for r in same):
         return None
+    same = [own, *same]
     agree, ids = agreement.agree, [r.peer_id for r in others]
     ours = [p for p in ids if agree(own.peer_id, p)]
     sides = {own.digests: [own.peer_id, *ours]}

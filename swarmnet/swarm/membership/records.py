@@ -128,16 +128,13 @@ class OwnRecord:
 
     def change(self, **changes: Any) -> None:
         """Changes fields of the record."""
-        state = self._record.state
-        self.amend(**changes)
-        if self._record.state != state:
+        if changes.get("state", self._record.state) != self._record.state:
             self.state_since = asyncio.get_running_loop().time()
-        self._begin_version()
+        self._begin_version(**changes)
 
     def change_count(self, count: RoundCount) -> None:
         """Replaces this feeder's counters of one round."""
-        self._record = self._record.with_count(count)
-        self._begin_version()
+        self._begin_version(counts=self._record.counts_with(count))
 
     def add_total(self, name: str, amount: int) -> None:
         """Adds to one of the totals. It is no news for the own view."""
@@ -157,15 +154,14 @@ class OwnRecord:
 
     def outdo(self, version: int) -> None:
         """Begins a version higher than `version`, which refutes a suspicion of it."""
-        self.amend(version=max(self._record.version, version))
-        self._begin_version()
+        self._begin_version(version=max(self._record.version, version) + 1)
 
-    def _begin_version(self) -> None:
+    def _begin_version(self, **changes: Any) -> None:
         self._publishing.changed()
-        self._merge()
+        self._merge(**changes)
 
-    def _merge(self) -> None:
-        self.amend(version=self._record.version + 1)
+    def _merge(self, **changes: Any) -> None:
+        self.amend(**{"version": self._record.version + 1, **changes})
         self._view.merge(self._record, asyncio.get_running_loop().time())
         self._news.tell()
 
@@ -174,8 +170,7 @@ class OwnRecord:
     def seal(self) -> SignedRecord:
         """The record, signed. All changes are in it, except while a join is declared."""
         if self._envelope is None or self._publishing.has_news:
-            self._measure_traffic()
-            self._merge()
+            self._merge(**self._traffic())
             return self._publish(self._record)
         return self._envelope
 
@@ -194,8 +189,7 @@ class OwnRecord:
     def declared(self, **changes: Any) -> Iterator[None]:
         """Publishes the record as it will be after `changes`. Nothing else is published before the
         end of the block, and the own view does not see them."""
-        self._measure_traffic()
-        self._merge()
+        self._merge(**self._traffic())
         self._publish(replace(self._record, **changes))
         self._publishing.hold()
         try:
@@ -209,7 +203,8 @@ class OwnRecord:
         self._publishing.published(record.stamp, asyncio.get_running_loop().time())
         return self._envelope
 
-    def _measure_traffic(self) -> None:
+    def _traffic(self) -> dict[str, Any]:
+        """The fields of the record that say what was sent until now."""
         traffic = self._transport.traffic
         totals = {
             **self._record.totals,
@@ -220,7 +215,7 @@ class OwnRecord:
             "direct_links": traffic.direct_links,
         }
         upload = traffic.upload.published(asyncio.get_running_loop().time())
-        self.amend(totals=totals, upload_bytes_per_s=upload)
+        return {"totals": totals, "upload_bytes_per_s": upload}
 
 
 @dataclass(frozen=True, slots=True)

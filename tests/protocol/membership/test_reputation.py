@@ -24,7 +24,7 @@ from swarmnet.protocol.membership.reputation import (
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import newest_round, round_progress
 from swarmnet.protocol.slots import SlotSet
-from tests.protocol.making import record
+from tests.protocol.making import record, with_count
 
 
 def vouches(*peer_ids: str) -> bytes:
@@ -271,7 +271,7 @@ def test_a_flood_of_names_changes_nothing() -> None:
     everything = RoundCount(5, SlotSet.of(0xFF), SlotSet.of(0xFF), True, tokens=1000)
     for i in range(200):
         liar = record(f"liar-{i}", stage=i % 2, state=ACTIVE, round=9, has_data=True)
-        view.merge(liar.with_count(everything), 1.0)
+        view.merge(with_count(liar, everything), 1.0)
     assert [r.peer_id for r in view.counted(1.0)] == ["a", "me"]
     assert [r.peer_id for r in view.replicas(0, 1.0)] == ["me"]
     assert [r.peer_id for r in view.members(1, 1.0)] == ["a"]
@@ -381,6 +381,17 @@ def test_a_run_of_one_stage_and_a_large_one_have_all_members() -> None:
     )
     large.merge(record("new", stage=0, state=ACTIVE), 1.0)
     assert "new" in [r.peer_id for r in large.known(0, 1.0)], "records cannot name so many"
+
+
+def test_who_is_known_in_a_stage_follows_from_the_records_of_others_too() -> None:
+    mine = record("me", stage=0, state=ACTIVE, round=8)
+    view = view_of(mine, record("a", stage=0, state=ACTIVE), proven=("a",))
+    view.merge(record("new", stage=0, state=ACTIVE), 1.0)
+    assert [r.peer_id for r in view.known(0, 1.0)] == ["a", "me", "new"], "a run of one stage"
+    view.merge(record("b", stage=1, state=ACTIVE), 1.0)
+    assert [r.peer_id for r in view.known(0, 1.0)] == ["a", "me"]
+    view.merge(record("b", 2, stage=0, state=ACTIVE), 1.0)
+    assert [r.peer_id for r in view.known(0, 1.0)] == ["a", "b", "me", "new"]
 
 
 def test_who_has_lied_gets_no_work_and_is_waited_for_in_no_exchange() -> None:

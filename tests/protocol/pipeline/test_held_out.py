@@ -9,7 +9,7 @@ import pytest
 from swarmnet.protocol.membership.records import HeldOut, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.held_out import is_due, is_held, measurer, told, turn
-from tests.protocol.making import counted, record
+from tests.protocol.making import counted, record, with_count
 
 R, SLOTS, ROUNDS = 10, 4, 20
 
@@ -23,7 +23,7 @@ def view_of(*records: Record) -> View:
 
 def feeder(peer_id: str, launched: int = 0, committed: int = 0, **fields: object) -> Record:
     one = record(peer_id, has_data=True, round=R, **fields)
-    return one.with_count(counted(R, launched, committed)) if launched else one
+    return with_count(one, counted(R, launched, committed)) if launched else one
 
 
 def who(*records: Record, num_stages: int = 1) -> str | None:

@@ -8,7 +8,7 @@ from swarmnet.protocol.membership.records import LEAVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.launching import FeederView, Launches
 from swarmnet.protocol.pipeline.progress import FEW_FEEDERS
-from tests.protocol.making import counted, record
+from tests.protocol.making import counted, record, with_count
 
 SLOTS = 8
 PATIENCE_S = 1.0
@@ -30,7 +30,7 @@ def known_to(
 
 def feeder(peer_id: str, launched: int = 0, first: int = 0, rate: float = 0.0) -> Record:
     own = record(peer_id, launched, has_data=True, samples_per_s=rate)
-    return own.with_count(counted(0, launched=launched, first=first))
+    return with_count(own, counted(0, launched=launched, first=first))
 
 
 def test_the_only_feeder_launches_the_whole_round_and_no_more() -> None:

@@ -20,14 +20,14 @@ from swarmnet.protocol.pipeline.progress import (
     turn_of,
 )
 from swarmnet.protocol.slots import SlotSet, next_slot, share_of, slots_in
-from tests.protocol.making import counted, mask_of, record, slots
+from tests.protocol.making import counted, mask_of, record, slots, with_count
 
 R = 4
 
 
 def feeder(peer_id: str, *, version: int = 0, round_index: int = R, **count: object) -> Record:
     base = record(peer_id, version, has_data=True, round=round_index)
-    return base.with_count(counted(R, **count))  # type: ignore[arg-type]
+    return with_count(base, counted(R, **count))  # type: ignore[arg-type]
 
 
 def view_of(*found: Record, at: float = 0.0) -> View:
@@ -75,12 +75,12 @@ def test_what_a_dead_feeder_did_not_commit_is_to_be_launched_again() -> None:
 def with_more(record: Record) -> Record:
     """The first slots, and the last ones, which another feeder has left."""
     mask = mask_of([*range(8), *range(11, 16)])
-    return record.with_count(RoundCount(R, SlotSet.of(mask), SlotSet.of(mask), True))
+    return with_count(record, RoundCount(R, SlotSet.of(mask), SlotSet.of(mask), True))
 
 
 def test_a_feeder_that_left_still_counts() -> None:
     view = view_of(feeder("a", launched=8, committed=8, sealed=True))
-    left = record("b", state=LEFT, has_data=True).with_count(counted(R, 8, 8, True, first=8))
+    left = with_count(record("b", state=LEFT, has_data=True), counted(R, 8, 8, True, first=8))
     view.merge(left, 0.0)
     assert round_progress(view, R, 0.0, 16).drained
 
@@ -97,7 +97,7 @@ def test_slots_that_two_feeders_have() -> None:
     assert is_committed_elsewhere(view, R, 8, "a", 0.0)
     assert not is_committed_elsewhere(view, R, 7, "a", 0.0)
     found = RoundCount(R, slots(8, 8), slots(9, 7), True, settled=slots(8, 1))
-    view.merge(record("b", 1, has_data=True, round=R).with_count(found), 0.0)
+    view.merge(with_count(record("b", 1, has_data=True, round=R), found), 0.0)
     assert doubled(view, R, 0.0) == {}
     assert round_progress(view, R, 0.0, 16).drained
 
@@ -154,7 +154,7 @@ def test_every_round_drains_at_every_survivor(
         sealed = launched == committed and not round_progress(views[n], R, now, num_slots).missing
         count = RoundCount(R, launched, committed, sealed)
         r = own[n]
-        own[n] = record(n, r.version + 1, has_data=True, round=R).with_count(count)
+        own[n] = with_count(record(n, r.version + 1, has_data=True, round=R), count)
         views[n].merge(own[n], now)
         partner = rng.choice(alive)
         for one, other in ((n, partner), (partner, n)):

@@ -12,7 +12,7 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.update import round_end
 from swarmnet.protocol.update.replica_phase import Heard, Phase, State
 from swarmnet.protocol.update.round_end import Contributed
-from tests.protocol.making import counted
+from tests.protocol.making import counted, with_count
 
 NOW, NUM_SLOTS, NUM_ROUNDS = 100.0, 4, 20
 OPEN = Phase(State.OPEN, 9)
@@ -20,7 +20,7 @@ OPEN = Phase(State.OPEN, 9)
 
 def feeder(name: str = "feeder", round_index: int = 9, **slots: Any) -> Record:
     own = Record(name, "run", 1, 1, state=ACTIVE, stage=0, round=round_index, has_data=True)
-    return own.with_count(counted(9, **slots))
+    return with_count(own, counted(9, **slots))
 
 
 def view_of(*records: Record) -> View:
