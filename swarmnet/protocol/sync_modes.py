@@ -87,6 +87,9 @@ class SyncPlan:
     warmup_rounds: int = 0
     """Rounds of the warm-up, at the beginning of the run."""
 
+    def __hash__(self) -> int:
+        return hash(self.switches)  # the rest is the run's, and the same all the time
+
     @property
     def is_local(self) -> bool:
         """Replicas make steps of their own: their parameters differ between exchanges."""
@@ -122,7 +125,9 @@ class SyncPlan:
 
     def is_delayed(self, round_index: int) -> bool:
         """Whether the exchange of this round runs beside the next round; never for the last."""
-        return round_index < self.rounds - 1 and self.mode_at(round_index) == DELAYED
+        if self.mode not in (DELAYED, AUTO) or round_index >= self.rounds - 1:
+            return False
+        return self.mode_at(round_index) == DELAYED
 
     def next_owner_round(self, round_index: int) -> int:
         """The first round for which a replica that joins in this one may own shards: owners do not

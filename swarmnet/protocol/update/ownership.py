@@ -73,20 +73,16 @@ def holders(
 ) -> tuple[str, ...]:
     """Those of `order` that hold the state of a shard at the beginning of a round; who took it over
     since comes last. `has_state`: of the own replica, which knows better than its record."""
-
-    def holds(peer_id: str) -> bool:
+    oldest = round_index - 1
+    found, fresh = list[str](), list[str]()
+    for peer_id in order:
         record = record_of(peer_id)
         if record is None or not record.holds_shard(shard):
-            return False
-        if peer_id == own:
-            return has_state
-        return plan.parameter_version(record.round) >= round_index - 1
-
-    def is_fresh(peer_id: str) -> bool:
-        record = record_of(peer_id)
-        return record is not None and record.is_fresh(shard)
-
-    return tuple(sorted(filter(holds, order), key=is_fresh))
+            continue
+        is_there = has_state if peer_id == own else plan.parameter_version(record.round) >= oldest
+        if is_there:
+            (fresh if record.is_fresh(shard) else found).append(peer_id)
+    return (*found, *fresh)
 
 
 def followers(
@@ -121,8 +117,7 @@ def first_roster(
     """The roles in the update of a shard, as an exchange begins. The primary is the first of those
     that hold the state (`known`, of `order`); where none does, the first of all, which then starts
     afresh."""
-    if not known and is_holder and own in order:  # nobody has said so yet
-        known = (own,)
+    known = held(order, known, own=own, is_holder=is_holder)
     first = known[0] if known else (order[0] if order else "")
     return Roster(
         first_ballot(first, is_holder=bool(known)),
@@ -134,6 +129,12 @@ def first_roster(
         clips=clips,
         quorum=quorum,
     )
+
+
+def held(order: Sequence[str], known: Sequence[str], *, own: str, is_holder: bool) -> Sequence[str]:
+    """Those of `order` that hold the state: `known`, or this replica where nobody has said so
+    yet."""
+    return (own,) if not known and is_holder and own in order else known
 
 
 def without(roster: Roster, is_barred: Callable[[str], bool]) -> Roster:

@@ -60,6 +60,8 @@ from swarmnet.protocol.sync_modes import SyncPlan
 class State(Enum):
     """Where a replica is in its round."""
 
+    __hash__ = object.__hash__  # that of `Enum` is a call, for each look into a table
+
     FETCHING = "fetching"
     FOLLOWING = "following"
     FOLLOWING_FLUSHED = "following, flushed"

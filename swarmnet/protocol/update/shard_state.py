@@ -17,6 +17,8 @@ from swarmnet.protocol.update.roster import ALIVE, DEAD, Ballot, MemberStatus, R
 class State(Enum):
     """See the head of `shard_update`."""
 
+    __hash__ = object.__hash__  # that of `Enum` is a call, for each event and guard
+
     FOLLOWING = "following"
     CANVASSING = "canvassing"
     GATHERING = "gathering"

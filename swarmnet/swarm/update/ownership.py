@@ -255,7 +255,9 @@ class Ownership:
 
         def ranked() -> tuple[str, ...]:
             if stage_index == self.replica.index:
-                return self.roster(round_index, shard_index).order
+                order, known = self._ranked(round_index, shard_index)
+                is_barred = view.is_barred
+                return tuple(sorted(dict.fromkeys((*known, *order)), key=is_barred))
             if shard_index >= self.members.num_shards(stage_index):
                 return ()
             name = ("placement", round_index, plan)
@@ -272,7 +274,7 @@ class Ownership:
             return placed(stage_index, num_shards, weights, self.settings.replication)
 
         def found() -> tuple[str, ...]:
-            known = [r.peer_id for r in view.known(stage_index, now)]
+            known = dict.fromkeys(r.peer_id for r in view.known(stage_index, now))
             order = [p for p in dict.fromkeys((*ranked(), *known)) if p in known]
             return tuple(sorted(order, key=is_lost))
 
@@ -286,19 +288,11 @@ class Ownership:
     def roster(self, round_index: int, shard_index: int) -> Roster:
         """The roles in the update of a shard, as the records of this moment say."""
         own, has_input = self.gossip.own, self.states.has_input(shard_index, round_index)
-        name = ("holders", shard_index, own.holds, has_input)
-        order, holders = self.members.remembered(
-            name, round_index, lambda: self._ranked(round_index, shard_index, has_input)
-        )
+        order, known = self._ranked(round_index, shard_index)
         roster = rules.first_roster(
             order,
-            holders,
-            rules.followers(
-                self.placement(round_index),
-                self._order(round_index, shard_index),
-                self._record,
-                shard_index,
-            ),
+            known,
+            rules.followers(self.placement(round_index), order, self._record, shard_index),
             own=own.peer_id,
             is_holder=has_input,
             may_lead=own.state in (ACTIVE, LEAVING),
@@ -318,12 +312,18 @@ class Ownership:
         members = self.members.contributors(r)
         return rules.quorum(self.replica.plan, r, self.settings.aggregation, members)
 
-    def _ranked(self, r: int, j: int, has_state: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _ranked(self, r: int, j: int) -> tuple[tuple[str, ...], Sequence[str]]:
         """Peers that may be the primary, and those of them that hold the state; in order."""
-        order, own = self._order(r, j), self.gossip.own.peer_id
-        return order, rules.holders(
-            order, self._record, self.replica.plan, r, j, own=own, has_state=has_state
-        )
+        own, has_input = self.gossip.own, self.states.has_input(j, r)
+
+        def found() -> tuple[tuple[str, ...], Sequence[str]]:
+            order, plan = self._order(r, j), self.replica.plan
+            known = rules.holders(
+                order, self._record, plan, r, j, own=own.peer_id, has_state=has_input
+            )
+            return order, rules.held(order, known, own=own.peer_id, is_holder=has_input)
+
+        return self.members.remembered(("holders", j, own.holds, has_input), r, found)
 
     def is_kept_elsewhere(self, round_index: int, shard_index: int, waited_s: float) -> bool:
         """The optimizer state of a shard that this replica lacks need not be lost, though nobody

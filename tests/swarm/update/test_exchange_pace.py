@@ -44,7 +44,9 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         measured=Measurements(),
     )
     gossip = SimpleNamespace(
-        view=SimpleNamespace(members=lambda stage, now: members),
+        view=SimpleNamespace(
+            members=lambda stage, now: members, remembered=lambda stage, name, now, ask: ask()
+        ),
         own=SimpleNamespace(peer_id="newcomer", upload_bytes_per_s=UPLOAD),
         spread_s=2.0,
     )

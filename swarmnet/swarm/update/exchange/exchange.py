@@ -199,6 +199,11 @@ class Exchange:
         asked again."""
         self._deadlines: dict[int, Deadline] = {}
         """By shard, in seconds awake, until when contributions are waited for."""
+        self._expiring: set[int] = set()
+        """Shards that have a task for that: few have any."""
+        self._first_deadline: Deadline | None = None
+        """Of the others; None where there is no timer for it."""
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._kept_since: dict[int, Since] = {}
         """By shard, since when, in seconds awake, the step waits for who has its state."""
         self.results: dict[int, Result] = {}
@@ -215,8 +220,9 @@ class Exchange:
 
     async def close(self) -> None:
         """Ends what is under way. Calls that wait here end with `NotReady`."""
-        for timer in self._timers.values():
-            timer.cancel()
+        for timer in (*self._timers.values(), self._deadline_timer):
+            if timer is not None:
+                timer.cancel()
         self._timers.clear()
         callers, self._callers = self._callers, {}
         for caller in callers.values():
@@ -832,9 +838,40 @@ class Exchange:
         if self._put is None:
             return  # it runs from when this replica has closed its round
         is_new, now = j not in self._deadlines, self._gossip.liveness.awake_s()
-        self._deadlines[j] = Deadline.after(now, self._pace.waits().contributions_s)
-        if is_new:
-            self._tasks.start(self._expire(j))
+        deadline = Deadline.after(now, self._pace.waits().contributions_s)
+        self._deadlines[j] = deadline
+        if is_new and self._ownership.members.behind(self._awaited(j), self.number):
+            self._begin_expiry(j)
+        elif j not in self._expiring:
+            self._await_deadline(deadline)
+
+    def _await_deadline(self, deadline: Deadline) -> None:
+        """Most shards are gathered long before: so one timer is for all of them."""
+        first = self._first_deadline
+        if first is not None and first.first(deadline) is first:
+            return
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        left_s = deadline.left_s(self._gossip.liveness.awake_s())
+        loop = asyncio.get_running_loop()
+        self._deadline_timer = loop.call_later(left_s, self._end_deadlines)
+        self._first_deadline = deadline
+
+    def _end_deadlines(self) -> None:
+        now, self._first_deadline = self._gossip.liveness.awake_s(), None
+        for j, deadline in list(self._deadlines.items()):
+            if j in self._expiring:
+                continue
+            if not deadline.is_over(now):
+                self._await_deadline(deadline)
+            elif self._machines[j].shard.state is State.GATHERING:
+                self._begin_expiry(j)
+            else:
+                del self._deadlines[j]
+
+    def _begin_expiry(self, j: int) -> None:
+        self._expiring.add(j)
+        self._tasks.start(self._expire(j))
 
     async def _expire(self, j: int) -> None:
         """Waits for the deadline in time awake: after a stall of its own, this process has not read
@@ -844,10 +881,10 @@ class Exchange:
         silent, are_back = set[str](), set[str]()
         if await self._until_begun(j):
             self._set_deadline(j)
-        while left_s := self._deadlines[j].left_s(self._gossip.liveness.awake_s()):
-            await asyncio.sleep(left_s)
-            if not self._deadlines[j].is_over(self._gossip.liveness.awake_s()):
-                continue  # it was set anew meanwhile, or this process stood still
+        while True:
+            if left_s := self._deadlines[j].left_s(self._gossip.liveness.awake_s()):
+                await asyncio.sleep(left_s)
+                continue  # it may have been set anew meanwhile, or this process stood still
             await self._gossip.liveness.look_into(self._awaited(j))
             self.refresh()
             while found := {p for p in self._awaited(j) if self._members[p].life == SUSPECT}:
@@ -857,7 +894,10 @@ class Exchange:
             if back := silent.intersection(self._awaited(j)) - are_back:
                 are_back |= back
                 self._set_deadline(j)
+            if self._deadlines[j].is_over(self._gossip.liveness.awake_s()):
+                break
         del self._deadlines[j]
+        self._expiring.discard(j)
         self.feed(j, on.DeadlinePassed())
 
     async def _until_begun(self, j: int) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median_high
 
 from swarmnet.protocol.leftovers import ROOM_S
 from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S, SUSPECT_S
-from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.update.exchange_waits import (
     BEHIND_PART,
@@ -31,6 +31,25 @@ from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.exchange.coded import stage_bytes
 from swarmnet.transport.base import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class StagePace:
+    """What the records of a stage's members say of how long an exchange takes."""
+
+    rates: list[float]
+    """Of uplinks, bytes/s; those that are known."""
+    samples_per_s: float
+    """Of the slowest device; infinite where none is known."""
+    open_s: float
+    """How long the others' last round was open, by most of them; 0 where none says it."""
+    exchange_s: float
+    """How long their last exchange took, likewise."""
+
+
+def _usual(values: Sequence[float]) -> float:
+    known = [x for x in values if x > 0]
+    return median_high(known) if known else 0.0
 
 
 class ExchangePace:
@@ -60,18 +79,16 @@ class ExchangePace:
     def waits(self) -> ExchangeWaits:
         """The waits of the present exchange, by what is known now."""
         plan, current = self._replica.plan, self._replica.current_exchange
-        members = self._members()
-        rates = [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0]
-        slowest = min((r.samples_per_s for r in members if r.samples_per_s > 0), default=math.inf)
-        work_s = self._settings.samples_per_microbatch / slowest
+        now, index = asyncio.get_running_loop().time(), self._replica.index
+        told = self._gossip.view.remembered(index, "told of its pace", now, self._told)
         # A round is open for so long: of a newcomer's first one, it has seen the end only.
-        open_s = max(self._replica.measured.open_s, self._told(lambda record: record.last_open_s))
+        open_s = max(self._replica.measured.open_s, told.open_s)
+        work_s = self._settings.samples_per_microbatch / told.samples_per_s
         is_beside = plan.is_delayed(current)
         behind = plan.steps_until_due(current) if plan.is_local else 0
         return ExchangeWaits(
-            # A single other may have exchanged with no replica yet, or with others than are here.
-            self.durations.usual_s or self._told(lambda record: record.last_exchange_s, least=2),
-            upload_s(self._stage_bytes, rates),
+            self.durations.usual_s or told.exchange_s,
+            upload_s(self._stage_bytes, told.rates),
             self._gossip.spread_s + CLOSING_MICROBATCHES * work_s,
             BESIDE_PART * open_s if is_beside else 0.0,
             BEHIND_PART * behind * open_s,
@@ -81,16 +98,17 @@ class ExchangePace:
             SUSPECT_S + PROBE_TIMEOUT_S,
         )
 
-    def _members(self) -> list[Record]:
+    def _told(self) -> StagePace:
         now = asyncio.get_running_loop().time()
-        return list(self._gossip.view.members(self._replica.index, now))
-
-    def _told(self, what: Callable[[Record], float], least: int = 1) -> float:
-        """By most of the others of the stage; 0 where fewer than `least` are there, or none
-        says anything."""
-        values = [what(m) for m in self._members() if m.peer_id != self._gossip.own.peer_id]
-        known = [x for x in values if x > 0]
-        return median_high(known) if known and len(values) >= least else 0.0
+        members = self._gossip.view.members(self._replica.index, now)
+        others = [m for m in members if m.peer_id != self._gossip.own.peer_id]
+        return StagePace(
+            [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0],
+            min((r.samples_per_s for r in members if r.samples_per_s > 0), default=math.inf),
+            _usual([m.last_open_s for m in others]),
+            # A single other may have exchanged with no replica yet, or with others than are here.
+            _usual([m.last_exchange_s for m in others]) if len(others) >= 2 else 0.0,
+        )
 
     # ---- the uplink -------------------------------------------------------------------------
 
