@@ -1,6 +1,7 @@
 """Speed of an update: swarmnet's sharded one against what others do with the same gradients.
 
     python benchmarks/averaging.py [--peers 2 --peers 4] [--repeat 5] [--json FILE]
+    python benchmarks/averaging.py --households [--repeat 5]
 
 N processes on this machine, one torch thread each, about 64 MB of fp32 gradients (a small Llama of
 one stage). All start when the last one has its gradient, and the clock stops when the last one has
@@ -22,6 +23,10 @@ Whether the phases of an update overlap: a shard is being *reduced* from its fir
 another peer, complete at the primary, to the sum; *stepped* until the result is there; *gathered*
 until the last replica has it. Printed are the lengths of the three phases over all shards, and
 how much of the time from the first to the last of these moments had two or three under way.
+
+With `--households` there are two houses of four, over direct connections: first without a key, then
+with one for each house. What goes from a peer of one house to one of the other crosses an uplink.
+Peers have the same ids both times, so the same owners have the same shards.
 """
 
 from __future__ import annotations
@@ -70,6 +75,9 @@ shard_parameters = {shard}
 """
 LARGE_SHARD = 1 << 20
 """Parameters; sixteen shards of 4 MB."""
+NUM_HOUSES, HOUSE = 2, 4
+"""Households, and the peers of each."""
+ALONE, TOGETHER = "without households", "with a key for each house"
 NUM_TOKENS = 1000
 WARM_ROUNDS = 2
 READY_S = 60.0
@@ -178,10 +186,10 @@ class Moments:
         check, total, step = service._gradients_of, work.total, work.step  # noqa: SLF001
         put = stage.stage_parameters
 
-        def _gradients_of(push: Any, arrays: Any) -> Any:
-            for j in push.shards:
+        def _gradients_of(shards: Any, *contributions: Any) -> Any:
+            for j in shards:
                 self.came.setdefault(j, time.perf_counter())
-            return check(push, arrays)
+            return check(shards, *contributions)
 
         async def timed_total(exchange: int, shard: int, parts: Any, **options: Any) -> Any:
             result = await total(exchange, shard, parts, **options)
@@ -245,10 +253,48 @@ def overlap(told: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+class Uplink:
+    """Counts what this process sends to some peers. To be made before there is a channel."""
+
+    def __init__(self, others: set[str]) -> None:
+        from swarmnet.transport.calls.writer import Writer
+
+        self._others = others
+        self._writers: list[Any] = []
+        begin = Writer.__init__
+
+        def begun(writer: Writer, *arguments: Any, **options: Any) -> None:
+            begin(writer, *arguments, **options)
+            self._writers.append(writer)
+
+        Writer.__init__ = begun  # type: ignore[method-assign]
+
+    @property
+    def sent_bytes(self) -> int:
+        """So far, frame headers included, closed channels too."""
+        return sum(
+            w._written_bytes  # noqa: SLF001  counted from outside
+            for w in self._writers
+            if w._remote in self._others  # noqa: SLF001  likewise
+        )
+
+
+def house_of(rank: int) -> int:
+    return rank // HOUSE
+
+
+def key_of(kind: int, index: int) -> Any:
+    """A key that is the same in every run. `kind`: 0 of peers, 1 of houses."""
+    from swarmnet.identity import Identity
+
+    return Identity(bytes([kind, index]) * 16)
+
+
 async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None:
     """One peer with a stage, without microbatches."""
     import torch
 
+    from swarmnet.household import household_of
     from swarmnet.identity import Identity
     from swarmnet.protocol.audit import Conclusions
     from swarmnet.protocol.membership.records import ACTIVE, Record
@@ -272,7 +318,10 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     torch.set_num_threads(1)
     spec = load(options["replication"], options["clip"], options["shard"])
     size = options["peers"]
-    key = Identity.generate()
+    key = key_of(0, rank) if options["houses"] else Identity.generate()
+    far = {key_of(0, i).peer_id for i in range(size) if house_of(i) != house_of(rank)}
+    uplink = Uplink(far if options["houses"] else set())
+    has_key = options["houses"] == TOGETHER
     net = await open_net(
         "p2pd",
         key,
@@ -295,6 +344,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         state=ACTIVE,
         stage=0,
         addresses=tuple(transport.addresses()),
+        household=household_of(key_of(1, house_of(rank)), key.peer_id) if has_key else None,
     )
     gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
     gossip.serves(replica)
@@ -342,13 +392,15 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
 
     await opened()
     spare_old_objects()  # as a peer does
-    sent = direct = 0
+    sent = direct = crossed = 0
     while True:
         await until_all_at(replica.round)  # who has its own parameters may have some to send still
         stage.vectors.present.gradients.copy_(gradient)
         sent = sum(transport.traffic.sent_bytes.values()) - sent
         direct = transport.traffic.direct_sent_bytes - direct
-        say(ready=True, sent_bytes=sent, direct_bytes=direct)
+        crossed = uplink.sent_bytes - crossed
+        say(ready=True, sent_bytes=sent, direct_bytes=direct, crossed_bytes=crossed)
+        crossed = uplink.sent_bytes
         sent = sum(transport.traffic.sent_bytes.values())
         direct = transport.traffic.direct_sent_bytes
         if (await loop.run_in_executor(None, sys.stdin.readline)).strip() != "go":
@@ -449,6 +501,9 @@ def run(kind: str, options: dict[str, Any], rounds: int) -> dict[str, float]:
             result["sent_over_model"] = sent_bytes / model_bytes
             direct_bytes = statistics.mean(h["direct_bytes"] for h in sent)
             result["direct_part"] = direct_bytes / sent_bytes
+            if options["houses"]:
+                crossed_bytes = sum(h["crossed_bytes"] for h in sent) / len(seconds)
+                result["crossed_over_model"] = crossed_bytes / model_bytes
             updates = [lines[i : i + size] for i in range(0, len(lines), size)]
             found = [overlap([h["moments"] for h in update]) for update in updates]
             result |= {name: statistics.median(f[name] for f in found) for name in found[0]}
@@ -466,10 +521,32 @@ def ways(clip: float) -> dict[str, tuple[str, dict[str, Any]]]:
     for replication in (1, 2):
         for name, direct in (("direct", True), ("libp2p", False)):
             options = {"replication": replication, "direct": direct, "clip": clip, "shard": 0}
+            options |= {"houses": ""}
             row = f"swarmnet {name}, R = {replication}"
             found[row] = ("swarmnet", options)
             found[f"{row}, large shards"] = ("swarmnet", {**options, "shard": LARGE_SHARD})
     return found
+
+
+def houses(clip: float) -> dict[str, tuple[str, dict[str, Any]]]:
+    options = {"replication": 2, "direct": True, "clip": clip, "shard": 0}
+    return {name: ("swarmnet", {**options, "houses": name}) for name in (ALONE, TOGETHER)}
+
+
+def table_of_houses(results: dict[str, dict[str, float]]) -> str:
+    """In Markdown."""
+    lines = [
+        f"{NUM_HOUSES} houses of {HOUSE} processes",
+        "",
+        "| | over all uplinks / gradient | sent by a process / gradient | s an update | best |",
+        "|---|---|---|---|---|",
+    ]
+    for name, r in results.items():
+        over = f"{r['crossed_over_model']:.2f}", f"{r['sent_over_model']:.2f}"
+        cells = (name, *over, f"{r['seconds']:.3f}", f"{r['best_seconds']:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    before, after = (results[name]["crossed_over_model"] for name in (ALONE, TOGETHER))
+    return "\n".join([*lines, "", f"uplinks carry {after / before:.3f} of what they did"])
 
 
 def table(size: int, results: dict[str, dict[str, float]]) -> str:
@@ -514,6 +591,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="rounds that count")
     parser.add_argument("--clip", type=float, default=0.0, help="global clipping; 0: none")
     parser.add_argument("--only", action="append", help="ways whose name has this, or this")
+    parser.add_argument("--households", action="store_true", help="two houses of four peers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=4, metavar=("KIND", "RANK", "OPTIONS", "WHERE"))
     options = parser.parse_args()
@@ -530,16 +608,20 @@ def main() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(swarmnet(int(rank), where, values))
         return
+    if options.households and (options.only or options.peers):
+        parser.error("--households is one table of eight peers, with neither --only nor --peers")
     everything = {}
-    for size in options.peers or [2, 4]:
+    asked = houses if options.households else ways
+    for size in [NUM_HOUSES * HOUSE] if options.households else options.peers or [2, 4]:
         results = {}
-        for name, (kind, values) in ways(options.clip).items():
+        for name, (kind, values) in asked(options.clip).items():
             if options.only and not any(part in name for part in options.only):
                 continue
             print(f"{size} processes: {name}", file=sys.stderr, flush=True)
             results[name] = run(kind, {**values, "peers": size}, options.repeat)
             print(json.dumps(results[name]), file=sys.stderr, flush=True)
-        print(table(size, results), "\n", flush=True)
+        text = table_of_houses(results) if options.households else table(size, results)
+        print(text, "\n", flush=True)
         everything[size] = results
     if options.json:
         options.json.write_text(json.dumps(everything, indent=1) + "\n")
