@@ -35,6 +35,10 @@ microbatch: it is assumed, and small beside the links here. Nothing is said abou
 `slow`: mode `local`, one stage of 16 million parameters in `int8`, an exchange every ten rounds of
 60 samples. Six machines with 20 Mbit/s up, of which one may have a tenth of that; and the others
 without it. The first 300 s do not count: the rates of links are measured in them.
+
+`houses`: the same stage, a round of 120 samples. Eight machines in two houses, each behind one link
+of 20 Mbit/s up and 100 Mbit/s down, without a household's key and with it. Each machine computes a
+sample a second.
 """
 
 from __future__ import annotations
@@ -85,6 +89,8 @@ PROTOCOL_BYTES_PER_S = PROTOCOL_MBIT_S * 1e6 / 8
 FULL_WIDTH, NARROW_WIDTH = 1024, 160
 LAYER_S = 0.02
 """Of an accelerator at 125 TFLOP/s, for a stage of 25 million parameters and 16,384 tokens."""
+HOUSE_LINK = Link(2.5e6, 12.5e6, 0.01)
+HOUSES_BATCH = 120
 NAMES = {"service_s": "service", "check_every_s": "check-every"}
 """Of options, where they are not called like their field."""
 
@@ -178,7 +184,39 @@ class Uplinks:
         )
 
 
-Cell = SimulateOptions | Compared | Published | Uplinks
+@dataclass(frozen=True)
+class Houses:
+    """The setting of `houses`."""
+
+    mode: str
+    has_households: bool
+    house: int = 4
+    num_houses: int = 2
+
+    def scenario(self) -> Scenario:
+        num = self.house * self.num_houses
+        return Scenario(
+            peers=num,
+            max_peers=num,
+            stages=1,
+            link=HOUSE_LINK,
+            house=self.house,
+            has_households=self.has_households,
+            global_batch=HOUSES_BATCH,
+            samples_per_microbatch=1,
+            service_s=1.0,
+            speed_ratio=1.0,
+            sync_mode=self.mode,
+            warmup_s=300.0,
+            until_s=900.0,
+            sizes=Sizes(num_shards=16, shard_parameters=1 << 20, update_codec=INT8),
+            bounds=Bounds(converge_s=1800.0, progress_s=3600.0),
+            check_s=2.0,
+            keep_log=False,
+        )
+
+
+Cell = SimulateOptions | Compared | Published | Uplinks | Houses
 
 
 @dataclass(frozen=True)
@@ -241,6 +279,8 @@ def command(cell: Cell) -> str:
         return f"python benchmarks/simulated_links.py protocol  # {cell}"
     if isinstance(cell, Uplinks):
         return f"python benchmarks/simulated_links.py slow  # {cell}"
+    if isinstance(cell, Houses):
+        return f"python benchmarks/simulated_links.py houses  # {cell}"
     text, options = "swarmnet simulate", cell
     if isinstance(cell, Compared):
         text, options = f"python benchmarks/assignments.py {cell.assignment}", cell.options
@@ -256,7 +296,7 @@ def simulated(cell: Cell) -> Values:
     """The result, without its curves."""
     if isinstance(cell, Compared):
         scenario = with_assignment(scenario_of(cell.options), cell.assignment)
-    elif isinstance(cell, Published | Uplinks):
+    elif isinstance(cell, Published | Uplinks | Houses):
         scenario = cell.scenario()
     else:
         scenario = scenario_of(cell)
@@ -402,6 +442,20 @@ def slow() -> Table:
     return Table(("machines", "samples/s", "of five", "samples lost"), rows, columns)
 
 
+def houses() -> Table:
+    """Two houses, with and without a key."""
+
+    def columns(cells: Sequence[Values]) -> list[str]:
+        before, after = (values["samples_per_s"] for values in cells)
+        return [f"{before:.2f}", f"{after:.2f}", f"{after / before:.2f}"]
+
+    rows = tuple(
+        Row(f"`{mode}`", (Houses(mode, False), Houses(mode, True))) for mode in (ZERO, DELAYED)
+    )
+    head = ("mode", "samples/s", "with `--household`", "times")
+    return Table(head, rows, columns)
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "reach": reach,
     "swarm": swarm,
@@ -409,6 +463,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "churn": churn,
     "protocol": protocol,
     "slow": slow,
+    "houses": houses,
 }
 
 

@@ -5,6 +5,9 @@ upload and the receiver's download, first come first served; small ones (`SMALL_
 interleaved with them, as the parts of a real channel are, and pay only their own time. Channels
 are reliable streams: a lost packet delays what it was part of by a retransmission, and what is
 sent while two peers cannot reach each other arrives some time after they can again.
+
+Peers of one house share its access link, up and down. What they send each other crosses a fast link
+of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ class Link:
 
 
 FAST_LINK = Link(125e6, 125e6, 0.0005)
-"""A data centre: 1 Gbit/s, 1 ms between two peers."""
+"""A data centre, or a house: 1 Gbit/s, 1 ms between two peers."""
+INSIDE = "inside"
+"""In place of another peer: what stays in a house."""
 
 
 def home_link(rng: random.Random) -> Link:
@@ -69,15 +74,19 @@ class SimulatedNetwork:
     of other pairs."""
 
     def __post_init__(self) -> None:
+        self._houses: dict[str, str] = {}
         self._up_free_at: dict[tuple[str, str], float] = {}
         self._down_free_at: dict[tuple[str, str], float] = {}
         self._hash = blake2b(digest_size=16)
         self.num_messages = 0
         self.num_bytes = 0
 
-    def add(self, peer_id: str, link: Link) -> None:
-        """Connects a peer, or changes its link."""
+    def add(self, peer_id: str, link: Link, house: str = "") -> None:
+        """Connects a peer, or changes its link: that of its house, where it is of one."""
         self.links[peer_id] = link
+        if house:
+            self._houses[peer_id] = house
+            self.links |= {p: link for p, h in self._houses.items() if h == house}
 
     def block(self, source: str, target: str, until: float) -> None:
         """No message gets from `source` to `target` before `until`; the other way stays open."""
@@ -99,7 +108,7 @@ class SimulatedNetwork:
         self.num_bytes += num_bytes
         self._hash.update(f"{now!r} {source} {target} {num_bytes}\n".encode())
         held_s = self._held_s(source, target, now) if self.blocked_until else 0.0
-        sender, receiver = self.links[source], self.links[target]
+        sender, receiver = self._links_between(source, target)
         latency_s = sender.latency_s + receiver.latency_s
         latency_s *= 1.0 + self.jitter * self.rng.random()
         latency_s += held_s
@@ -133,14 +142,27 @@ class SimulatedNetwork:
         free_at = max(self._last(way, peer_id) for way in (self._up_free_at, self._down_free_at))
         return max(0.0, free_at - now)
 
+    def are_neighbours(self, one: str, other: str) -> bool:
+        """Whether two peers are of one house."""
+        house = self._houses.get(one)
+        return house is not None and house == self._houses.get(other)
+
+    def _links_between(self, source: str, target: str) -> tuple[Link, Link]:
+        if self.are_neighbours(source, target):
+            return FAST_LINK, FAST_LINK
+        return self.links[source], self.links[target]
+
     def _line(self, peer_id: str, other: str) -> tuple[str, str]:
         """What messages of a peer, with another one, queue for."""
-        return peer_id, other if self.is_paired else ""
+        if self.are_neighbours(peer_id, other):
+            return peer_id, INSIDE
+        return self._houses.get(peer_id, peer_id), other if self.is_paired else ""
 
     def _last(self, free_at: dict[tuple[str, str], float], peer_id: str) -> float:
+        name = self._houses.get(peer_id, peer_id)
         if not self.is_paired:
-            return free_at.get((peer_id, ""), 0.0)
-        return max((at for line, at in free_at.items() if line[0] == peer_id), default=0.0)
+            return free_at.get((name, ""), 0.0)
+        return max((at for line, at in free_at.items() if line[0] == name), default=0.0)
 
     def digest(self) -> str:
         """Of every message so far: time, sender, receiver and length."""

@@ -8,15 +8,18 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any, TypeVar
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.household import household_of
+from swarmnet.identity import Identity as Key
 from swarmnet.methods.contact import PING, SPEC
 from swarmnet.methods.microbatch import ADMIT, COMMIT, COMMITTED
 from swarmnet.methods.records import GOSSIP, RECORDS, UNREACHED
 from swarmnet.methods.update import NORM
 from swarmnet.ports import BACKWARD, FORWARD, Optimizer, Stage
-from swarmnet.protocol.membership.records import OBSERVER_STAGE
+from swarmnet.protocol.membership.records import OBSERVER_STAGE, Household
 from swarmnet.simulation.coding import NO_CODING, CodingTime, PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.event_log import EventLog
@@ -66,6 +69,8 @@ class Host:
     link: Link
     benchmark_s: float
     """What its own benchmark finds, over the seconds of the middle machine."""
+    house: str = ""
+    """Of those that share a link."""
     incarnation: int = 0
     life: asyncio.Task[None] | None = None
     """The peer that runs on it."""
@@ -119,9 +124,14 @@ class Population:
         link = home_link(rng) if scenario.home_links else scenario.link
         if number < len(scenario.links):
             link = scenario.links[number]
+        house = ""
+        if scenario.house:
+            first = number - number % scenario.house
+            house = f"house-{first // scenario.house:04d}"
+            link = link if number == first else self.hosts[f"peer-{first:04d}"].link
         benchmark_s = rng.lognormvariate(0.0, BENCHMARK_SIGMA) / speed
-        host = self.hosts[name] = Host(name, speed, link, benchmark_s)
-        self._network.add(name, link)
+        host = self.hosts[name] = Host(name, speed, link, benchmark_s, house)
+        self._network.add(name, link, house)
         return host
 
     @property
@@ -141,7 +151,12 @@ class Population:
         peer = Peer(
             transport=self._hub.transport(name),
             signer=OpenSigner(),
-            identity=Identity(self._settings.run_id, b"", 1000 + host.incarnation),
+            identity=Identity(
+                self._settings.run_id,
+                b"",
+                1000 + host.incarnation,
+                household=self._household(host),
+            ),
             settings=self._settings,
             machine=self._machine(host),
             rng=scenario.rng(f"peer {name} {host.incarnation}"),
@@ -214,6 +229,11 @@ class Population:
         del self._monitor.members[own.peer_id]
 
     # ---- how a peer is made -----------------------------------------------------------------
+
+    def _household(self, host: Host) -> Household | None:
+        if not host.house or not self._scenario.has_households:
+            return None
+        return household_of(Key(sha256(host.house.encode()).digest()), host.name)
 
     def _machine(self, host: Host) -> Machine:
         scenario, monitor = self._scenario, self._monitor

@@ -61,6 +61,11 @@ class Scenario:
     """Each two peers have such a link for themselves (`SimulatedNetwork.is_paired`)."""
     links: tuple[Link, ...] = ()
     """Of the first machines, in the order of their arrival, in place of these."""
+    house: int = 0
+    """So many machines, in the order of their arrival, share the link of the first of them, and a
+    fast one between them; 0: each has its own."""
+    has_households: bool = False
+    """Machines of one house have its key."""
     loss: float = 0.0
     churn: ChurnRates = field(default_factory=ChurnRates)
     trace: tuple[ChurnEvent, ...] = ()

@@ -57,6 +57,49 @@ def test_pairs_with_links_of_their_own_do_not_wait_for_others() -> None:
     assert net.delivery_s("b", "a", BIG, 0.0) == pytest.approx(1.02)
 
 
+def houses() -> SimulatedNetwork:
+    """Peers a and b are of one house, c and d of another."""
+    net = network()
+    for name, house in (("a", "red"), ("b", "red"), ("c", "blue"), ("d", "blue")):
+        net.add(name, Link(1e6, 2e6, 0.01), house)
+    return net
+
+
+def test_peers_of_a_house_wait_for_each_other_at_its_uplink() -> None:
+    net = houses()
+    assert net.delivery_s("a", "c", BIG, 0.0) == pytest.approx(1.02)
+    assert net.upload_queue("b", 0.0) == BIG
+    assert net.delivery_s("b", "d", BIG, 0.0) == pytest.approx(2.02)
+    assert net.delivery_s("c", "a", BIG, 0.0) == pytest.approx(1.02), "the other house has its own"
+
+
+def test_peers_of_a_house_wait_for_each_other_at_its_downlink() -> None:
+    net = houses()
+    for name in ("e", "f"):
+        net.add(name, Link(1e7, 1e7, 0.01))
+    assert net.delivery_s("e", "c", BIG, 0.0) == pytest.approx(0.52)
+    assert net.delivery_s("f", "d", BIG, 0.0) == pytest.approx(1.02, abs=0.03)
+    assert net.queued_s("c", 0.0) == pytest.approx(net.queued_s("d", 0.0))
+
+
+def test_what_stays_in_a_house_crosses_neither_way() -> None:
+    net = houses()
+    inside = net.delivery_s("a", "b", BIG, 0.0)
+    assert inside is not None
+    assert inside < 0.02
+    assert net.upload_queue("a", 0.0) == 0
+    assert net.delivery_s("a", "c", BIG, 0.0) == pytest.approx(1.02)
+    again = net.delivery_s("b", "a", BIG, 0.0)
+    assert again is not None
+    assert again < 0.02, "and does not wait for what leaves the house"
+
+
+def test_a_house_has_one_link() -> None:
+    net = houses()
+    net.add("b", Link(1e5, 1e6, 0.01), "red")
+    assert net.delivery_s("a", "c", BIG, 0.0) == pytest.approx(10.02)
+
+
 def test_what_waits_for_an_uplink_holds_nobody_up_at_the_receiver() -> None:
     net = network()
     for _ in range(20):
