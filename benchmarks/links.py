@@ -10,6 +10,10 @@ dimensions). A cell is a run, a sync mode, codecs at both places (`[pipeline] co
 codec`), a rate in Mbit/s and a delay in ms one way: `default/delayed/int8/20/12`. Rate `max` is a
 switch without a limit, and `loopback` no switch at all.
 
+Cells that end in `/homes` and `/households` are two homes of four machines, all replicas of one
+stage. The machines of a home share its uplink, and a downlink of five times the rate; between them
+nothing has a limit or a delay. In `households` those of a home have a key (`--household`).
+
 Measured from the end of one round to the end of another, over as many rounds as there are from one
 held-out loss to the next, or a multiple of that: tokens a second, and bytes a token, by the peers'
 own counters and by the switch's. 100 % is the same mode and codecs over a switch without
@@ -41,8 +45,9 @@ import sys
 import time
 import tomllib
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from tapnet import Counters, Host, Link, Network, NoNetwork, inside, network, remove_stale  # noqa: E402
 
+from swarmnet.identity import Identity  # noqa: E402
 from tests.processes.running import SWARMNET, Command, Machine, machine  # noqa: E402
 
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -60,6 +66,11 @@ TABLES, SUMMARY = RESULTS.with_suffix(".md"), ROOT / "docs" / "wire.md"
 """Pages: one with all that was measured, and the one that concludes from it."""
 BEGIN, END = "<!-- links: begin -->", "<!-- links: end -->"
 NAMES = ("one", "two", "three", "four")
+HOME_NAMES = tuple(f"{home}-{name}" for home in ("red", "blue") for name in NAMES)
+HOMES, HOUSEHOLDS = "homes", "households"
+"""Machines without a key of their home, and with one."""
+DOWN_TIMES = 5
+"""The rate of a home's downlink, in those of its uplink."""
 MODES = ("zero", "delayed")
 CODECS = ("none", "int8", "int4")
 CODEC = "int8"
@@ -92,8 +103,10 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "wide": {"model": WIDE, "pipeline": FOUR_STAGES},
     "wide-80": {"model": {**WIDE, "subspace": 80}, "pipeline": FOUR_STAGES},
+    "one-stage": {"pipeline": {"num_stages": 1, "microbatch": 2, "evaluate_every": 0}},
 }
 """What is other than in the run of `swarmnet local`, by table."""
+HOMES_RUN = "one-stage"
 ROUNDS = 1_000_000
 WARMUP_ROUNDS = 1
 """Of `[sync]`."""
@@ -130,20 +143,40 @@ class Cell:
     """Mbit/s, `max`, or `loopback`."""
     delay: str = "0"
     """ms one way."""
+    homes: str = ""
+    """`homes`, `households`, or each machine has an uplink of its own."""
 
     @property
     def key(self) -> str:
         """As in the file, and as `--only` matches it."""
-        return f"{self.run}/{self.mode}/{self.codec}/{self.rate}/{self.delay}"
+        words = (self.run, self.mode, self.codec, self.rate, self.delay, self.homes)
+        return "/".join(filter(None, words))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the machines."""
+        return HOME_NAMES if self.homes else NAMES
+
+    @property
+    def houses(self) -> tuple[int, ...]:
+        """The number of each machine's home: of each uplink."""
+        return tuple(i // len(NAMES) if self.homes else i for i in range(len(self.names)))
+
+    @property
+    def on(self) -> str:
+        """The link, in words."""
+        rate = "no limit" if self.rate == NO_LIMIT else f"{self.rate} Mbit/s"
+        return LOOPBACK if self.rate == LOOPBACK else f"{rate}, {self.delay} ms"
 
     def link(self) -> Link:
-        """Of each machine."""
+        """Of each machine, or of each home."""
         rate = 0.0 if self.rate == NO_LIMIT else 1e6 * float(self.rate)
-        return Link(float(self.delay) / 1e3, rate)
+        down = DOWN_TIMES * rate if self.homes else 0.0
+        return Link(float(self.delay) / 1e3, rate, down_bits_per_s=down)
 
     def beside(self, rate: str, delay: str) -> Cell:
         """The same on another link."""
-        return Cell(self.run, self.mode, self.codec, rate, delay)
+        return Cell(self.run, self.mode, self.codec, rate, delay, self.homes)
 
 
 @dataclass
@@ -160,7 +193,7 @@ class Measured:
     switch_bytes: int = 0
     """Frames that left a machine, 0 on loopback."""
     busiest_bytes: int = 0
-    """Of these, those of the machine that sent the most."""
+    """Of these, those over the uplink that carried the most."""
     dropped_frames: int = 0
     exchange_s: float = 0.0
     """What an exchange took, mean over peers."""
@@ -176,6 +209,9 @@ def cells() -> list[Cell]:
     """All, what others are compared with first."""
     found = []
     for run in RUNS:
+        if run == HOMES_RUN:
+            found += home_cells()
+            continue
         for mode in MODES:
             found.append(Cell(run, mode, CODECS[0], LOOPBACK))
             for codec in CODECS:
@@ -183,6 +219,17 @@ def cells() -> list[Cell]:
                 found += [base, *(base.beside(NO_LIMIT, delay) for delay in DELAYS)]
                 found += [base.beside(rate, delay) for delay in DELAYS for rate in RATES]
     return found
+
+
+def home_cells() -> list[Cell]:
+    """With a key beside without one."""
+    return [
+        Cell(HOMES_RUN, mode, codec, rate, DELAYS[0], homes)
+        for mode in MODES
+        for codec in CODECS
+        for rate in (NO_LIMIT, *RATES)
+        for homes in (HOMES, HOUSEHOLDS)
+    ]
 
 
 # ---- one measurement -----------------------------------------------------------------------------
@@ -210,6 +257,7 @@ class Swarm:
     def __init__(
         self,
         running: Machine,
+        cell: Cell,
         hosts: Sequence[Host | None],
         spec: Path,
         num_stages: int,
@@ -218,13 +266,14 @@ class Swarm:
         """`hosts`: None for a peer on loopback. `cores`: as of `measure`."""
         self._num_stages = num_stages
         self._running = running
+        self._cell = cell
         self._pinning = ("taskset", "-c", cores) if cores else ()
         self._hosts = hosts
         self.peers: list[Command] = []
         first = self._start(0, "--spec", str(spec))
         running.until_ready(first)
         join = ("--join", self._address_of(first, hosts[0]))
-        for i in range(1, len(NAMES)):
+        for i in range(1, len(hosts)):
             self._start(i, *join)
         running.until_ready(*self.peers)
 
@@ -248,8 +297,12 @@ class Swarm:
     def _start(self, i: int, *arguments: str) -> Command:
         host = self._hosts[i]
         entering = () if host is None else ("ip", "netns", "exec", host.space)
+        if self._cell.homes == HOUSEHOLDS:
+            key = self._running.folder / f"home-{self._cell.houses[i]}.key"
+            Identity.load_or_create(key)
+            arguments = (*arguments, "--household", str(key))
         peer = self._running.start_peer(
-            NAMES[i],
+            self._cell.names[i],
             "--parent-pid",
             str(os.getpid()),
             "--stage",
@@ -295,14 +348,14 @@ def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measure
     does not go on."""
     with contextlib.ExitStack() as ends:
         made: Network | None = None
-        hosts: list[Host | None] = [None] * len(NAMES)
+        hosts: list[Host | None] = [None] * len(cell.names)
         if cell.rate != LOOPBACK:
-            made = ends.enter_context(network(NAMES, cell.link(), congestion))
+            made = ends.enter_context(network(cell.names, cell.link(), congestion, cell.houses))
             hosts = list(made.hosts.values())
         running = ends.enter_context(machine())
         path = running.folder / "run.toml"
         spec = write_spec(cell, path)
-        swarm = Swarm(running, hosts, path, spec["pipeline"]["num_stages"], cores)
+        swarm = Swarm(running, cell, hosts, path, spec["pipeline"]["num_stages"], cores)
 
         def look() -> Look:
             return Look(swarm.numbers(), made.counters() if made else {})
@@ -325,16 +378,25 @@ def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measure
     rounds = end["round"] - begin["round"]
     seconds = end["time_unix_s"] - begin["time_unix_s"]
     batch = spec["pipeline"]["global_batch"] * spec["model"]["max_position_embeddings"]
-    return _measured(rounds, seconds, rounds * batch, first, last, about)
+    return _measured(cell, rounds, seconds, rounds * batch, first, last, about)
 
 
 def _measured(
-    rounds: int, seconds: float, tokens: int, first: Look, last: Look, about: dict[str, Any]
+    cell: Cell,
+    rounds: int,
+    seconds: float,
+    tokens: int,
+    first: Look,
+    last: Look,
+    about: dict[str, Any],
 ) -> Measured:
     names = sorted(set().union(*last.peers))
     sent = [n for n in names if n.startswith('swarmnet_transport_bytes_total{direction="sent"')]
     by_method = {re.findall(r'method="([^"]*)"', n)[0]: round(last.grown(first, n)) for n in sent}
     switch = {n: c.sent_bytes - first.switch[n].sent_bytes for n, c in last.switch.items()}
+    uplinks: Counter[int] = Counter()
+    for house, (name, c) in zip(cell.houses, last.switch.items()):
+        uplinks[house] += c.crossed_bytes - first.switch[name].crossed_bytes
     return Measured(
         rounds=rounds,
         seconds=seconds,
@@ -342,7 +404,7 @@ def _measured(
         counted_bytes=sum(by_method.values()),
         by_method={method: count for method, count in by_method.items() if count},
         switch_bytes=sum(switch.values()),
-        busiest_bytes=max(switch.values(), default=0),
+        busiest_bytes=max(uplinks.values(), default=0),
         dropped_frames=sum(
             c.dropped_frames - first.switch[n].dropped_frames for n, c in last.switch.items()
         ),
@@ -518,7 +580,10 @@ def row_of(results: Results, cell: Cell) -> Row | None:
 
 def table(results: Results) -> Iterator[str]:
     """In Markdown, of what has been measured on one machine."""
+    yield from table_of_homes(results)
     for run in RUNS:
+        if run == HOMES_RUN:
+            continue
         rows = [r for c in cells() if c.run == run and (r := row_of(results, c)) is not None]
         if not rows:
             continue
@@ -533,13 +598,45 @@ def table(results: Results) -> Iterator[str]:
         yield ""
 
 
+def table_of_homes(results: Results) -> Iterator[str]:
+    """Of households, beside the same homes without a key."""
+    found = [(c, figures(results, c), figures(results, _with_key(c))) for c in home_cells()]
+    pairs = [(c, a, b) for c, a, b in found if c.homes == HOMES and a and b]
+    if not pairs:
+        return
+    yield f"Run `{HOMES_RUN}`, two homes of four machines, without `--household` and with it:"
+    yield ""
+    yield (
+        "| mode | codecs | uplink of a home | tokens/s | with | times | measured | B a token over "
+        "the busiest uplink | with | of it |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for cell, alone, together in pairs:
+        speeds = alone.tokens_per_s, together.tokens_per_s
+        tokens = [f.tokens_per_s * f.seconds for f in (alone, together)]
+        sent = [f.uplink_bytes / t for f, t in zip((alone, together), tokens)]
+        num = min(len(alone.all_tokens_per_s), len(together.all_tokens_per_s))
+        columns = [cell.mode, cell.codec, cell.on, *(f"{x:,.0f}" for x in speeds)]
+        columns += [f"{speeds[1] / speeds[0]:.2f}", str(num), *(f"{x:,.0f}" for x in sent)]
+        yield "| " + " | ".join([*columns, f"{sent[1] / sent[0]:.2f}"]) + " |"
+    yield ""
+
+
+def _with_key(cell: Cell) -> Cell:
+    return replace(cell, homes=HOUSEHOLDS)
+
+
 def _line(row: Row) -> str:
     cell, found = row.cell, row.found
-    rate = "no limit" if cell.rate == NO_LIMIT else f"{cell.rate} Mbit/s"
-    link = LOOPBACK if cell.rate == LOOPBACK else f"{rate}, {cell.delay} ms"
     speeds = found.all_tokens_per_s
     spread = f", {speeds[0]:,.0f} to {speeds[-1]:,.0f}" if len(speeds) > 1 else ""
-    columns = [cell.mode, cell.codec, link, f"{found.tokens_per_s:,.0f}", f"{len(speeds)}{spread}"]
+    columns = [
+        cell.mode,
+        cell.codec,
+        cell.on,
+        f"{found.tokens_per_s:,.0f}",
+        f"{len(speeds)}{spread}",
+    ]
     columns.append("" if row.percent is None else f"{row.percent:.0f}")
     for bound in (row.bound, row.overlapped):
         columns.append("" if bound is None else f"{bound:,.0f}")
@@ -572,7 +669,7 @@ def show(path: Path) -> None:
         lines += [f"{_num(results)} measurements on {name}.", "", *table(results)]
         if results is machines[0][1]:
             for run in RUNS:
-                if any(key.startswith(f"{run}/") for key in results):
+                if run != HOMES_RUN and any(key.startswith(f"{run}/") for key in results):
                     plot(results, run)
                     lines += [f"![Speed over the rate of the links](links-{run}.svg)", ""]
     print("\n".join(lines))

@@ -6,9 +6,10 @@
 
 Each host is a namespace whose only device is a TAP. A process of its own, the switch, carries
 Ethernet frames from one to the other: a frame leaves its host at the rate of that host's uplink,
-and arrives after the delay. What would wait longer than `QUEUE_S` for the uplink is dropped, as in
-a home router. There is no limit on what a host receives. Needs Linux, root, `/dev/net/tun` and
-`ip`. 100 Mbit/s take about a sixth of a core.
+and arrives after the delay, at the rate of the other's downlink. What would wait longer than
+`QUEUE_S` for either is dropped, as in a home router. Hosts may be of one house (`houses`): they
+share its uplink and its downlink, and what goes from one of them to another crosses neither, and
+takes no time. Needs Linux, root, `/dev/net/tun` and `ip`. 100 Mbit/s take about a sixth of a core.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 QUEUE_S = 0.2
-"""Of waiting for an uplink."""
+"""Of waiting for an uplink, or for a downlink."""
 STEP_S = 0.0005
 """The switch sleeps so long between two looks while frames are on their way. They come in small
 groups then, as from a network card, up to this late, and it takes a third less of a core."""
@@ -55,7 +56,7 @@ class NoNetwork(Exception):
 
 @dataclass(frozen=True)
 class Link:
-    """Of each host, to the switch and from there to the others."""
+    """Of each host, or of each house, to the switch and from there to the others."""
 
     delay_s: float = 0.0
     """One way."""
@@ -64,6 +65,8 @@ class Link:
     loss: float = 0.0
     """Part of the frames; ARP is never lost."""
     mtu: int = 1500
+    down_bits_per_s: float = 0.0
+    """Of the downlink, likewise."""
 
 
 @dataclass
@@ -71,10 +74,13 @@ class Counters:
     """Of one host, Ethernet headers included."""
 
     sent_bytes: int = 0
+    """To its house too."""
+    crossed_bytes: int = 0
+    """Of these, over the uplink."""
     sent_frames: int = 0
     received_bytes: int = 0
     dropped_frames: int = 0
-    """On the way from it: lost, or the queue was full."""
+    """On the way from it: lost, or a queue was full."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,100 @@ class Host:
     space: str
     """Its namespace."""
     address: str
+
+
+# ---- how frames travel ---------------------------------------------------------------------------
+
+
+@dataclass
+class Way:
+    """An uplink or a downlink: frames leave it one after the other."""
+
+    bits_per_s: float
+    """0 = no limit."""
+    free_at: float = float("-inf")
+    """When it has sent what it has."""
+
+    def through(self, num_bytes: int, now: float) -> float | None:
+        """When a frame that comes now has left; None where the queue is full."""
+        if not self.bits_per_s:
+            return now
+        start = max(now, self.free_at)
+        if start - now > QUEUE_S:
+            return None
+        self.free_at = start + 8 * num_bytes / self.bits_per_s
+        return self.free_at
+
+
+class Wires:
+    """Learns which host has which Ethernet address, and says when frames arrive where. Hosts are
+    numbers here, from 0; `now` never decreases."""
+
+    def __init__(self, houses: Sequence[int], link: Link) -> None:
+        """`houses`: the number of each host's house."""
+        self.counters = [Counters() for _ in houses]
+        self._houses = houses
+        self._link = link
+        self._up = {house: Way(link.bits_per_s) for house in houses}
+        self._down = {house: Way(link.down_bits_per_s) for house in houses}
+        self._is_instant = not (link.bits_per_s or link.down_bits_per_s or link.delay_s)
+        self._owner: dict[bytes, int] = {}
+        self._on_way: list[tuple[float, int, bool, int, int, bytes]] = []
+        """When a frame is there, a number, whether it is through the downlink, from, to, itself."""
+        self._num_frames = 0
+        self._random = random.Random(0)
+
+    @property
+    def next_at(self) -> float | None:
+        """When something happens to a frame that is on its way; None where none is."""
+        return self._on_way[0][0] if self._on_way else None
+
+    def send(self, host: int, frame: bytes, now: float) -> list[int]:
+        """A host sends a frame. Returns the hosts that it reaches at once."""
+        self._owner[frame[6:12]] = host
+        is_for_one = not frame[0] & 1 and frame[:6] in self._owner
+        targets = [self._owner[frame[:6]]] if is_for_one else range(len(self._houses))
+        house = self._houses[host]
+        near = [x for x in targets if x != host and self._houses[x] == house]
+        far = [x for x in targets if self._houses[x] != house]
+        crosses = bool(far) and self._cross(host, far, frame, now)
+        if near or crosses:
+            counters = self.counters[host]
+            counters.sent_bytes += len(frame)
+            counters.sent_frames += 1
+            counters.crossed_bytes += len(frame) * crosses
+        return [*near, *far] if crosses and self._is_instant else near
+
+    def _cross(self, host: int, targets: Sequence[int], frame: bytes, now: float) -> bool:
+        """Over the uplink; whether the frame is through it."""
+        link = self._link
+        is_lost = link.loss and frame[12:14] != ARP and self._random.random() < link.loss
+        left = None if is_lost else self._up[self._houses[host]].through(len(frame), now)
+        if left is None:
+            self.counters[host].dropped_frames += 1
+            return False
+        if not self._is_instant:
+            for target in targets:
+                self._put(left + link.delay_s, False, host, target, frame)
+        return True
+
+    def _put(self, at: float, is_through: bool, host: int, target: int, frame: bytes) -> None:
+        self._num_frames += 1
+        heapq.heappush(self._on_way, (at, self._num_frames, is_through, host, target, frame))
+
+    def arrived(self, now: float) -> Iterator[tuple[int, bytes]]:
+        """Hosts, and the frames that are there."""
+        while self._on_way and self._on_way[0][0] <= now:
+            at, _, is_through, host, target, frame = heapq.heappop(self._on_way)
+            if not is_through:
+                left = self._down[self._houses[target]].through(len(frame), at)
+                if left is None:
+                    self.counters[host].dropped_frames += 1
+                    continue
+                if left > at:
+                    self._put(left, True, host, target, frame)
+                    continue
+            yield target, frame
 
 
 # ---- the switch, a process of its own ------------------------------------------------------------
@@ -120,97 +220,56 @@ def open_tap(space: str) -> int:
     return handle
 
 
-@dataclass
-class Port:
-    """Where a host is plugged in."""
-
-    handle: int
-    counters: Counters = field(default_factory=Counters)
-    free_at: float = 0.0
-    """When its uplink has sent what it has."""
-
-
 class Switch:
-    """Learns which host has which Ethernet address, and carries frames."""
+    """Carries frames between TAPs."""
 
-    def __init__(self, ports: Sequence[Port], link: Link) -> None:
-        self._ports = ports
-        self._link = link
-        self._owner: dict[bytes, Port] = {}
-        self._on_way: list[tuple[float, int, Port, bytes]] = []
-        self._num_frames = 0
-        self._random = random.Random(0)
+    def __init__(self, handles: Sequence[int], wires: Wires) -> None:
+        self._handles = handles
+        self._wires = wires
 
     def run(self, orders: int) -> None:
         """Until `orders` ends; each line of it is answered with the counters."""
-        by_handle = {port.handle: port for port in self._ports}
-        handles = [*by_handle, orders]
+        hosts = {handle: host for host, handle in enumerate(self._handles)}
+        handles = [*hosts, orders]
         while True:
             now = time.monotonic()
-            self._deliver(now)
-            wait_s = max(STEP_S, self._on_way[0][0] - now) if self._on_way else None
+            for host, frame in self._wires.arrived(now):
+                self._write(host, frame)
+            next_at = self._wires.next_at
+            wait_s = None if next_at is None else max(STEP_S, next_at - now)
             ready, _, _ = select.select(handles, [], [], wait_s)
-            if self._on_way and time.monotonic() < now + STEP_S:
+            if next_at is not None and time.monotonic() < now + STEP_S:
                 time.sleep(STEP_S)
             for handle in ready:
                 if handle != orders:
-                    self._read(by_handle[handle], time.monotonic())
+                    self._read(hosts[handle], time.monotonic())
                 elif not os.read(orders, 4096):
                     return
                 else:
-                    counted = [asdict(port.counters) for port in self._ports]
+                    counted = [asdict(counters) for counters in self._wires.counters]
                     print(json.dumps(counted), flush=True)
 
-    def _read(self, port: Port, now: float) -> None:
+    def _read(self, host: int, now: float) -> None:
         for _ in range(READ_AT_ONCE):
             try:
-                frame = os.read(port.handle, MAX_FRAME_BYTES)
+                frame = os.read(self._handles[host], MAX_FRAME_BYTES)
             except BlockingIOError:
                 return
-            self._owner[frame[6:12]] = port
-            self._send(port, frame, now)
+            for target in self._wires.send(host, frame, now):
+                self._write(target, frame)
 
-    def _send(self, port: Port, frame: bytes, now: float) -> None:
-        link = self._link
-        start = max(now, port.free_at)
-        is_lost = link.loss and frame[12:14] != ARP and self._random.random() < link.loss
-        if is_lost or start - now > QUEUE_S:
-            port.counters.dropped_frames += 1
-            return
-        if link.bits_per_s:
-            port.free_at = start = start + 8 * len(frame) / link.bits_per_s
-        port.counters.sent_bytes += len(frame)
-        port.counters.sent_frames += 1
-        is_for_one = not frame[0] & 1 and frame[:6] in self._owner
-        others = [self._owner[frame[:6]]] if is_for_one else self._ports
-        for other in others:
-            if other is port:
-                continue
-            if not link.bits_per_s and not link.delay_s:
-                _write(other, frame)
-                continue
-            self._num_frames += 1
-            entry = (start + link.delay_s, self._num_frames, other, frame)
-            heapq.heappush(self._on_way, entry)
-
-    def _deliver(self, now: float) -> None:
-        while self._on_way and self._on_way[0][0] <= now:
-            _, _, port, frame = heapq.heappop(self._on_way)
-            _write(port, frame)
+    def _write(self, host: int, frame: bytes) -> None:
+        """What the host does not take is lost, as on a cable."""
+        with contextlib.suppress(OSError):
+            os.write(self._handles[host], frame)
+            self._wires.counters[host].received_bytes += len(frame)
 
 
-def _write(port: Port, frame: bytes) -> None:
-    """What the host does not take is lost, as on a cable."""
-    with contextlib.suppress(OSError):
-        os.write(port.handle, frame)
-        port.counters.received_bytes += len(frame)
-
-
-def serve(spaces: Sequence[str], link: Link) -> None:
+def serve(spaces: Sequence[str], houses: Sequence[int], link: Link) -> None:
     """The switch's process: says `ready`, and ends with its standard input."""
-    ports = [Port(open_tap(space)) for space in spaces]
+    handles = [open_tap(space) for space in spaces]
     print("ready", flush=True)
-    Switch(ports, link).run(sys.stdin.fileno())
+    Switch(handles, Wires(houses, link)).run(sys.stdin.fileno())
 
 
 # ---- the network, as its maker sees it -----------------------------------------------------------
@@ -242,14 +301,17 @@ class Network:
 
 
 @contextlib.contextmanager
-def network(names: Sequence[str], link: Link, congestion: str = "") -> Iterator[Network]:
+def network(
+    names: Sequence[str], link: Link, congestion: str = "", houses: Sequence[int] = ()
+) -> Iterator[Network]:
     """At the end its namespaces and its switch are gone.
 
     Args:
         names: of the hosts.
-        link: of each.
+        link: of each, or of each house.
         congestion: the kernel's congestion control there (`cubic`, `bbr`); its default where not
             given.
+        houses: the number of each host's house; one for each host where not given.
 
     Raises:
         NoNetwork: this machine does not offer it.
@@ -267,7 +329,8 @@ def network(names: Sequence[str], link: Link, congestion: str = "") -> Iterator[
             ip("netns", "add", host.space)
             ends.callback(_remove, host.space)
             ip("-n", host.space, "link", "set", "lo", "up")
-        switch = _start_switch([host.space for host in hosts.values()], link)
+        spaces = [host.space for host in hosts.values()]
+        switch = _start_switch(spaces, houses or range(len(spaces)), link)
         ends.callback(_end, switch)
         for host in hosts.values():
             ip("-n", host.space, "addr", "add", f"{host.address}/24", "dev", "eth0")
@@ -297,9 +360,12 @@ def remove_stale() -> None:
             _remove(path.name)
 
 
-def _start_switch(spaces: Sequence[str], link: Link) -> subprocess.Popen[str]:
+def _start_switch(
+    spaces: Sequence[str], houses: Sequence[int], link: Link
+) -> subprocess.Popen[str]:
+    about = json.dumps({"link": asdict(link), "houses": list(houses)})
     switch = subprocess.Popen(
-        [sys.executable, __file__, json.dumps(asdict(link)), *spaces],
+        [sys.executable, __file__, about, *spaces],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -334,4 +400,5 @@ def _end(switch: subprocess.Popen[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[2:], Link(**json.loads(sys.argv[1])))
+    told = json.loads(sys.argv[1])
+    serve(sys.argv[2:], told["houses"], Link(**told["link"]))
