@@ -786,7 +786,7 @@ class PlanOptions:
         typer.Option(
             metavar="LINKS",
             help="Links of every machine: upload/download, and the time one way between two "
-            "machines.",
+            "machines. With ,house=4 four machines in a row share one.",
         ),
     ] = "20Mbit/100Mbit,30ms"
     lora: Annotated[bool, typer.Option(help="Train adapters, as with [lora].")] = False

@@ -14,8 +14,23 @@ from rich.console import Console
 from peer.machine.measured_layers import write_values
 from peer.observe.table import WholeTable
 from peer.options import PlanOptions
-from peer.planning.answer import Answer, answer_of, compared, late, left_out, smaller_batches
-from peer.planning.machines import Described, peers_here, read_links, read_machines
+from peer.planning.answer import (
+    Answer,
+    answer_of,
+    compared,
+    household_choice,
+    late,
+    left_out,
+    smaller_batches,
+)
+from peer.planning.machines import (
+    Described,
+    alone,
+    in_houses,
+    peers_here,
+    read_links,
+    read_machines,
+)
 from peer.planning.question import (
     Asked,
     Found,
@@ -24,6 +39,7 @@ from peer.planning.question import (
     folder_text,
     like_this_one,
     on_this_one,
+    without_keys,
 )
 from peer.planning.schedules import show_schedules
 from swarmnet.errors import SpecError, UsageError
@@ -53,6 +69,7 @@ def show_plan(options: PlanOptions, console: Console) -> None:
         about = question.spec, options.precision, options.device
         timed = on_this_one(*about, num_here) if num_here else like_this_one(*about)
         machines, seconds = timed.described, timed.seconds
+    machines = in_houses(machines, links)
     planner = Planner(machines, links, options.precision, seconds)
     found = planner.answer(question)
     notes = [
@@ -70,6 +87,9 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     kind = _usual_kind(found, machines)
     more = planner.find(found.table, is_open=question.is_open, more=[kind])
     answer = answer_of(found, wanted_tokens=tokens, more=more, kind=kind.name)
+    without = without_keys(found)
+    household = None if without is None else household_choice(answer, without)
+    answer = replace(answer, choices=[*answer.choices, *filter(None, [household])])
     helps = [
         *smaller_batches(found),
         *late(found),
@@ -99,10 +119,11 @@ def read_tokens(text: str) -> float:
 
 
 def _usual_kind(found: Found, machines: Sequence[Described]) -> Described:
-    """Of which there are most at work; of all, where peers there have a part of a machine."""
+    """Of which there are most at work; of all, where peers there have a part of a machine. Behind a
+    link of its own."""
     serves = zip(found.described, found.plan.serves, strict=True)
-    at_work = Counter(one for one, stage in serves if stage != OUT and one in machines)
-    return (at_work or Counter(machines)).most_common(1)[0][0]
+    at_work = Counter(alone(one) for one, stage in serves if stage != OUT and one in machines)
+    return (at_work or Counter(map(alone, machines))).most_common(1)[0][0]
 
 
 def _say(console: Console, lines: Sequence[str]) -> None:

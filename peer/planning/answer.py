@@ -179,6 +179,20 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
     )
 
 
+def household_choice(answer: Answer, without: Found) -> Choice | None:
+    """What the key of a household is worth; None where nothing. `without`: the plan without one."""
+    rate, up = without.plan.round.tokens_per_s, max(r.up_per_day for r in _rows(without))
+    if rate >= answer.tokens_per_s and up <= max(r.up_per_day for r in answer.rows):
+        return None  # a stage is in one house
+    return Choice(
+        "swarmnet peer",
+        "--household FILE",
+        "put it, with one key, on all machines of a house: each shard crosses its uplink once; "
+        f"without it {compared(rate, answer.tokens_per_s)}, and up to {size(up)} of data up a day "
+        "and machine",
+    )
+
+
 def _work_s(found: Found, num_tokens: float) -> float:
     """Until so many tokens are done, from the first round of the run on."""
     return sum(
@@ -241,12 +255,13 @@ def _rows(found: Found) -> list[Row]:
         at_work = _late_at(found, k)
         parts = [at_work.get(m, 1.0) for m in replicas]
         flow = sum(r.flow * part for r, part in zip(rates, parts, strict=True) if r is not None)
-        seen: dict[Machine, int] = {}
+        seen: dict[tuple[Machine, float, float], int] = {}
         for m, rate, (up, down) in zip(replicas, rates, exchanged, strict=True):
-            if m in seen:
-                seen[m] += 1
+            kind = replace(m, house=""), up, down
+            if kind in seen:
+                seen[kind] += 1
                 continue
-            seen[m] = 1
+            seen[kind] = 1
             held = costs.held(first, end, len(plan.cut), m)
             assert held is not None
             assert rate is not None

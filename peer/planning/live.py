@@ -152,6 +152,11 @@ async def show_live(
     """Prints the answer, and writes the other cut where that is wanted. Raises `UserError` where
     nobody answers, `SpecError`, `UsageError`."""
     links = read_links(options.links)
+    if links.house > 1:
+        raise UsageError(
+            f"--links {options.links!r}: with --join machines are as their records say, and none "
+            "says who shares its link; leave ,house= out"
+        )
     own = None if options.spec is None else load_spec(options.spec)
     observer = await with_invite(join, options.invite)(list(options.join), options.transport)
     try:

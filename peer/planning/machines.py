@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ MOST = 1_000_000
 MAX_NAME = 40
 """Characters of a machine's name, which stands in a table."""
 EXAMPLE = '--machines "24GB-gpu*2, 2x rtx4090, 16GB-cpu*3, mac-32GB"'
-LINKS_EXAMPLE = "--links 20Mbit/100Mbit,30ms (up/down, and one way between two machines)"
+LINKS_EXAMPLE = (
+    "--links 20Mbit/100Mbit,30ms (up/down, and one way between two machines), or with ,house=4 "
+    "where four machines share such a link"
+)
 FILE_EXAMPLE = 'card = "rtx4090", or memory_gb = 24 and tflops = 71'
 HOME = "20Mbit/100Mbit,30ms"
 HERE = "here"
@@ -55,17 +59,22 @@ ITEM = re.compile(
 RATE = rf"{AMOUNT}\s*([kMG])bit(?:/s)?"
 OF_RATE = {"K": 0.001, "M": 1, "G": 1000}
 """Mbit/s."""
-LINKS = re.compile(rf"{RATE}(?:\s*/\s*{RATE})?\s*,\s*{AMOUNT}\s*ms", re.IGNORECASE)
+LINKS = re.compile(
+    rf"{RATE}(?:\s*/\s*{RATE})?\s*,\s*{AMOUNT}\s*ms(?:\s*,\s*house\s*=\s*(\d{{1,9}}))?",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Of a machine."""
+    """Of a machine, or of a house."""
 
     up: float
     """Bytes/s."""
     down: float
     latency_s: float
+    house: int = 1
+    """So many machines share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,10 @@ class Described:
     """Likewise, of sums over ranks, from a card to another."""
     part: float = 1.0
     """Of the machine's work that one of several peers there gets."""
+    household: str = ""
+    """The house that it is in; empty: none."""
+    sharing: int = 1
+    """Machines that share its link."""
 
     def precision(self, wanted: str) -> str:
         """Of its passes, as it would choose it. `wanted`: fp32, bf16, fp16 or auto."""
@@ -103,16 +116,18 @@ class Described:
         return "bf16" if self.card is None or self.card.has_bf16 else "fp16"
 
     def machine(self, precision: str, links: Links, memory: Any) -> Machine:
-        """As the planner takes it."""
+        """As the planner takes it: with a key, where it is in a house."""
         flops = self.flops(precision)
         exact = USABLE * self.card.flops_per_s("fp32") if self.card is not None else flops
         own = self.links or links
         return Machine(
             name=self.name,
             flops_per_s=flops,
-            up_bytes_per_s=own.up,
-            down_bytes_per_s=own.down,
+            up_bytes_per_s=own.up / self.sharing,
+            down_bytes_per_s=own.down / self.sharing,
             latency_s=own.latency_s,
+            house=self.household,
+            has_key=bool(self.household),
             hours=self.hours,
             microbatch_s=MICROBATCH_S,
             shard_s=SHARD_S,
@@ -170,7 +185,7 @@ def read_links(text: str) -> Links:
     found = LINKS.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"--links {text!r} cannot be read; write for example {LINKS_EXAMPLE}")
-    up, up_unit, down, down_unit, ms = found.groups()
+    up, up_unit, down, down_unit, ms, house = found.groups()
     up_mbit = float(up) * OF_RATE[up_unit.upper()]
     down_mbit = float(down or up) * OF_RATE[(down_unit or up_unit).upper()]
     if min(up_mbit, down_mbit) <= 0 or max(up_mbit, down_mbit, float(ms)) > MOST:
@@ -178,7 +193,32 @@ def read_links(text: str) -> Links:
             f"--links {text!r}: a link carries more than nothing, and no number is above "
             f"{MOST:,} Mbit/s or ms; write for example {LINKS_EXAMPLE}"
         )
-    return Links(MBIT * up_mbit, MBIT * down_mbit, float(ms) / 1000)
+    num = int(house or 1)
+    if not 1 <= num <= MAX_MACHINES:
+        raise UsageError(
+            f"--links {text!r}: 1 to {MAX_MACHINES} machines share a link; write for example "
+            f"{LINKS_EXAMPLE}"
+        )
+    return Links(MBIT * up_mbit, MBIT * down_mbit, float(ms) / 1000, num)
+
+
+def in_houses(machines: Sequence[Described], links: Links) -> list[Described]:
+    """The machines, with who shares the link of each: those of one household, and of the others
+    that have no link of their own so many in a row as `links` says."""
+    open_ = [i for i, m in enumerate(machines) if not m.household and m.links is None]
+    names = {i: m.household for i, m in enumerate(machines)}
+    if links.house > 1:
+        names |= {i: f"house {1 + at // links.house}" for at, i in enumerate(open_)}
+    sharing = Counter(names.values())
+    return [
+        replace(m, household=names[i], sharing=sharing[names[i]]) if names[i] else m
+        for i, m in enumerate(machines)
+    ]
+
+
+def alone(one: Described) -> Described:
+    """Such a machine behind a link of its own."""
+    return replace(one, household="", sharing=1)
 
 
 def peers_here(text: str) -> int | None:
@@ -280,6 +320,7 @@ KEYS = {
     "down_mbit",
     "latency_ms",
     "hours",
+    "household",
 }
 
 
@@ -304,20 +345,25 @@ def _from_file(path: Path) -> list[Described]:
         if not isinstance(table, dict):
             raise UsageError(f"{where}: write a table with {FILE_EXAMPLE}")
         found += _counted(
-            _of_table(table, where),
+            _of_table(table, where, found),
             int(_number(table, "count", 1, where, most=MAX_MACHINES, is_whole=True)),
             len(found),
         )
     return found
 
 
-def _of_table(table: Mapping[str, Any], where: str) -> Described:
+def _of_table(table: Mapping[str, Any], where: str, before: Sequence[Described]) -> Described:
+    """`before`: machines of the tables above."""
     if unknown := sorted(set(table) - KEYS):
         raise UsageError(f"{where}: {unknown[0]} is unknown; known are {', '.join(sorted(KEYS))}")
-    card_name, name = (table.get(key, "") for key in ("card", "name"))
-    if not isinstance(card_name, str) or not isinstance(name, str):
-        raise UsageError(f"{where}: name and card are texts")
-    if any(len(x) > MAX_NAME or not x.isprintable() for x in (name, card_name)):
+    names = card_name, name, household = [
+        table.get(key, "") for key in ("card", "name", "household")
+    ]
+    if not all(isinstance(x, str) for x in names):
+        raise UsageError(
+            f'{where}: name, card and household are texts; write for example household = "attic"'
+        )
+    if any(len(x) > MAX_NAME or not x.isprintable() for x in names):
         raise UsageError(f"{where}: names are lines of {MAX_NAME} characters at most")
     card = card_named(card_name) if card_name else None
     if card_name and card is None and "tflops" not in table:
@@ -348,6 +394,11 @@ def _of_table(table: Mapping[str, Any], where: str) -> Described:
             MBIT * _number(table, "down_mbit", usual.down / MBIT, where),
             _number(table, "latency_ms", 1000 * usual.latency_s, where, is_above=False) / 1000,
         )
+    if household and any(m.household == household and m.links != links for m in before):
+        raise UsageError(
+            f"{where}: machines of household {household!r} share one link; write the same up_mbit, "
+            "down_mbit and latency_ms for each"
+        )
     return Described(
         name or card_name or f"machine-{where.rpartition(' ')[2]}",
         memory or (card.memory_gb if card else host),
@@ -360,6 +411,7 @@ def _of_table(table: Mapping[str, Any], where: str) -> Described:
         cards=cards,
         host_gb_s=_number(table, "host_link_gb_s", 0, where),
         between_gb_s=_number(table, "card_link_gb_s", 0, where),
+        household=household,
     )
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import median
 
 from peer.planning.cards import DISK_GB_S, TERA, card_named
-from peer.planning.machines import GB, HERE, Described, Links
+from peer.planning.machines import GB, HERE, Described, Links, alone
 from swarmnet.errors import SpecError
 from swarmnet.protocol.planning.cost import Costs
 from swarmnet.protocol.planning.model import Cut, Held, Layer, Machine
 from swarmnet.protocol.planning.search import Plan, best_plan, cut_of, first_fit
-from swarmnet.protocol.sync_modes import DELAYED, ZERO
+from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import LoraSpec, RunSpec, load_spec, parse_spec
 from swarmnet.training.memory.plan import FSDP
 from swarmnet.training.memory.stage_table import MachineMemory, StageTable, memory_of
@@ -348,12 +348,24 @@ class Planner:
     def needed_machines(self, table: StageTable) -> tuple[int, Described] | None:
         """(machines in all, of which kind the further ones are) that the run would fit on; None
         where no number would do."""
-        kind, _ = Counter(self.described).most_common(1)[0]
+        kind, _ = Counter(map(alone, self.described)).most_common(1)[0]
         costs, most = self.costs(table), len(table.plan.layers)
         for more in range(1, most + 1):
             if first_fit(costs, self.machines(table.spec, [kind] * more)) is not None:
                 return len(self.described) + more, kind
         return None
+
+
+def without_keys(found: Found) -> Found | None:
+    """The same plan where no household has a key; None where there is none, or modes make no use of
+    it."""
+    if found.table.spec.sync.mode in (LOCAL, GOSSIP) or not any(m.has_key for m in found.machines):
+        return None
+    machines = [replace(m, has_key=False) for m in found.machines]
+    plan = found.plan
+    made = found.costs.of(plan.cut, machines, plan.serves)
+    assert made is not None  # memory does not depend on it
+    return replace(found, machines=machines, plan=replace(plan, round=made))
 
 
 def _given(found: Found, precision: str, *, is_open: bool, is_cut_given: bool) -> list[Choice]:

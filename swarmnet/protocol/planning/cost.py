@@ -17,18 +17,25 @@ one's passage (as of a list of jobs on n machines; Graham, 1969). Where the next
 meanwhile (`delayed` and `auto`), filling and draining take no time, and R stays. An exchange takes
 as long as the busiest link of its replicas. In these two modes it runs beside the next round; in
 all others the round waits for it, and in `local` for those that are in time (`late`).
+
+Machines of a house have even parts of its link. Of an exchange only what leaves the house crosses
+that; of the way of a microbatch all is reckoned to.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from swarmnet.protocol.planning.exchange import (
+    Home,
     auto_shard_parameters,
     contributed_bytes,
+    crossing_bytes,
     exchanged_bytes,
+    inside_bytes,
 )
 from swarmnet.protocol.planning.flow import (
     IN_FLIGHT_PER_REPLICA,
@@ -44,7 +51,8 @@ from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, least_quo
 
 EXCHANGE_WAYS = ("gradient", "sum", "norm", "result")
 """Messages of an exchange that wait for each other."""
-
+INSIDE_BYTES_PER_S = 125e6
+"""Between two machines of a house, assumed: 1 Gbit/s."""
 
 LOOKS_AT_LATE = 2
 """How long rounds are depends on who is late, and that on how long they are."""
@@ -227,11 +235,29 @@ class Costs:
     def exchanged_bytes(
         self, parameters: int, replicas: Sequence[Machine], muon: int = 0
     ) -> list[tuple[float, float]]:
-        """(sent, received) of each replica in a round. `muon`: of the parameters, those that Muon
-        steps."""
+        """(sent, received) of each replica in a round, over its link: of a house, its part. `muon`:
+        of the parameters, those that Muon steps."""
         update, n = self.job.update, len(replicas)
-        of = parameters, n, update.replication, update.mode, update.local_steps, update.codec
-        return [exchanged_bytes(*of, part, muon) for part in self._led_by(replicas)]
+        how = update.replication, update.mode, update.local_steps, update.codec
+        if not any(m.house for m in replicas):
+            of = parameters, n, *how
+            return [exchanged_bytes(*of, part, muon) for part in self._led_by(replicas)]
+        homes = self._homes(replicas)
+        crossing = crossing_bytes(parameters, list(homes.values()), *how, muon)
+        each = {
+            name: (sent / home.replicas, received / home.replicas)
+            for (name, home), (sent, received) in zip(homes.items(), crossing, strict=True)
+        }
+        return [each[name] for name in _names_of_homes(replicas)]
+
+    def _homes(self, replicas: Sequence[Machine]) -> dict[str | int, Home]:
+        """The replicas by their house; who is of none is its own."""
+        homes: dict[str | int, Home] = {}
+        names, led = _names_of_homes(replicas), self._led_by(replicas)
+        for m, name, part in zip(replicas, names, led, strict=True):
+            known = homes.get(name, Home(0, 0.0))
+            homes[name] = Home(known.replicas + 1, known.part + part, m.has_key)
+        return homes
 
     def _led_by(self, replicas: Sequence[Machine]) -> list[float]:
         """The part of the shards that each replica leads."""
@@ -250,8 +276,15 @@ class Costs:
             return 0.0, [0.0] * n
         every = update.local_steps if update.mode in (LOCAL, GOSSIP) else 1
         ways_s = len(EXCHANGE_WAYS) * max(m.latency_s for m in replicas) / every
+        of_houses = Counter(m.house for m in replicas if m.house)
+        most = max(of_houses.values(), default=1)
+        inside = inside_bytes(parameters, most, update.mode, update.codec) / every
         took_s = [
-            max(sent / m.up_bytes_per_s, received / m.down_bytes_per_s)
+            max(
+                sent / m.up_bytes_per_s,
+                received / m.down_bytes_per_s,
+                inside / INSIDE_BYTES_PER_S,
+            )
             for m, (sent, received) in zip(
                 replicas, self.exchanged_bytes(parameters, replicas, muon), strict=True
             )
@@ -259,9 +292,10 @@ class Costs:
         if update.mode != LOCAL or every < 2:  # all are waited for
             return max(took_s) + ways_s, [0.0] * n
         of = parameters, update.mode, update.local_steps, update.codec
+        homes = self._homes(replicas)
         uploads_s = [
-            contributed_bytes(*of, part) / m.up_bytes_per_s
-            for m, part in zip(replicas, self._led_by(replicas), strict=True)
+            contributed_bytes(*of, homes[name].part) / m.up_bytes_per_s
+            for m, name in zip(replicas, _names_of_homes(replicas), strict=True)
         ]
         least = least_quorum(update.majority, n)
         end_s = waited_s(uploads_s, [r.flow for r in rates], least)
@@ -324,6 +358,11 @@ class Costs:
                 return None
             stages.append(stage)
         return self.round(stages)
+
+
+def _names_of_homes(replicas: Sequence[Machine]) -> list[str | int]:
+    """The house of each, or its number where it is of none."""
+    return [m.house or i for i, m in enumerate(replicas)]
 
 
 def _part(stage: StageCost) -> float:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import TypeAlias
+
 from swarmnet.protocol.codecs import (
     CHUNK,
     INT4,
@@ -75,18 +80,99 @@ def exchanged_bytes(
 
     `part`: of the shards whose primary it is, by its upload bandwidth among the replicas'; 1 / N
     where not given, which is the average."""
+    n, own = num_replicas, 1 / num_replicas if part is None else part
+    here = _at(1, False, n, replication)
+    others = tuple((n - 1) * x for x in here)
+    return _crossing(num_parameters, n, 1, own, here, others, mode, local_steps, codec, num_muon)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Replicas of a stage behind one link."""
+
+    replicas: int
+    part: float
+    """Of the shards, those whose primary is one of them."""
+    has_key: bool = False
+    """Where a round has an exchange, one of them gives and takes for all."""
+
+
+def crossing_bytes(
+    num_parameters: int,
+    homes: Sequence[Home],
+    replication: int,
+    mode: str,
+    local_steps: int,
+    codec: str = NONE,
+    num_muon: int = 0,
+) -> list[tuple[float, float]]:
+    """What crosses each home's link in a round, up and down: `exchanged_bytes` without what stays
+    there.
+
+    A household contributes once to each shard whose primary is elsewhere. It gets the result once,
+    or the sum in place of it where it has a backup; other homes get either for each replica. Which
+    replicas are backups is even."""
+    num = sum(home.replicas for home in homes)
+    at = [_at(h.replicas, h.has_key and mode != LOCAL, num, replication) for h in homes]
+    all_of = [sum(values) for values in zip(*at, strict=True)]
+    how = mode, local_steps, codec, num_muon
+    found = []
+    for home, here in zip(homes, at, strict=True):
+        others = tuple(a - b for a, b in zip(all_of, here, strict=True))
+        of = num_parameters, num, home.replicas, home.part
+        found.append(_crossing(*of, here, others, *how))
+    return found
+
+
+def inside_bytes(num_parameters: int, num_replicas: int, mode: str, codec: str) -> float:
+    """What each replica of a household sends to the others of it in a round: as head of its part of
+    the shards results, and contributions to the other heads. As much comes to it."""
+    names = codec_in(mode, codec)
+    each = number_bytes(names.contributions) + number_bytes(names.results)
+    return num_parameters * each * (num_replicas - 1) / num_replicas
+
+
+_At: TypeAlias = tuple[float, ...]
+"""Of a shard, at a home that does not have its primary, or at several: contributions to it, its
+backups, and results of it that are fetched; on average."""
+
+
+def _at(replicas: int, has_key: bool, num_replicas: int, replication: int) -> _At:
+    others, backups = num_replicas - 1, min(replication, num_replicas) - 1
+    backed = backups * replicas / max(1, others)
+    if not has_key:
+        return replicas, backed, replicas - backed
+    is_without = (
+        comb(others - replicas, backups) / comb(others, backups) if replicas <= others else 0
+    )
+    return 1, backed, is_without
+
+
+def _crossing(
+    num_parameters: int,
+    num_replicas: int,
+    replicas: int,
+    own: float,
+    here: _At,
+    others: _At,
+    mode: str,
+    local_steps: int,
+    codec: str,
+    num_muon: int,
+) -> tuple[float, float]:
+    """Bytes up and down of a home with so many `replicas`, which lead a part `own` of the shards.
+    `others`: at all other homes together."""
     n, psi = num_replicas, num_parameters
     names = codec_in(mode, codec)
     g, s, r = map(number_bytes, (names.contributions, names.for_backups, names.results))
     if mode == GOSSIP:
         offered = (OFFERED_VECTORS * psi - num_muon) * s * (n - n % 2) / n / local_steps
-        return offered, offered
-    owners = min(replication, n)
-    own = 1 / n if part is None else part
-    backed = (1 - own) * (owners - 1) / max(1, n - 1)
-    sent = g * (1 - own) + own * (s * (owners - 1) + r * (n - owners))
-    received = g * own * (n - 1) + s * backed + r * max(0.0, 1 - own - backed)
+        leaves = offered * replicas * (n - replicas) / max(1, n - 1)
+        return leaves, leaves
+    given, backed, fetched = here
+    sent = g * given * (1 - own) + own * (s * others[1] + r * others[2])
+    received = g * own * others[0] + (1 - own) * (s * backed + r * fetched)
     if mode == LOCAL:  # the outer step is every owner's
         return psi * sent / local_steps, psi * received / local_steps
     results = num_muon * r
-    return psi * sent + results * own * (owners - 1), psi * received + results * backed
+    return psi * sent + results * own * others[1], psi * received + results * (1 - own) * backed

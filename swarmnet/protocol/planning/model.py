@@ -51,6 +51,11 @@ class Machine:
     """That products of matrices in fp32 reach there."""
     memory: Hashable = None
     """What `Job.memory` knows it by."""
+    house: str = ""
+    """Machines of one house share its link, and each has an even part of that; empty: of none."""
+    has_key: bool = False
+    """The house is a household: where a round has an exchange, one machine gives and takes for
+    all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,6 +285,29 @@ def answered(spec: Path, *more: str) -> dict[str, Any]:
     return found
 
 
+def test_a_house_is_planned_with_a_key_and_told_what_that_is_worth(fp32: Path) -> None:
+    machines = ("--machines", "16GB-cpu@0.02TFLOPS*4", "--links", "20Mbit/100Mbit,10ms,house=2")
+    text = fp32.read_text().replace("num_stages = 2", "num_stages = 1")
+    fp32.write_text(text.replace("global_batch = 32", "global_batch = 256"))
+    found = answered(fp32, *machines)
+    told = [c for c in found["choices"] if c["value"] == "--household FILE"]
+    assert len(told) == 1
+    assert "on all machines of a house" in told[0]["why"]
+    times, up = re.search(r"\(-(\d+) %\), and up to ([\d.]+) GB of data", told[0]["why"]).groups()  # type: ignore[union-attr]
+    assert int(times) > 10
+    with_key = sum(r["up_per_day"] * r["count"] for r in found["rows"]) / found["tokens_per_s"]
+    without = 4 * float(up) * 1e9 / found["tokens_per_s"] / (1 - int(times) / 100)
+    assert with_key / without == pytest.approx(0.5, rel=0.05)
+
+    fp32.write_text(fp32.read_text().replace('mode = "zero"', 'mode = "local"'))
+    local = answered(fp32, *machines)
+    assert not [c for c in local["choices"] if "--household" in c["value"]]
+    fp32.write_text(fp32.read_text().replace('mode = "local"', 'mode = "zero"'))
+    one_house = answered(fp32, *machines[:3], "20Mbit/100Mbit,10ms,house=4")
+    assert not [c for c in one_house["choices"] if "--household" in c["value"]]
+    assert {r["up_per_day"] for r in one_house["rows"]} == {0.0}
+
+
 CARDS = ("--machines", "24GB-gpu*2")
 
 

@@ -56,7 +56,7 @@ def run_file(folder: Path, layers: Sequence[int] = (), stages: int = 2) -> Path:
 
 
 def shown(observer: FakeObserver, **values: object) -> str:
-    options = PlanOptions(join=(ADDRESS,), links="1Gbit,1ms", **values)  # type: ignore[arg-type]
+    options = PlanOptions(join=(ADDRESS,), **{"links": "1Gbit,1ms"} | values)  # type: ignore[arg-type]
     out = io.StringIO()
     console = Console(file=out, width=200)
     asyncio.run(show_live(options, console, join=observer.join, look_s=0.0))
@@ -114,6 +114,13 @@ def test_what_cannot_be_planned_is_one_line(
     observer = Seen(load_spec(run_file(tmp_path)), changes)
     with pytest.raises(UsageError, match=words) as refused:
         shown(observer)
+    assert "\n" not in str(refused.value)
+
+
+def test_records_do_not_say_who_shares_a_link(tmp_path: Path) -> None:
+    observer = Seen(load_spec(run_file(tmp_path)), [known(1.0)] * 4)
+    with pytest.raises(UsageError, match="leave ,house= out") as refused:
+        shown(observer, links="20Mbit/100Mbit,30ms,house=2")
     assert "\n" not in str(refused.value)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peer.planning.cards import CARDS, card_named
-from peer.planning.machines import peers_here, read_links, read_machines
+from peer.planning.machines import in_houses, peers_here, read_links, read_machines
 from swarmnet.errors import UsageError
 
 
@@ -98,6 +98,54 @@ def test_machines_that_cannot_be_read_are_a_line_with_an_example(text: str) -> N
     assert "\n" not in str(refused.value)
 
 
+def test_so_many_machines_in_a_row_share_a_link() -> None:
+    links = read_links("20Mbit/100Mbit,30ms, house=2")
+    found = in_houses(read_machines("24GB-gpu*3, 16GB-cpu"), links)
+    assert [(m.household, m.sharing) for m in found] == [("house 1", 2)] * 2 + [("house 2", 2)] * 2
+    one = found[0].machine("fp32", links, None)
+    assert (one.up_bytes_per_s, one.down_bytes_per_s) == (1.25e6, 6.25e6)
+    assert (one.house, one.has_key) == ("house 1", True)
+    plain = read_links("20Mbit/100Mbit,30ms")
+    alone = in_houses(read_machines("24GB-gpu"), plain)[0]
+    assert not alone.machine("fp32", plain, None).has_key
+
+
+@pytest.mark.parametrize("house", ["0", "5000", "-1", "two", ""])
+def test_a_house_that_cannot_be_is_a_line_with_an_example(house: str) -> None:
+    with pytest.raises(UsageError, match=",house=4 where four machines share") as refused:
+        read_links(f"20Mbit/100Mbit,30ms,house={house}")
+    assert "\n" not in str(refused.value)
+
+
+def test_machines_of_a_household_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "machines.toml"
+    path.write_text(
+        """
+        [[machine]]
+        card = "rtx3090"
+        count = 2
+        household = "attic"
+        up_mbit = 40
+        [[machine]]
+        card = "rtx4090"
+        household = "attic"
+        up_mbit = 40
+        [[machine]]
+        card = "rtx4090"
+        up_mbit = 40
+        [[machine]]
+        card = "rtx4090"
+        count = 2
+        """
+    )
+    links = read_links("20Mbit,30ms,house=2")
+    found = in_houses(read_machines(str(path)), links)
+    houses = [(m.household, m.sharing) for m in found]
+    assert houses == [("attic", 3)] * 3 + [("", 1)] + [("house 1", 2)] * 2
+    ups = [m.machine("fp32", links, None).up_bytes_per_s for m in found]
+    assert ups == pytest.approx([5e6 / 3] * 3 + [5e6] + [1.25e6] * 2)
+
+
 def test_peers_on_this_machine() -> None:
     assert [peers_here(x) for x in ("here", "here*4", " HERE * 2 ")] == [1, 4, 2]
     assert peers_here("rtx4090*2") is None
@@ -156,6 +204,13 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
         ("[[machine]]\ncard = 'rtx4090'\nlatency_ms = -1", "a number from 0 on"),
         ("[[machine]]\ncard = 'rtx4090'\nname = \"a\\u001bb\"", "names are lines"),
         (f"[[machine]]\ncard = 'rtx4090'\nname = '{'x' * 41}'", "names are lines of 40"),
+        ("[[machine]]\ncard = 'rtx4090'\nhousehold = 4", 'household = "attic"'),
+        (f"[[machine]]\ncard = 'rtx4090'\nhousehold = '{'x' * 41}'", "names are lines of 40"),
+        (
+            "[[machine]]\ncard = 'rtx4090'\nhousehold = 'attic'\n"
+            "[[machine]]\ncard = 'rtx4090'\nhousehold = 'attic'\nup_mbit = 40",
+            "machine 2: machines of household 'attic' share one link; write the same up_mbit",
+        ),
         ("[[machine]", "not valid TOML"),
     ],
 )

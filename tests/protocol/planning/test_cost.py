@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnet.protocol.planning.cost import Costs, Round
-from swarmnet.protocol.planning.exchange import exchanged_bytes
+from swarmnet.protocol.planning.exchange import Home, crossing_bytes, exchanged_bytes
 from swarmnet.protocol.planning.flow import Rates
 from swarmnet.protocol.planning.late import Late, waited_s
 from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
@@ -109,6 +109,65 @@ def test_what_is_sent_is_received(mode: str, codec: str, num_muon: int) -> None:
     sent, received = map(sum, zip(*each, strict=True))
     assert sent == pytest.approx(received)
     assert sent == pytest.approx(4 * exchanged_bytes(*of, num_muon=num_muon)[0])
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local", "gossip"])
+@pytest.mark.parametrize("num_muon", [0, 400])
+def test_replicas_that_share_no_link_cross_all_that_they_exchange(mode: str, num_muon: int) -> None:
+    parts = [0.1, 0.2, 0.3, 0.4]
+    homes = [Home(1, part, has_key=True) for part in parts]
+    each = [exchanged_bytes(1000, 4, 2, mode, 10, "int8", part, num_muon) for part in parts]
+    crossing = crossing_bytes(1000, homes, 2, mode, 10, "int8", num_muon)
+    for found, expected in zip(crossing, each, strict=True):
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", ["zero", "local", "gossip"])
+@pytest.mark.parametrize("has_key", [False, True])
+@pytest.mark.parametrize("replication", [1, 2, 3])
+def test_what_leaves_homes_comes_to_homes(mode: str, has_key: bool, replication: int) -> None:
+    homes = [Home(3, 0.5, has_key), Home(2, 0.3, has_key), Home(1, 0.2)]
+    crossing = crossing_bytes(1000, homes, replication, mode, 10, "int8", 400)
+    sent, received = map(sum, zip(*crossing, strict=True))
+    assert sent == pytest.approx(received)
+    assert crossing_bytes(1000, [Home(6, 1.0, has_key)], replication, mode, 10) == [(0.0, 0.0)]
+
+
+def test_a_household_sends_a_quarter_of_what_four_machines_do() -> None:
+    """In gradients, of fp32; `benchmarks/averaging.py --households` measures 8.40 and 2.10."""
+    found = {
+        has_key: crossing_bytes(1000, [Home(4, 0.5, has_key)] * 2, 2, "zero", 1)
+        for has_key in (False, True)
+    }
+    sent = {has_key: sum(up for up, _ in homes) / 4000 for has_key, homes in found.items()}
+    assert sent == pytest.approx({False: 8.0, True: 2.0})
+    local = [crossing_bytes(1000, [Home(4, 0.5, k)] * 2, 2, "local", 10) for k in (False, True)]
+    assert local[0] == local[1], "late contributions are kept by name"
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_key", "simulated"),
+    [("zero", False, 2.60), ("zero", True, 5.08), ("delayed", False, 3.79), ("delayed", True, 8.0)],
+)
+def test_houses_are_as_fast_as_simulated(mode: str, has_key: bool, simulated: float) -> None:
+    """`benchmarks/simulated_links.py houses`."""
+    job = replace(equal_job(1, 120, mode), layers=(Layer(1e9 / 3, 16 << 20, 0.0, 0.0),))
+    job = replace(job, update=replace(job.update, codec="int8"))
+    machines = [
+        Machine(f"{i}", 1e9, 2.5e6 / 4, 12.5e6 / 4, 0.01, house=str(i // 4), has_key=has_key)
+        for i in range(8)
+    ]
+    found = Costs(job).of(((0, 1),), machines, [0] * 8)
+    assert found is not None
+    assert 0.9 < 120 / found.seconds / simulated < 1.2
+
+
+def test_a_stage_in_one_house_exchanges_inside_it() -> None:
+    house = [replace(FAST, up_bytes_per_s=1e6, down_bytes_per_s=1e6, house="a")] * 4
+    of = Costs(replace(equal_job(1, 8), layers=(Layer(1e9 / 3, 10**8, 0.0, 0.0),)))
+    inside = of.of(((0, 1),), house, [0] * 4)
+    assert inside is not None
+    assert inside.exchange_s == pytest.approx(10**8 * 8 * 3 / 4 / 125e6)
 
 
 @pytest.mark.parametrize(("mode", "part"), [("zero", 4), ("delayed", 4), ("local", 1)])
