@@ -16,6 +16,7 @@ from swarmnet.household import household_of
 from swarmnet.identity import Identity as Key
 from swarmnet.printable import printable
 from swarmnet.protocol.membership.records import Household
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.runtime.admission import Admitted
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches
 from swarmnet.runtime.joining.stopped import keep_stop
@@ -105,6 +106,16 @@ def compose(
         keep_stop=keep_stop(options.state_dir, spec.run_id),
         journal=CountedMicrobatches(options.state_dir / COUNTED_FILE, spec.run_id),
     )
+
+
+def say_if_useless(household: Path | None, mode: str) -> None:
+    """One line where the key of a household changes nothing in the run's mode."""
+    if household is not None and mode in (LOCAL, GOSSIP):
+        log.warning(
+            "--household changes nothing in mode %s, in which each machine sends its own: it is "
+            "for zero, delayed and auto",
+            mode,
+        )
 
 
 def household_from(path: Path | None, key: Key) -> Household | None:

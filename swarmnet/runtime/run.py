@@ -19,7 +19,7 @@ from swarmnet.protocol.pipeline import held_out
 from swarmnet.runtime.admission import Admitted, admit, date_of
 from swarmnet.runtime.apart.cards import settle
 from swarmnet.runtime.apart.seat import ApartSeat, open_seats
-from swarmnet.runtime.compose import compose
+from swarmnet.runtime.compose import compose, say_if_useless
 from swarmnet.runtime.computing import free_bytes_of
 from swarmnet.runtime.joining.beside import say_run_beside, tell_run, watch_rendezvous
 from swarmnet.runtime.joining.entry import Entry, enter
@@ -150,6 +150,7 @@ class RunningPeer:
         device = "cpu" if apart else choose_devices(self.spec, options)[0]
         free_bytes = float(free_bytes_of(device))
         own = replace(machine, device=machine.device.seat())
+        say_if_useless(options.household, self.spec.sync.mode)
         self.peer = compose(
             self.spec,
             options,
