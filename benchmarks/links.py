@@ -103,7 +103,9 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "wide": {"model": WIDE, "pipeline": FOUR_STAGES},
     "wide-80": {"model": {**WIDE, "subspace": 80}, "pipeline": FOUR_STAGES},
-    "one-stage": {"pipeline": {"num_stages": 1, "microbatch": 2, "evaluate_every": 0}},
+    "one-stage": {
+        "pipeline": {"num_stages": 1, "global_batch": 256, "evaluate_every": 0},
+    },
 }
 """What is other than in the run of `swarmnet local`, by table."""
 HOMES_RUN = "one-stage"
@@ -360,6 +362,7 @@ def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measure
         def look() -> Look:
             return Look(swarm.numbers(), made.counters() if made else {})
 
+        _until_all_serve(swarm, running)
         _until(lambda: len(swarm.rounds()) >= SETTLED_ROUNDS, running)
         settled_s = time.monotonic() + SETTLE_S
         _until(lambda: time.monotonic() >= settled_s, running)
@@ -421,6 +424,15 @@ def _incidents(look: Look) -> dict[str, int]:
         if count := round(sum(p.get(f"swarmnet_{name}_total", 0.0) for p in look.peers)):
             found[name] = count
     return found
+
+
+def _until_all_serve(swarm: Swarm, running: Machine) -> None:
+    """Waits until each peer has been in an exchange: one that still downloads its stage, over a
+    link that is full, does no work. Raises `AssertionError` after `LIMIT_S`."""
+    end_s = time.monotonic() + LIMIT_S
+    while not all(p.get("swarmnet_exchange_seconds_count") for p in swarm.numbers()):
+        assert time.monotonic() < end_s, "a peer does not come to serve its stage"
+        _at_round_end(swarm, running)
 
 
 def _until_all_own(swarm: Swarm, running: Machine) -> None:
