@@ -23,9 +23,10 @@ StepKey = tuple[int, int]
 """(round, microbatch id): what a stage keeps the graph, input and gradients of a microbatch
 under."""
 
-BACKWARD, FORWARD, OTHER = "backward", "forward", "other"
-"""Kinds of device work, in order of urgency: backward first, for it frees memory."""
-PRIORITIES = {BACKWARD: 0, FORWARD: 1, OTHER: 2}
+BACKWARD, FORWARD, REST, OTHER = "backward", "forward", "rest", "other"
+"""Kinds of device work, in order of urgency: backward first, for it frees memory. `REST` is what
+passages have left (`Passage.rest`)."""
+PRIORITIES = {BACKWARD: 0, FORWARD: 1, REST: 2, OTHER: 3}
 """Of work for one round; lower first."""
 
 
@@ -43,9 +44,19 @@ class Passage(Generic[T]):
     """What goes, coded and checked. Any thread, afterwards."""
     is_apart: bool = False
     """`compute` may return before the device has done it, and `depart` waits for that."""
+    rest: Callable[[], bool] | None = None
+    """*device* What of the work nobody waits for: does a part of it, and says whether more is left.
+    The device does it when no other pass of the round waits, before other work. Raises nothing."""
 
     def __call__(self) -> T:
-        return self.depart(self.compute(self.arrive()))
+        result = self.depart(self.compute(self.arrive()))
+        self.do_rest()
+        return result
+
+    def do_rest(self) -> None:
+        """*device* All of it."""
+        while self.rest is not None and self.rest():
+            pass
 
     def then(self, work: Callable[[T], T]) -> Passage[T]:
         """With `work` done on what goes."""
@@ -222,6 +233,10 @@ class Stage(Protocol):
     """None where the model, or this replica, cannot write texts token by token."""
 
     @property
+    def is_owing(self) -> bool:
+        """Passes have left something to do (`Passage.rest`): the buffer is not yet their sum."""
+
+    @property
     def routed(self) -> tuple[RouterReport, ...]:
         """What its routers did in the newest round that is over; empty where it has none."""
 
@@ -250,10 +265,11 @@ class Stage(Protocol):
         Raises `ProtocolViolation` where inputs or outputs are not finite."""
 
     def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
-        """Adds the microbatch's gradient to the buffer; gives the gradient of the
-        input (None at stage 0). Keeps what `retract` needs. Raises `ProtocolViolation` where
-        `grad_outputs` has the wrong shape or is not finite; then nothing was added. Raises
-        `NotSent` where something was, and the gradient of the input cannot be given."""
+        """Adds the microbatch's gradient to the buffer, or leaves a part of it to `Passage.rest`;
+        gives the gradient of the input (None at stage 0). Keeps what `retract` needs. Raises
+        `ProtocolViolation` where `grad_outputs` has the wrong shape or is not finite; then nothing
+        was added. Raises `NotSent` where something was, and the gradient of the input cannot be
+        given."""
 
     def loss_pass(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
@@ -283,6 +299,9 @@ class Stage(Protocol):
         """*device* Takes the contribution of a microbatch out of the buffer again: the same
         backward with the negated output gradient. Unknown keys are ignored."""
 
+    def settle(self) -> None:
+        """*device* Does all that passes have left to do."""
+
     def forget(self, key: StepKey) -> None:
         """Drops all that is kept under `key`: after a commit, or for work given up."""
 
@@ -299,8 +318,8 @@ class Stage(Protocol):
         `targets` is None."""
 
     def gradient_shard(self, shard_index: int) -> Array:
-        """*averaging* A view of the gradient buffer, fp32. Only between a drained round and
-        `finish_round`."""
+        """*averaging* A view of the gradient buffer, fp32, with all that passes have left to do.
+        Only between a drained round and `finish_round`."""
 
     def copy_gradient(self, shard_index: int) -> Array:
         """*averaging* The same, as a copy that outlives `finish_round`, though not the next

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swarmnet.errors import Busy
-from swarmnet.ports import OTHER, PRIORITIES, Check, Passage, undivided
+from swarmnet.ports import PRIORITIES, REST, Check, Passage, undivided
 from swarmnet.simulation.coding import NO_CODING, PassCoding
 
 T = TypeVar("T")
@@ -53,6 +53,9 @@ class _Job:
     arrival: _Arrival = _Arrival.OPEN
     is_expected: bool = False
     """The coder has been told of it."""
+    turn: int = 0
+    number: int = 0
+    """Of its submission."""
 
 
 class _Coder:
@@ -98,6 +101,7 @@ class SyntheticDevice:
         standstill_s: Callable[[], float] = lambda: 0.0,
         *,
         max_waiting: int = MAX_WAITING,
+        most_owed: Callable[[], int] = lambda: MAX_WAITING,
     ) -> None:
         """
         Args:
@@ -105,11 +109,13 @@ class SyntheticDevice:
             coding: of a passage, by its kind, beside the device; None where nothing is beside it.
             standstill_s: how long the machine stands still from now on; asked when work begins.
             max_waiting: pieces of work queued at most.
+            most_owed: passes that may have left something to do.
         """
         self._seconds = seconds
         self._coding = coding
         self._standstill_s = standstill_s
         self._max_waiting = max_waiting
+        self._most_owed = most_owed
         self._heap: list[tuple[int, int, int, _Job]] = []
         """By turn, priority, and number of submission."""
         self._num_submitted = 0
@@ -120,6 +126,9 @@ class SyntheticDevice:
         """A passage that the coder has to end."""
         self._coder = _Coder(standstill_s)
         self._busy_s = 0.0
+        self._num_rests = 0
+        self._rests_s = 0.0
+        """Seconds of what passes have left, all of them together."""
         self._started_at: float | None = None
         self._closed = False
         self._idle = asyncio.Event()
@@ -127,11 +136,12 @@ class SyntheticDevice:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._heap) + (self._running is not None) + (self._leaving is not None)
+        passes = [*(entry[3] for entry in self._heap), self._running, self._leaving]
+        return sum(job is not None and job.kind != REST for job in passes)
 
     def waiting_until(self, turn: int) -> int:
         """As the port says."""
-        earlier = sum(entry[:2] < (turn, PRIORITIES[OTHER]) for entry in self._heap)
+        earlier = sum(entry[:2] < (turn, PRIORITIES[REST]) for entry in self._heap)
         return earlier + (self._running is not None)
 
     @property
@@ -167,17 +177,20 @@ class SyntheticDevice:
                 "the device's queue is full", backlog_s=self.num_waiting * self._seconds(kind)
             )
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        job = _Job(kind, work, check, result, seat)
+        job = _Job(kind, work, check, result, seat, turn=turn)
         if self._coding is not None and isinstance(work, Passage):
             job.coding = self._coding(kind)
-        self._num_submitted += 1
-        heapq.heappush(self._heap, (turn, PRIORITIES[kind], self._num_submitted, job))
+        self._push(job)
         if self._running is None:
             self._start_next()
         else:
             self._expect_next()
+        has_rest = isinstance(work, Passage) and work.rest is not None
         try:
-            return await result, job.took_s
+            value = await result
+            if has_rest:  # nobody waits for it, but it is a part of the work
+                job.took_s += self._rests_s / max(1, self._num_rests)
+            return value, job.took_s
         except asyncio.CancelledError:
             self._heap = [entry for entry in self._heap if entry[3] is not job]
             heapq.heapify(self._heap)
@@ -190,6 +203,13 @@ class SyntheticDevice:
         for *_, job in sorted(waiting, key=lambda entry: entry[:3]):
             job.result.cancel()
         await self._idle.wait()
+
+    def _push(self, job: _Job) -> None:
+        if not job.number:
+            self._num_submitted += 1
+            job.number = self._num_submitted
+        entry = (job.turn, PRIORITIES[job.kind], job.number, job)
+        heapq.heappush(self._heap, entry)
 
     def _start_next(self) -> None:
         self._running = job = self._next()
@@ -208,10 +228,22 @@ class SyntheticDevice:
     def _next(self) -> _Job | None:
         """The next piece of work that is still wanted."""
         while self._heap:
-            job = heapq.heappop(self._heap)[3]
+            job = self._owed_first() or heapq.heappop(self._heap)[3]
             if _is_wanted(job):
                 return job
         return None
+
+    def _owed_first(self) -> _Job | None:
+        """What the oldest pass has left, where the next one would leave too much."""
+        work = self._heap[0][3].work
+        if not isinstance(work, Passage) or work.rest is None:
+            return None
+        owed = [entry for entry in self._heap if entry[1] == PRIORITIES[REST]]
+        if len(owed) < self._most_owed():
+            return None
+        self._heap.remove(oldest := min(owed))
+        heapq.heapify(self._heap)
+        return oldest[3]
 
     def _compute(self, job: _Job, arrive_s: float = 0.0) -> None:
         """After the device has spent `arrive_s` on what comes."""
@@ -231,6 +263,14 @@ class SyntheticDevice:
         work = job.work
         passage = work if isinstance(work, Passage) else undivided(work)
         done = _attempt(job, lambda: passage.compute(passage.arrive()))
+        if job.kind == REST:
+            self._rests_s += job.took_s
+            if done is not True:
+                self._num_rests += 1
+            elif not self._closed:
+                self._push(job)
+        if done is not FAILED and passage.rest is not None and not self._closed:
+            self._push(_Job(REST, passage.rest, None, _unheard(), job.seat, turn=job.turn))
         depart = partial(passage.depart, done)
         if done is not FAILED and self._coding is not None and passage is work:
             self._done = job, depart
@@ -288,6 +328,11 @@ class SyntheticDevice:
 
 
 FAILED = object()
+
+
+def _unheard() -> asyncio.Future[Any]:
+    """For what nobody waits for."""
+    return asyncio.get_running_loop().create_future()
 
 
 def _attempt(job: _Job, work: Callable[[], Any]) -> Any:

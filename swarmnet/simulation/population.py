@@ -18,8 +18,9 @@ from swarmnet.methods.contact import PING, SPEC
 from swarmnet.methods.microbatch import ADMIT, COMMIT, COMMITTED
 from swarmnet.methods.records import GOSSIP, RECORDS, UNREACHED
 from swarmnet.methods.update import NORM
-from swarmnet.ports import BACKWARD, FORWARD, Optimizer, Stage
+from swarmnet.ports import BACKWARD, FORWARD, REST, Optimizer, Stage
 from swarmnet.protocol.membership.records import OBSERVER_STAGE, Household
+from swarmnet.protocol.planning.owed import most_owed
 from swarmnet.simulation.coding import NO_CODING, CodingTime, PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.event_log import EventLog
@@ -27,7 +28,12 @@ from swarmnet.simulation.invariants import InvariantMonitor, Member
 from swarmnet.simulation.local_steps import SyntheticLocalSteps
 from swarmnet.simulation.network import Link, SimulatedNetwork, home_link
 from swarmnet.simulation.scenario import Scenario
-from swarmnet.simulation.stage import SyntheticData, SyntheticOptimizer, SyntheticStage
+from swarmnet.simulation.stage import (
+    REST_PARTS,
+    SyntheticData,
+    SyntheticOptimizer,
+    SyntheticStage,
+)
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.transport.memory import MemoryHub
@@ -242,7 +248,13 @@ class Population:
 
         def build(stage_index: int) -> tuple[Stage, Optimizer]:
             observer = monitor.observer(name, incarnation, stage_index)
-            stage = SyntheticStage(stage_index, scenario.stages, scenario.sizes, observer)
+            stage = SyntheticStage(
+                stage_index,
+                scenario.stages,
+                scenario.sizes,
+                observer,
+                owes=scenario.owes_weights,
+            )
             optimizer = SyntheticOptimizer(
                 stage_index, scenario.sizes, observer, coding, scenario.sync_mode
             )
@@ -270,7 +282,7 @@ class Population:
         forward_s = FORWARD_PART * service_s
         last = scenario.stages - 1
         coding = [scenario.pass_coding(k) for k in range(scenario.stages)]
-        by_device_s = {FORWARD: forward_s, BACKWARD: service_s - forward_s}
+        backward_s = service_s - forward_s
         rng = scenario.rng(f"noise {host.name} {host.incarnation}")
 
         def stage() -> int:
@@ -282,9 +294,15 @@ class Population:
             return {FORWARD: forward, BACKWARD: backward}.get(kind, NO_CODING)
 
         def seconds(kind: str) -> float:
+            rest_s = backward_s / 2 if scenario.owes_weights and stage() else 0.0
+            by_device_s = {
+                FORWARD: forward_s,
+                BACKWARD: backward_s - rest_s,
+                REST: rest_s / REST_PARTS,
+            }
             cost_s = by_device_s.get(kind, OTHER_S)
             if kind == FORWARD and stage() == last:
-                cost_s = service_s
+                cost_s = service_s - rest_s
             if not scenario.coding.is_beside:
                 cost_s += coding_of(kind).total_s
             if scenario.service_sigma:
@@ -295,6 +313,7 @@ class Population:
             seconds,
             coding_of if scenario.coding.is_beside else None,
             lambda: max(0.0, host.frozen_until - self._monitor.now()),
+            most_owed=lambda: most_owed(stage()),
         )
 
     def _bootstrap_candidates(self) -> list[str]:

@@ -50,6 +50,9 @@ class Scenario:
     service_s: float = 0.05
     """Device seconds of one microbatch, forward and backward, at a machine of speed 1, without
     coding."""
+    owes_weights: bool = False
+    """In mode `zero`: a backward pass has two parts, of which the second, half of it, is done when
+    the device has nothing else to do."""
     service_sigma: float = 0.0
     """Of the logarithm: by how much the device time of the same work varies."""
     speed_ratio: float = 4.0

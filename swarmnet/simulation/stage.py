@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -54,6 +54,8 @@ NUMBERS = 4
 """fp32 numbers that stand for a shard; the first of a gradient counts its microbatches."""
 LARGEST = 1 << 10
 """Of a microbatch's numbers; sums of 2^14 of them are exact in fp32."""
+REST_PARTS = 8
+"""Parts of what a passage has left to do."""
 DECAY, RATE = 0.5, 2.0**-10
 """Of the momentum, and of the step."""
 
@@ -212,7 +214,17 @@ class SyntheticStage:
     """`ports.Stage`. `observer(event, **facts)` is called at every piece of work; see
     `invariants.InvariantMonitor`."""
 
-    def __init__(self, stage_index: int, num_stages: int, sizes: Sizes, observer: Observer) -> None:
+    def __init__(
+        self,
+        stage_index: int,
+        num_stages: int,
+        sizes: Sizes,
+        observer: Observer,
+        *,
+        owes: bool = False,
+    ) -> None:
+        """`owes`: passes give the gradient of the input first, where there is a stage before, and
+        add what is of the weights when the device has nothing else to do."""
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.max_in_flight = 1 << 16
@@ -232,6 +244,10 @@ class SyntheticStage:
         self._ids: Counter[StepKey] = Counter()
         self._ahead: _Round | None = None
         self._kept: dict[StepKey, _Kept] = {}
+        self._rest = self._add_oldest if owes and stage_index else None
+        self._owed: deque[StepKey] = deque()
+        self._num_parts = 0
+        """That are done of the oldest."""
         self.weights = _digest_of(self._parameters)
 
     def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
@@ -260,7 +276,7 @@ class SyntheticStage:
         return undivided(forward)
 
     def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
-        return undivided(lambda: self._backward(key, grad_outputs))
+        return replace(undivided(lambda: self._backward(key, grad_outputs)), rest=self._rest)
 
     def loss_pass(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
@@ -270,7 +286,7 @@ class SyntheticStage:
             grads = self._backward(key, gradient(key, self._sizes))
             return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)
 
-        return undivided(both)
+        return replace(undivided(both), rest=self._rest)
 
     def _backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         self._check_key(key, grad_outputs)
@@ -280,10 +296,35 @@ class SyntheticStage:
         weights = self._weights_of(key)
         self._observe("backward", key=key, weights=weights, forward_weights=kept.weights)
         kept.added = True
-        self._ids_of(key)[key] += 1
+        if self._rest is not None:
+            self._owed.append(key)
+        else:
+            self._ids_of(key)[key] += 1
         if self.stage_index == 0:
             return None
         return gradient(key, self._sizes)
+
+    @property
+    def is_owing(self) -> bool:
+        return bool(self._owed)
+
+    def _add_oldest(self) -> bool:
+        if not self._owed:
+            return False
+        self._num_parts += 1
+        if self._num_parts == REST_PARTS:
+            self._num_parts = 0
+            key = self._owed.popleft()
+            self._ids_of(key)[key] += 1
+        return self._num_parts > 0
+
+    def settle(self) -> None:
+        self._ids.update(self._owed)
+        self._give_up_rest()
+
+    def _give_up_rest(self) -> None:
+        self._owed.clear()
+        self._num_parts = 0
 
     def recompute_pass(
         self,
@@ -310,6 +351,7 @@ class SyntheticStage:
         if kept is None or not kept.added:
             return
         self._observe("retract", key=key)
+        self.settle()
         ids = self._ids_of(key)
         ids[key] -= 1
         if not ids[key]:
@@ -330,6 +372,7 @@ class SyntheticStage:
         return inputs
 
     def gradient_shard(self, shard_index: int) -> Array:
+        assert not self._owed, "read before all of it was there"
         return self._claim(gradient_of(self.stage_index, shard_index, self._ids))
 
     def copy_gradient(self, shard_index: int) -> Array:
@@ -377,6 +420,7 @@ class SyntheticStage:
         return self._ahead.ids if self._ahead and self._is_ahead(key) else self._ids
 
     def finish_round(self) -> None:
+        self._give_up_rest()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._coming.clear()

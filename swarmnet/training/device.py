@@ -1,8 +1,9 @@
 """The threads that work: one before the device, one that codes beside it, one for averaging.
 
 `DeviceThread` is a priority queue before a thread: backward work first (it frees memory), then
-forward, then other; the oldest first within a kind. Results come back to the event loop that
-asked. A piece of work costs some tens of microseconds more than calling it.
+forward, then what passes have left (`Passage.rest`), then other; the oldest first within a kind.
+Results come back to the event loop that asked. A piece of work costs some tens of microseconds more
+than calling it.
 
 Of a `Passage` the device thread does the middle part. What comes is decoded by the coding thread
 while the device is at something else, and what goes is coded there, so that the device goes on at
@@ -30,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from swarmnet.errors import Busy, NotReady
-from swarmnet.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check, Passage
+from swarmnet.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, REST, Check, Passage
 from swarmnet.protocol.resource_limits import rest_s
 from swarmnet.training.cores import CORES
 
@@ -74,6 +75,14 @@ class _Kind:
 
     num_done: int = 0
     longest_s: float = 0.0
+    num_rests: int = 0
+    rests_s: float = 0.0
+    """Seconds of what they have left, all of them together."""
+
+    @property
+    def rest_s(self) -> float:
+        """Of one, the mean."""
+        return self.rests_s / self.num_rests if self.num_rests else 0.0
 
 
 @dataclass(slots=True)
@@ -82,6 +91,7 @@ class _Item:
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    priority: tuple[int, ...]
     seat: DeviceSeat | None = None
     check: Check | None = None
     arrival: _Arrival | None = None
@@ -94,6 +104,19 @@ class _Item:
     worked_s: float = 0.0
     pause_s: float = 0.0
     """How long to rest after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What a passage has left to do."""
+
+    kind: str
+    """Of the passage."""
+    seat: DeviceSeat | None
+    priority: tuple[int, ...]
+    number: int
+    """Of its submission."""
+    work: Callable[[], bool]
 
 
 class _Arrival:
@@ -174,7 +197,7 @@ class WorkerThread:
         self.num_waiting = 0
         self.max_share: float | None = None
         self._condition = threading.Condition()
-        self._heap: list[tuple[tuple[int, ...], int, _Item]] = []
+        self._heap: list[tuple[tuple[int, ...], int, _Item | _Rest]] = []
         self._num_submitted = 0
         self._num_begun = 0
         self._at: _Item | None = None
@@ -204,7 +227,7 @@ class WorkerThread:
         """As `ports.Device.timed`. Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` once
         closed."""
         loop = asyncio.get_running_loop()
-        item = _Item(kind, work, loop, loop.create_future(), seat, check)
+        item = _Item(kind, work, loop, loop.create_future(), priority, seat, check)
         if isinstance(work, Passage):
             item.arrival = _Arrival(work.arrive)
         with self._condition:
@@ -226,7 +249,7 @@ class WorkerThread:
 
     def waiting_until(self, turn: int) -> int:
         """As the port says, of work whose priority is a turn and a kind's."""
-        first_after = (turn, PRIORITIES[OTHER])
+        first_after = (turn, PRIORITIES[REST])
         with self._condition:
             return sum(entry[0] < first_after for entry in self._heap) + (self._at is not None)
 
@@ -244,10 +267,11 @@ class WorkerThread:
         """Refuses what waits, lets what runs finish. Idempotent."""
         with self._condition:
             self._closed = True
-            waiting, self._heap = self._heap, []
+            waiting = [item for _, _, item in self._heap if isinstance(item, _Item)]
+            self._heap = []
             self.num_waiting -= len(waiting)
             self._condition.notify()
-        for _, _, item in waiting:
+        for item in waiting:
             _deliver(item, None, NotReady("the device is closed"))
         if self._thread is not threading.current_thread():
             await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
@@ -268,17 +292,19 @@ class WorkerThread:
         if self._begin is not None:
             self._begin()
         while (item := self._next()) is not None:
-            pause_s = self._do(item)
+            pause_s = self._do_rest(item) if isinstance(item, _Rest) else self._do(item)
             del item  # do not keep its tensors alive while waiting
             self._rest(pause_s)
 
-    def _next(self) -> _Item | None:
+    def _next(self) -> _Item | _Rest | None:
         with self._condition:
             while not self._heap and not self._closed:
                 self._condition.wait()
             if not self._heap:
                 return None
             item = heapq.heappop(self._heap)[2]
+            if isinstance(item, _Rest):
+                return item
             item.has_started = True
             self._num_begun += 1
             item.number = self._num_begun
@@ -292,7 +318,7 @@ class WorkerThread:
         if not self._heap or self._closed:
             return
         item = self._heap[0][2]
-        if item.arrival is not None and not item.is_expected:
+        if isinstance(item, _Item) and item.arrival is not None and not item.is_expected:
             item.is_expected = True
             self._coder().submit(item.arrival.prepare)
 
@@ -326,7 +352,37 @@ class WorkerThread:
                     pass
         with self._condition:
             self._at = None
+            if error is None and isinstance(item.work, Passage) and item.work.rest is not None:
+                self._num_submitted += 1
+                priority = (*item.priority[:-1], PRIORITIES[REST])
+                self._leave_rest(
+                    _Rest(item.kind, item.seat, priority, self._num_submitted, item.work.rest)
+                )
         return item.pause_s
+
+    def _leave_rest(self, rest: _Rest) -> None:
+        """For when there is nothing more urgent. With the condition held."""
+        if not self._closed:
+            heapq.heappush(self._heap, (rest.priority, rest.number, rest))
+
+    def _do_rest(self, rest: _Rest) -> float:
+        """A part of it. Returns as `_do`."""
+        start_s = time.perf_counter()
+        with CORES.pass_at_work() if self._has_cores else contextlib.nullcontext():
+            is_more = rest.work()
+        worked_s = time.perf_counter() - start_s
+        pause_s = min(rest_s(worked_s, self.max_share), LONGEST_REST_S)
+        with self._condition:
+            self.busy_s += worked_s + pause_s
+            if rest.seat is not None:
+                rest.seat.worked_s += worked_s + pause_s
+            kind = self._kinds[rest.kind]
+            kind.rests_s += worked_s + pause_s
+            if is_more:
+                self._leave_rest(rest)
+            else:
+                kind.num_rests += 1
+        return pause_s
 
     def _depart(
         self, item: _Item, passage: Passage[Any], done: Any, start_s: float, worked_s: float
@@ -374,6 +430,8 @@ class WorkerThread:
                 kind = self._kinds[item.kind]
                 kind.num_done += 1
                 kind.longest_s = max(kind.longest_s, worked_s)
+                if isinstance(item.work, Passage) and item.work.rest is not None:
+                    item.worked_s += kind.rest_s  # the reply does not wait for it, the next does
         _deliver(item, result, error)
 
     def _rest(self, pause_s: float) -> None:

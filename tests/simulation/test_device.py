@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.errors import Busy
-from swarmnet.ports import BACKWARD, FORWARD, OTHER, Passage
+from swarmnet.ports import BACKWARD, FORWARD, OTHER, REST, Passage
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.coding import PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
@@ -340,3 +341,62 @@ def test_passages_are_never_done_sooner_than_the_bound_nor_later_than_in_turn(
     all_s = arrive_s + compute_s + depart_s
     took_s = run(main())
     assert max(compute_s, depart_s, all_s / 2) - 1e-6 <= took_s <= all_s + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("most_owed", "passes"), [(9, [1.0, 2.0, 3.0]), (1, [1.0, 4.0, 7.0]), (2, [1.0, 2.0, 5.0])]
+)
+def test_what_passes_have_left_is_done_when_none_waits_or_too_much_is_owed(
+    most_owed: int, passes: list[float]
+) -> None:
+    async def main() -> list[tuple[str, float]]:
+        device = SyntheticDevice(lambda _: 1.0, most_owed=lambda: most_owed)
+        log: list[tuple[str, float]] = []
+
+        def with_rest(name: str) -> Passage[str]:
+            left = iter([True, False])  # two parts of a second each
+            return replace(passage(name, log), rest=lambda: next(left))
+
+        other = asyncio.create_task(end_of_other(device))
+        tasks = [asyncio.create_task(end(device, with_rest(x))) for x in "abc"]
+        await asyncio.sleep(0.0)
+        assert device.num_waiting == 4
+        ends = await asyncio.gather(*tasks)
+        assert [at - 1.0 for _, at, _ in ends] == passes, "the first second is of other work"
+        await other
+        while device.busy_s < 10.0:
+            assert device.num_waiting == 0
+            await asyncio.sleep(0.5)
+        last = await end(device, passage("d", log))
+        assert last[1:] == (11.0, 1.0)
+        assert (await end(device, with_rest("e")))[2] == 1.0 + 6.0 / 3.0
+        return log
+
+    assert [name for name, _ in run(main())] == list("abcde")
+
+
+async def end_of_other(device: SyntheticDevice) -> None:
+    await device.run(OTHER, lambda: None)
+
+
+def test_other_work_waits_for_what_passes_have_left() -> None:
+    """Who reads the sum after it finds it whole."""
+
+    async def main() -> None:
+        device, done = SyntheticDevice(SECONDS_WITH_REST.__getitem__, most_owed=lambda: 5), []
+        left, loop = iter([True, True, False]), asyncio.get_running_loop()
+
+        def rest() -> bool:
+            done.append(loop.time())
+            return next(left)
+
+        async def read() -> None:
+            await device.run(OTHER, lambda: done.append("read"))
+
+        await asyncio.gather(end(device, replace(passage("a"), rest=rest)), read())
+        assert done == [1.25, 1.5, 1.75, "read"]
+
+    run(main())
+
+
+SECONDS_WITH_REST = {**SECONDS, REST: 0.25}

@@ -20,6 +20,7 @@ from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.coding import Coding
 from swarmnet.simulation.invariants import Bounds
+from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Sample, Scenario, small_swarm, small_swarm_in
 from swarmnet.simulation.stage import Sizes, SyntheticStage
 from swarmnet.simulation.swarm import Simulation, simulate
@@ -71,6 +72,42 @@ def test_small_swarms_with_every_kind_of_fault(first: int) -> None:
         if broken is not None:
             failures.append(f"swarmnet simulate --replay {seed}: {broken}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_owed_of_gradients_is_in_every_sum(seed: int) -> None:
+    """With every kind of fault; the stage refuses to be read before (`simulation.stage`)."""
+    scenario = replace(small_swarm(seed), stages=2 + seed % 3, owes_weights=True, keep_log=False)
+    assert simulate(scenario).broken is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "slots", "latency_s", "least"),
+    [(2, 4, 0.0005, 0.10), (4, 4, 0.0005, 0.20), (4, 8, 0.0005, 0.14), (4, 4, 0.2, 0.12),
+     (2, 8, 0.2, 0.0), (4, 16, 0.2, 0.0)],
+)  # fmt: skip
+def test_rounds_of_few_microbatches_are_shorter_where_gradients_of_weights_are_owed(
+    stages: int, slots: int, latency_s: float, least: float
+) -> None:
+    """A forward pass takes 0.2 s. With more microbatches on slower ways it does no harm."""
+    scenario = Scenario(
+        seed=1,
+        peers=stages,
+        stages=stages,
+        rounds=12,
+        until_s=2000.0,
+        warmup_s=20.0 + slots,
+        global_batch=4 * slots,
+        service_s=0.6,
+        speed_ratio=1.0,
+        link=Link(1e9, 1e9, latency_s),
+        bounds=Bounds(progress_s=600.0),
+        keep_log=False,
+    )
+    found = [simulate(replace(scenario, owes_weights=owes)) for owes in (False, True)]
+    assert [x.broken for x in found] == [None, None]
+    whole, owing = (x.samples_per_s for x in found)
+    assert 1 - whole / owing > least
 
 
 FEW = 6

@@ -53,9 +53,10 @@ def beside(
         result = passage.depart(done[1])
         return done[0], result, after(result)
 
-    return Passage(
-        arrive, lambda came: (came[0], passage.compute(came[1])), depart, passage.is_apart
-    )
+    def compute(came: tuple[BeforeT, object]) -> tuple[BeforeT, object]:
+        return came[0], passage.compute(came[1])
+
+    return Passage(arrive, compute, depart, passage.is_apart, passage.rest)
 
 
 def check_reply(

@@ -128,6 +128,7 @@ class Handover:
     async def _shards(self, r: int) -> list[Array]:
         """Copies of the whole gradient, coded."""
         replica = self.replica
+        await replica.settle()
         shards = []
         for j in range(replica.num_shards):
             own = await replica.worker.run(lambda j=j: replica.stage.copy_gradient(j))  # type: ignore[misc]

@@ -63,6 +63,14 @@ class HostSide:
     def check_gradient(self, grad_outputs: Array) -> None:
         self._boundary.check_gradient(grad_outputs)
 
+    @property
+    def is_owing(self) -> bool:
+        """As the port says; so the next."""
+        return False
+
+    def settle(self) -> None:
+        pass
+
     def difference(self, ours: StageResult, theirs: StageResult) -> float:
         return difference(self._boundary, ours, theirs)
 

@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -303,3 +303,78 @@ def test_a_forward_pass_that_gives_nothing_finite_is_forgotten() -> None:
         assert len(stage.kept) == 0
 
     play(scenario)
+
+
+def test_what_passes_have_left_comes_after_passes_and_before_other_work() -> None:
+    async def scenario(device: DeviceThread, log: Log) -> None:
+        left = {"a": 2, "b": 1}
+        heard: list[str] = []
+
+        def with_rest(name: str) -> Passage[str]:
+            def rest() -> bool:
+                left[name] -= 1
+                log.done.append((f"rest {name}", threading.current_thread().name))
+                time.sleep(0.02)
+                return left[name] > 0
+
+            return replace(log.passage(name), rest=rest)
+
+        async def hear(kind: str, work: Callable[[], Any], turn: int = 0) -> float:
+            found, took_s = await device.timed(kind, work, turn)
+            heard.append(f"{found}")
+            return took_s
+
+        gate = log.hold("compute a")
+        first = asyncio.ensure_future(hear(BACKWARD, with_rest("a")))
+        await until(lambda: device.at_work() is not None)
+        others = [
+            asyncio.ensure_future(hear(OTHER, lambda: log.done.append(("other", "")))),
+            asyncio.ensure_future(hear(FORWARD, with_rest("b"))),
+            asyncio.ensure_future(hear(FORWARD, log.passage("c"))),
+            asyncio.ensure_future(hear(FORWARD, log.passage("later"), 1)),
+        ]
+        await asyncio.sleep(0)
+        assert device.num_waiting == 5
+        assert device.waiting_until(0) == 3
+        gate.set()
+        await asyncio.gather(first, *others)
+        order = [what for what, _ in log.done if what.split()[0] not in ("arrive", "depart")]
+        passes = ["compute a", "compute b", "compute c"]
+        rests = ["rest a", "rest a", "rest b"]
+        assert sorted(order[3:6]) == rests, "each is done, and nothing else is done before"
+        assert [*order[:3], *order[6:]] == [*passes, "other", "compute later"]
+        assert {where for what, where in log.done if what.startswith("rest")} == {"device"}
+        assert device.num_waiting == 0
+        assert device.busy_s > 0.06
+        later_s = await hear(BACKWARD, with_rest("d") if left.setdefault("d", 1) else str)
+        assert later_s > 0.03, "the reply does not wait for it, but it is a part of the work"
+
+    play(scenario)
+
+
+def test_a_closed_device_leaves_the_rest() -> None:
+    async def main() -> None:
+        device, parts = DeviceThread(), 0
+        is_at_it, may_go_on = threading.Event(), threading.Event()
+
+        def rest() -> bool:
+            nonlocal parts
+            parts += 1
+            is_at_it.set()
+            return may_go_on.wait(PATIENCE_S)
+
+        assert await device.run(FORWARD, replace(Log().passage("a"), rest=rest)) == "a"
+        await asyncio.to_thread(is_at_it.wait, PATIENCE_S)
+        closing = asyncio.ensure_future(device.close())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await closing
+        assert parts == 1
+
+    asyncio.run(main())
+
+
+def test_whoever_calls_a_passage_has_all_of_it_done() -> None:
+    parts = iter([True, True, False])
+    assert replace(Log().passage("a"), rest=lambda: next(parts))() == "a"
+    assert list(parts) == []
