@@ -159,7 +159,7 @@ def show_schedules(found: Found, console: Console, *, picture: Path | None, as_j
         "activ.: microbatches between their passes on the device with most; weights: versions or "
         "copies on a device. PipeDream and 2BW learn otherwise, from gradients of older weights",
         "own order: the swarm's, which is decided as it goes; split, with backward passes in two "
-        "parts, is no order that it has",
+        "parts, as CPUs make them in mode zero where they keep whole graphs",
         f"the swarm's own order, replica by replica: {found.plan.round.tokens_per_s:,.0f} tokens/s",
     ]
     if picture is not None:

@@ -7,6 +7,7 @@ The parts of a stage, each with a state of its own:
 - `passes.round_vectors`: the flat parameters and gradients by round, and their shards;
 - `passes.kept`: what is kept of each microbatch between its passes and after them;
 - `passes.backward`: how gradients come into the round's sum, in every precision;
+- `passes.owed_weights`: gradients of weights that a backward pass leaves for later;
 - `passes.boundary`: checks of what arrives, its coding, and the way to the device and back;
 - `passes.recomputation`: passes that leave nothing behind, of microbatches of other replicas;
 - `passes.generation`: passes over a few tokens, for texts that the model writes.
@@ -39,6 +40,8 @@ from swarmnet.ports import (
     StepKey,
 )
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec, boundary_codec
+from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
+from swarmnet.protocol.planning.owed import most_owed
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor
@@ -67,6 +70,7 @@ from swarmnet.training.passes.generation import StageGeneration
 from swarmnet.training.passes.host_side import HostSide
 from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
+from swarmnet.training.passes.owed_weights import OwedWeights
 from swarmnet.training.passes.recomputation import Recomputation
 from swarmnet.training.passes.streamed_layers import StreamedLayers
 from swarmnet.wire import Array
@@ -170,12 +174,26 @@ class TorchStage(HostSide):
         )
         ranges = self.layers.parameter_ranges
         super().__init__(self.layers, boundary, layers, ranges, reuses_gradient=reuses_gradient)
+        self.owed = OwedWeights(self.layers) if reuses_gradient and self._may_owe() else None
+        if self.owed is not None:
+            self.vectors.make_whole = self.owed.settle
+            self.vectors.give_up_rest = self.owed.give_up
         self._recomputation = Recomputation(self.layers, boundary, self.vectors, self.loss_scale)
         self.generation: Generation | None = (
             StageGeneration(self.layers, boundary, self.vectors, cache, microbatch)
             if (cache := self.layers.plan.cache) is not None and self.layers.generates
             else None
         )
+
+    def _may_owe(self) -> bool:
+        """Gradients of weights may be left for later: somebody waits for that of the inputs, and
+        weights are trained. Not where passes go through other ranks or a compiler, nor on a GPU,
+        where nobody has measured it; in fp16 a gradient counts when all of its pass are known."""
+        computing = self.computing
+        is_plain = type(self.layers) is StageLayers and not computing.compile
+        is_exact = self.loss_scale is None and not self.layers.plan.has_base
+        is_here = self.layers.device.type == accelerators.CPU
+        return self.stage_index > 0 and is_plain and is_exact and is_here
 
     @property
     def routed(self) -> tuple[RouterReport, ...]:
@@ -208,8 +226,9 @@ class TorchStage(HostSide):
                 with torch.set_grad_enabled(self.layers.activations != "recompute"):
                     return self.layers.run(key, kept.inputs, kept.context)
 
-            with self.kept.forget_on_error(key):
+            with self.kept.forget_on_error(key), self._watched():
                 outputs = self._with_room(run)
+            with self.kept.forget_on_error(key):
                 sending = self._boundary.send_outputs(outputs, kept.context)
             if self.layers.activations != "recompute":
                 kept.keep_graph(outputs)
@@ -235,9 +254,10 @@ class TorchStage(HostSide):
                 return self._with_room(lambda: self.layers.again(key, kept))
 
             try:
-                scale = self._backward_passes.add(
-                    kept.take_graph(), again, grad, kept.inputs, routing_of(kept.context)
-                )
+                with self._leaving():
+                    scale = self._backward_passes.add(
+                        kept.take_graph(), again, grad, kept.inputs, routing_of(kept.context)
+                    )
             except RuntimeError as error:
                 if accelerators.is_out_of_memory(error):
                     self._keep_less()  # a part of it is added: it cannot be done again
@@ -256,6 +276,7 @@ class TorchStage(HostSide):
             compute,
             depart,
             self.layers.copies.is_apart,
+            self._rest,
         )
 
     def loss_pass(
@@ -274,16 +295,17 @@ class TorchStage(HostSide):
             x, wanted, context = came
             self.vectors.use(key[0])
             kept = self.kept.begin(key, x, wanted, context=context)
-            with self.kept.forget_on_error(key):
+            with self.kept.forget_on_error(key), self._watched():
                 loss = self._with_room(lambda: self.layers.again(key, kept))
                 loss_sum = finite_loss(loss)
-            scale = self._backward_passes.add(
-                loss,
-                lambda: self.layers.again(key, kept),
-                torch.ones_like(loss),
-                kept.inputs,
-                routing_of(context),
-            )
+            with self._leaving():
+                scale = self._backward_passes.add(
+                    loss,
+                    lambda: self.layers.again(key, kept),
+                    torch.ones_like(loss),
+                    kept.inputs,
+                    routing_of(context),
+                )
             kept.mark_added(scale)
             self.routers.add(key[0], routing_of(context))
             with _after_adding():
@@ -294,7 +316,7 @@ class TorchStage(HostSide):
             with _after_adding():
                 return LossResult(loss_sum, num_tokens, sending())
 
-        return Passage(arrive, compute, depart, self.layers.copies.is_apart)
+        return Passage(arrive, compute, depart, self.layers.copies.is_apart, self._rest)
 
     def forward(
         self,
@@ -329,11 +351,20 @@ class TorchStage(HostSide):
         if kept is None:
             return
         self.vectors.use(key[0])
+        self.settle()
         routing = routing_of(kept.context)
         self._backward_passes.subtract(
             lambda: self.layers.again(key, kept), kept.grad_outputs, kept.scale, routing
         )
         self.routers.take_out(key[0], routing)
+
+    @property
+    def is_owing(self) -> bool:
+        return self.owed is not None and len(self.owed) > 0
+
+    def settle(self) -> None:
+        if self.owed is not None:
+            self.owed.settle()
 
     def forget(self, key: StepKey) -> None:
         self.kept.forget(key)
@@ -388,6 +419,30 @@ class TorchStage(HostSide):
     def _routing(self, inputs: Array, targets: Array | None) -> Routing | None:
         return self._boundary.routing(inputs, targets) if self.layers.routes else None
 
+    @property
+    def _rest(self) -> Callable[[], bool] | None:
+        return None if self.owed is None else self.owed.make_next
+
+    def _watched(self) -> contextlib.AbstractContextManager[Any]:
+        """Of a forward pass whose backward pass may leave something."""
+        if self.owed is None:
+            return contextlib.nullcontext()
+        self.owed.keep(self._room())
+        keeps = self.layers.activations == "keep"
+        return self.owed.watched() if keeps else contextlib.nullcontext()
+
+    def _leaving(self) -> contextlib.AbstractContextManager[None]:
+        """Of a backward pass, whose microbatch is between its passes no more."""
+        if self.owed is None:
+            return contextlib.nullcontext()
+        return self.owed.leaving(min(self._room() + 1, most_owed(self.stage_index)))
+
+    def _room(self) -> int:
+        """For microbatches of which something is owed. One takes no more memory than one between
+        its passes: of both together there may be as many as a feeder has in flight."""
+        window = int(IN_FLIGHT_PER_REPLICA * self.num_stages) + 1
+        return min(window, self.max_in_flight) - self.kept.num_in_flight
+
     def _with_room(self, run: Callable[[], Tensor]) -> Tensor:
         """A pass that adds no gradient; where there is no memory for it, once more in less."""
         try:
@@ -399,6 +454,7 @@ class TorchStage(HostSide):
 
     def _keep_less(self) -> bool:
         """There was no memory for a pass. False where nothing less can be kept."""
+        self.settle()
         self.max_in_flight = max(1, min(self.max_in_flight, self.kept.num_in_flight - 1))
         has_less = self.layers.keep_less()
         line = "out of memory in a pass: activations %s from now on, at most %d microbatches inside"

@@ -3,7 +3,8 @@
 A device makes the backward pass of the oldest microbatch that is there, else the forward pass of
 the oldest one (`training.device`). A feeder has so many microbatches in flight (`window`). With
 backward passes in two parts the gradient of the input goes on at once, and that of the weights
-is made when there is nothing else to do, or when as many microbatches are kept as may be in flight.
+is made when there is nothing else to do, or when those of too many microbatches are owed
+(`owed`). The first stage's stay whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
+from swarmnet.protocol.planning.owed import most_owed
 from swarmnet.protocol.planning.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Step
 from swarmnet.protocol.planning.timeline import StageTimes
 
@@ -23,7 +25,8 @@ class _Device:
         self.steps: list[Step] = []
         self.is_busy = False
         self._stage, self._window = stage, window
-        self._back_kind = INPUT if is_split else BACKWARD
+        self._most_owed = most_owed(stage) if is_split else 0
+        self._back_kind = INPUT if self._most_owed else BACKWARD
         self._forward: list[int] = []
         self._back: list[int] = []
         self._owed: deque[int] = deque()
@@ -37,7 +40,9 @@ class _Device:
         """What it does next; None where there is nothing to do."""
         if self.is_busy:
             return None
-        if self._back:
+        if self._back and 0 < self._most_owed <= len(self._owed):
+            step = Step(WEIGHT, self._stage, self._owed.popleft())
+        elif self._back:
             step = Step(self._back_kind, self._stage, heappop(self._back))
         elif self._forward and (self._num_kept < self._window or not self._owed):
             step = Step(FORWARD, self._stage, heappop(self._forward))

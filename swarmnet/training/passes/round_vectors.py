@@ -73,7 +73,11 @@ class RoundVectors:
         self._has_room = True
         """For a second pair of vectors, as far as is known."""
         self.make_whole: Callable[[], None] = lambda: None
-        """Called before the present gradient is read: where other ranks have parts of it."""
+        """Called before the present gradient is read: where other ranks have parts of it, or passes
+        have left some."""
+        self.give_up_rest: Callable[[], None] = lambda: None
+        """Called before the present gradient is overwritten: passes may have left parts of it,
+        which nobody reads any more."""
 
     @property
     def round_ahead(self) -> int | None:
@@ -128,6 +132,7 @@ class RoundVectors:
         tensor = numbers_of(values, self._computes.update_copies)
         over(tensor, lambda part: check_finite("parameters", tensor[part]))
         if self._reuses_gradient:
+            self.give_up_rest()
             tensor = _copied(self.present.gradient_shards[shard_index], tensor)
         elif self._spare is not None:
             with self._spare.reading:
@@ -148,6 +153,7 @@ class RoundVectors:
         if self._ahead is not None:
             self._promote()
             return
+        self.give_up_rest()
         put_aside, self._put_aside = self._put_aside, {}
         with torch.no_grad():
             if self._may_swap and len(put_aside) == len(self.shard_sizes):
