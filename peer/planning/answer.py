@@ -11,6 +11,7 @@ from swarmnet.protocol.planning.cost import Costs
 from swarmnet.protocol.planning.model import Machine
 from swarmnet.protocol.planning.search import OUT, best_plan
 from swarmnet.runtime.text import size
+from swarmnet.training.computing import AUTO
 from swarmnet.training.memory.plan import BF16, FP32, FP32_BYTES, LOW_BYTES, layers_base_bytes
 from swarmnet.training.memory.stage_table import memory_of
 
@@ -88,6 +89,9 @@ class Answer:
     """Tokens/s with one more of the most frequent kind; 0 where that was not asked."""
     one_more_kind: str
     losses: list[Loss]
+    first_short: str = ""
+    """The machine that lacks most memory where its stage would keep all, and by which policy it
+    does; empty where none lacks any, or the run says what is kept."""
     choices: list[Choice] = field(default_factory=list)
     helps: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -105,6 +109,7 @@ class Answer:
             f"fits: {_many(stages, 'stage')} x {each} {'replica' if each == '1' else 'replicas'}, "
             f"about {_number(self.tokens_per_s)} tokens/s; up to {size(up)} of data up a day and "
             f"machine; {share:.0f} % of a round is {most}"
+            + (f"; first machine short of memory: {self.first_short}" if self.first_short else "")
         )
 
     def lines(self) -> list[str]:
@@ -175,6 +180,7 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
         one_more=0.0 if more is None else more.plan.round.tokens_per_s,
         one_more_kind=kind,
         losses=_losses(found),
+        first_short=_first_short(found),
         choices=found.choices,
     )
 
@@ -296,6 +302,29 @@ def _rows(found: Found) -> list[Row]:
         start = len(rows) - len(counts)
         rows[start:] = [replace(row, count=n) for row, n in zip(rows[start:], counts, strict=True)]
     return rows
+
+
+def _first_short(found: Found) -> str:
+    """As `Answer.first_short`."""
+    pipeline, cut, lacking = found.spec.pipeline, found.plan.cut, list[tuple[float, str]]()
+    if pipeline.activations != AUTO:
+        return ""
+    all_kept = pipeline.model_copy(update={"activations": "keep"})
+    table = found.table.with_spec(found.spec.model_copy(update={"pipeline": all_kept}))
+    for k, (first, end) in enumerate(cut):
+        for machine in {found.machines[i] for i in found.plan.replicas(k)}:
+            held = found.costs.held(first, end, len(cut), machine)
+            if held is None or held.activations == "keep":
+                continue
+            memory = memory_of(machine)
+            needed = table.needed(first, end, len(cut), memory).device_bytes
+            unless = f"activations = {held.activations}"
+            if held.weights != "device":
+                unless += f" and weights on the {held.weights}"
+            lacks = needed - memory.device_bytes
+            lacking.append((lacks, f"{machine.name}, by {size(lacks)}, unless {unless}"))
+    lacks, said = max(lacking, default=(0.0, ""))
+    return said if lacks > 0 else ""
 
 
 def _joining(found: Found) -> tuple[float, float]:

@@ -337,6 +337,26 @@ def test_adapters_are_reckoned_with_the_policy_that_a_machine_would_choose(
         assert row["host_bytes"] < 1e9
 
 
+def test_the_verdict_names_the_machine_that_is_short_of_memory_first(folder_8b: Path) -> None:
+    """What it lacks is what it would need more to keep all; with that much more nobody is short."""
+    found = answered(folder_8b, "--machines", "24GB-gpu, 20GB-gpu", "--lora")
+    said = re.search(
+        r"; first machine short of memory: (\S+), by ([\d.]+) GB, unless activations = (\w+)$",
+        found["verdict"],
+    )
+    assert said
+    name, lacks, policy = said[1], float(said[2]), said[3]
+    assert name == "20GB-gpu"
+    assert {row["activations"] for row in found["rows"] if row["machine"] == name} == {policy}
+    assert policy != "keep"
+    stages = {row["stage"] for row in found["rows"]}
+    assert len(stages) == 1, "one stage: more memory changes no cut"
+    for more, is_short in ((lacks + 1, False), (lacks - 1, True)):
+        card = f"{20 + more:.0f}GB-gpu*2"
+        verdict = answered(folder_8b, "--machines", card, "--lora")["verdict"]
+        assert ("short of memory" in verdict) == is_short, verdict
+
+
 def test_what_goes_over_the_links_is_in_the_answer(folder_8b: Path) -> None:
     """8.4 MB of bf16 each way for 1,024 tokens."""
     text = (
