@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from swarmnet.training.passes.owed_weights import OwedWeights
+from tests.swarm import harness
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 8
+
+
+@pytest.fixture(autouse=True)
+def slow_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is owed takes a while."""
+    monkeypatch.setattr(harness, "REST_S", 0.001)
 
 
 @pytest.fixture

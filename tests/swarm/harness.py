@@ -49,6 +49,8 @@ from tests.oracles.reference import ReferenceTrainer
 T = TypeVar("T")
 
 FORWARD_S, BACKWARD_S, OTHER_S = 0.02, 0.04, 0.001
+REST_S = 0.0
+"""A part of what a pass leaves: that is in the time of the pass."""
 LIMIT_S = 600.0
 
 
@@ -287,7 +289,9 @@ class Swarm:
         last_stage = self.spec.pipeline.num_stages - 1
         if kind == "forward" and replica is not None and replica.index == last_stage:
             return (FORWARD_S + BACKWARD_S) / speed  # forward and backward in one
-        return {"forward": FORWARD_S, "backward": BACKWARD_S}.get(kind, OTHER_S) / speed
+        return {"forward": FORWARD_S, "backward": BACKWARD_S, "rest": REST_S}.get(
+            kind, OTHER_S
+        ) / speed
 
     def build_local(self, stage: Any, optimizer: Any) -> Any:
         if not self.is_synthetic:
