@@ -68,3 +68,33 @@ def test_a_primary_that_lacks_the_word_of_a_feeder_believes_what_others_contribu
         assert books.counted_tokens(r) < books.counted_behind(r, 0) == whole
 
     in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+class FarPeer:
+    """A network in which all that one peer sends and gets is late."""
+
+    def delivery_s(self, source: str, target: str, size: int, now: float) -> float | None:
+        return 0.15 if FAR in (source, target) else 0.0005
+
+
+FAR = "peer-3"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_what_newcomers_give_in_the_first_round_is_in_its_update(tmp_path: Path, seed: int) -> None:
+    """Two come while it is open. One of them leads a shard, and has not seen the other at work."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, global_batch=256)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.hub.network = FarPeer()
+        for i in range(2):
+            swarm.start(f"peer-{i}", stage=i, speed=0.3)
+        # A round takes six such seconds; by now these two have seen each other at work.
+        await asyncio.sleep(3.0)
+        for name in ("peer-2", FAR):
+            swarm.start(name, stage=1, speed=0.3)
+        await swarm.until_round(2)
+        assert all(m.peer.gossip.own.active_from == 0 for m in swarm.members.values())
+        assert swarm.total("samples_lost") == 0
+
+    in_virtual_time(scenario, spec, is_synthetic=True, seed=seed)
