@@ -233,8 +233,7 @@ class ShardReply:
     proof: Proof | None = None
     """Of a `Stepped`: what was signed of the result."""
     summed: Proof | None = None
-    """Of a `Summed`, where the callee has made the result as backup: what its primary has signed of
-    the sum."""
+    """Of a `Summed`: what the primary whose step it is has signed of the sum."""
     late: int = 0
     """How many of the tokens are of contributions that were late in exchanges before."""
     is_late: bool = False
@@ -374,11 +373,17 @@ class NormRequest:
     stage: int
     shards: tuple[int, ...]
     sums: tuple[float, ...]
+    signature: bytes = b""
+    """Of the caller, under its `Squares`; empty without shards."""
+    summed: tuple[Proof, ...] = ()
+    """Each a `Summed` of whoever has given the caller the result of a shard: that one's squares."""
 
     def __post_init__(self) -> None:
         check_indices(self.round, self.stage, *self.shards)
         if len(self.shards) != len(self.sums) or len(self.shards) > MAX_IDS:
             raise ValueError("shards and sums do not match")
+        if len(self.signature) > 2 * HASH_BYTES:
+            raise ValueError("a signature that is too long")
         if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
             raise ValueError("a sum of squares is not finite")
 

@@ -23,12 +23,17 @@ TAG_BYTES = 8
 MAX_PROOF_BYTES = 96 << 10
 MAX_ENTRIES = 512
 """Contributors to a sum that is signed; one of more is not."""
-CONTRIBUTION, SUM, STEP = "contribution", "sum", "step"
+CONTRIBUTION, SUM, STEP, SQUARES = "contribution", "sum", "step", "squares"
 
 
 def _check_kind(kind: str, wanted: str) -> None:
     if kind != wanted:
         raise ValueError(f"a statement of another kind than {wanted}")
+
+
+def _check_squares(*sums: float) -> None:
+    if any(not (math.isfinite(s) and s >= 0) for s in sums):
+        raise ValueError("a sum of squares is not finite")
 
 
 def _check_hashes(*hashes: bytes) -> None:
@@ -104,6 +109,8 @@ class Summed:
     scale: float
     steps: int
     """As of `MirrorRequest`."""
+    squares: float = 0.0
+    """Of the mean gradient: its part of the norm of all stages, as in `Squares`."""
     kind: str = SUM
 
     def __post_init__(self) -> None:
@@ -116,6 +123,30 @@ class Summed:
             raise ValueError("entries that are not ascending, or too many")
         if not 0 <= self.term <= MAX_TERM or not math.isfinite(self.scale):
             raise ValueError("a term or a scale is out of range")
+        _check_squares(self.squares)
+
+
+@dataclass(frozen=True, slots=True)
+class Squares:
+    """Of who speaks for shards: the sums of squares of their mean gradients, for the norm of all
+    stages."""
+
+    run_id: str
+    peer_id: str
+    incarnation: int
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    sums: tuple[float, ...]
+    kind: str = SQUARES
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind, SQUARES)
+        check_ids((self.peer_id,), 1)
+        check_indices(self.round, self.stage, *self.shards)
+        if len(self.shards) != len(self.sums):
+            raise ValueError("shards and sums do not match")
+        _check_squares(*self.sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +191,7 @@ class Proof:
     """A statement and its signature."""
 
     statement: bytes
-    """A packed `Summed` or `Stepped`."""
+    """A packed `Summed`, `Stepped` or `Squares`."""
     signature: bytes
 
     def __post_init__(self) -> None:
@@ -198,26 +229,36 @@ class ProofRequest:
 
     round: int
     stage: int
+    """Of the callee."""
     shard: int
+    peer_id: str = ""
+    """Who has spoken for the shard, of the caller's stage: what has it signed of its squares? Where
+    it is empty, the question is the first one."""
 
     def __post_init__(self) -> None:
         check_indices(self.round, self.stage, self.shard)
+        if len(self.peer_id) > MAX_ID_CHARS:
+            raise ValueError("a peer id that is too long")
 
 
 @dataclass(frozen=True, slots=True)
 class ProofReply:
     stepped: Proof | None = None
+    squares: Proof | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A primary has lied. Its own signed words are the evidence: a sum that is not that of its
     contributions (`summed`; whoever says so gives the arrays, see `given`); a result that does not
-    follow from its sum (`summed` and one of `stepped`); or two results (two of `stepped`)."""
+    follow from its sum (`summed` and one of `stepped`); two results (two of `stepped`); or other
+    squares than those of its sum (`summed` and `squares`)."""
 
     stage: int
+    """Of the callee."""
     summed: Proof | None = None
     stepped: tuple[Proof, ...] = ()
+    squares: Proof | None = None
 
     def __post_init__(self) -> None:
         check_indices(self.stage)

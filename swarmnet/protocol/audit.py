@@ -48,6 +48,10 @@ last bits only, and where a code is rounded the other way."""
 ROUNDING = 1e-6
 """Of a number in fp32, by which honest results may differ besides: of small changes to large
 parameters there is little left."""
+MAX_RATIO = 16.0
+"""Of sums of squares of one shard's mean gradient in one exchange."""
+CONTRADICTIONS = 2
+"""Exchanges in which a primary tells what cannot be, and that is no accident."""
 MAX_WITHHELD = 8
 """Updates of a shard in a row of which its primary has not shown what it has signed for."""
 
@@ -264,6 +268,34 @@ def is_same_update(difference: float, size: float, parameters: float = 0.0) -> b
     norms: of their difference, of one of the two, and of the parameters. What is no number is
     not."""
     return difference <= UPDATE_TOLERANCE * size + ROUNDING * parameters
+
+
+def are_same_squares(one: float, other: float) -> bool:
+    """Whether two sums of squares are of the same numbers, but for arithmetic."""
+    return is_same_update(abs(one**0.5 - other**0.5), max(one, other) ** 0.5)
+
+
+def are_of_one_sum(one: float, other: float) -> bool:
+    """Whether two sums of squares may be of the mean gradient of one shard in one exchange. It is
+    summed again where its primary has stood back for a moment, perhaps without one that has died:
+    so they may differ, but not by a lot."""
+    return max(one, other) <= MAX_RATIO * min(one, other)
+
+
+@dataclass
+class Contradictions:
+    """Exchanges in which a primary has told what cannot be."""
+
+    _rounds: dict[str, frozenset[int]] = field(default_factory=dict)
+    """By machine, those of late at the end."""
+
+    def are_too_many(self, peer_id: str, round_index: int) -> bool:
+        """It has, once more. Whether that is a lie."""
+        key = machine_of(peer_id)
+        self._rounds[key] = self._rounds.pop(key, frozenset()) | {round_index}
+        if len(self._rounds) > MAX_PEERS:
+            del self._rounds[next(iter(self._rounds))]
+        return len(self._rounds[key]) >= CONTRADICTIONS
 
 
 @dataclass

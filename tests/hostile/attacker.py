@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,8 @@ from swarmnet.errors import SwarmnetError
 from swarmnet.methods.method import Method
 from swarmnet.methods.records import GOSSIP, RECORDS, GossipRequest, Records, SignedRecord
 from swarmnet.methods.table import METHODS
+from swarmnet.methods.update import NormRequest
+from swarmnet.methods.update_proof import SIGNED_AS, Squares
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.swarm.membership.record_checks import Signer
 from swarmnet.transport.base import Request, Transport
@@ -46,6 +48,22 @@ class NamedSigner:
 
 def _signed(name: str, data: bytes) -> bytes:
     return hashlib.blake2b(data, key=hashlib.blake2b(name.encode()).digest()).digest()
+
+
+class CanSign(Protocol):
+    """Has a key."""
+
+    def sign(self, data: bytes) -> bytes:
+        """A signature over these bytes."""
+
+
+def norm_said(
+    signer: CanSign, run_id: str, peer_id: str, r: int, stage: int, sums: Mapping[int, float]
+) -> NormRequest:
+    """What a peer tells collectors of the squares of shards, as it has signed it."""
+    shards, values = tuple(sums), tuple(sums.values())
+    statement = pack(Squares(run_id, peer_id, 0, r, stage, shards, values))
+    return NormRequest(r, stage, shards, values, signer.sign(SIGNED_AS + statement))
 
 
 class AllowAll:
@@ -116,7 +134,11 @@ class Name:
 
     def signed(self, payload: bytes) -> SignedRecord:
         """Whatever it says, under its signature."""
-        return SignedRecord(payload, self._signer.sign(payload))
+        return SignedRecord(payload, self.sign(payload))
+
+    def sign(self, data: bytes) -> bytes:
+        """As this name."""
+        return self._signer.sign(data)
 
     def tell(self, targets: Sequence[str], *records: SignedRecord) -> None:
         """Sends records, one way."""

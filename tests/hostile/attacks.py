@@ -60,7 +60,6 @@ from swarmnet.methods.update import (
     BallotReply,
     BallotRequest,
     MirrorRequest,
-    NormRequest,
     ReduceRequest,
     TiedSum,
 )
@@ -78,7 +77,7 @@ from swarmnet.protocol.slots import SlotSet, all_slots, flight_id, slot_of
 from swarmnet.swarm.calls import call
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
-from tests.hostile.attacker import Attacker, Name
+from tests.hostile.attacker import Attacker, CanSign, Name, NamedSigner, norm_said
 
 OFTEN_S, EVERY_S, SELDOM_S = 0.05, 0.2, 1.0
 """Between two records of a liar: of one that keeps up with each round, of a few names, of many."""
@@ -455,8 +454,12 @@ def says_huge_norms(
         names = [attacker.name() for _ in range(num_names)]
         for name in names:
             name.answer(PING, lambda body: None)
-        speakers: list[tuple[Any, int]] = [(name.transport, n % 2) for n, name in enumerate(names)]
-        speakers += [] if member is None else [member(swarm)]
+        speakers: list[tuple[Any, int, CanSign]] = [
+            (name.transport, n % 2, name) for n, name in enumerate(names)
+        ]
+        if member is not None:
+            transport, stage = member(swarm)
+            speakers.append((transport, stage, NamedSigner(transport.peer_id)))
         shards, last = tuple(range(num_shards)), -1
         async with calling() as start:
             while True:
@@ -464,8 +467,9 @@ def says_huge_norms(
                 for n, name in enumerate(names) if r > last else ():
                     says = {"state": ACTIVE, "round": r, "stage": n % 2}
                     name.tell(attacker.victims, name.record(addresses=name.where, **says))
-                for transport, stage in speakers if r > last else ():
-                    body = NormRequest(r, stage, shards, (HUGE,) * len(shards))
+                for transport, stage, signer in speakers if r > last else ():
+                    who, huge = transport.peer_id, dict.fromkeys(shards, HUGE)
+                    body = norm_said(signer, attacker.run_id, who, r, stage, huge)
                     for victim in attacker.victims:
                         if victim != transport.peer_id:
                             start(transport, victim, NORM, Message(body))

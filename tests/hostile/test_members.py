@@ -1,5 +1,5 @@
-"""A few names, too few for a flood, that say of themselves what is not so: how far they are, and
-that they take part in the exchanges of a stage."""
+"""A few names, too few for a flood, that say of themselves what is not so: how far they are, that
+they take part in the exchanges of a stage, and what they have."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ from swarmnet.methods.update import REDUCE, ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.swarm.replica.transitions import Transitions
 from tests.hostile.attacker import Attacker, Name, NamedSigner
-from tests.hostile.attacks import Attack, Says, ahead, follows, lies
+from tests.hostile.attacks import (
+    Attack,
+    Says,
+    ahead,
+    claims,
+    follows,
+    lies,
+    offers_a_checkpoint,
+    turns,
+)
 from tests.hostile.trial import OPEN_PART, trial
-from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
 
 
 def lie(
@@ -110,3 +119,34 @@ def test_one_that_has_worked_and_gives_nothing_is_waited_for_ever_less_often() -
     pace = trial(attack, during_s=25.0, look=untouched)
     assert pace.during >= 0.15 * pace.before, pace
     assert pace.after >= OPEN_PART * pace.before, pace
+
+
+# ---- samples, histories and checkpoints ---------------------------------------------------------
+
+
+def test_samples_of_its_own_parameters_win_over_nobody() -> None:
+    """As many as a round has, and more than it has; its id is the lowest."""
+
+    def untouched(swarm: Swarm, attacker: Attacker) -> None:
+        assert swarm.total("diverged") == swarm.total("stage_restarted") == 0
+
+    for samples in (1 << 61, 32):
+        pace = trial(claims(SIZES.num_shards, samples=samples), during_s=5.0, look=untouched)
+        assert pace.after >= OPEN_PART * pace.before, str(pace)
+
+
+def test_many_names_with_the_same_parameters_win_over_nobody() -> None:
+    """They are twice the replicas of the stage, as many as count without work, and were one with it
+    before."""
+
+    def untouched(swarm: Swarm, attacker: Attacker) -> None:
+        assert swarm.total("diverged") == swarm.total("stage_restarted") == 0
+
+    pace = trial(turns(8, SIZES.num_shards), during_s=6.0, look=untouched)
+    print(pace)
+    assert pace.held(), pace
+
+
+def test_nobody_waits_for_the_checkpoint_that_a_newcomer_says_it_brings() -> None:
+    pace = trial(offers_a_checkpoint(SIZES.num_shards), during_s=5.0)
+    assert pace.during >= OPEN_PART * pace.before, str(pace)

@@ -104,7 +104,7 @@ class Exchanges:
         )
         self.proofs = Proofs(gossip, replica)
         self.audits = UpdateAudits(
-            gossip, settings, replica, self.ownership, self.proofs, conclusions, rng
+            gossip, settings, replica, self.ownership, self.proofs, self.norms, conclusions, rng
         )
         self.work = ShardWork(
             gossip,

@@ -18,19 +18,19 @@ from swarmnet.methods.update import (
     BallotRequest,
     ContributionsRequest,
     MirrorRequest,
-    NormRequest,
     ReduceRequest,
 )
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.transport.memory import MemoryTransport
 from swarmnet.wire import Array, Message, pack
-from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
+from tests.hostile.attacker import norm_said
+from tests.swarm.harness import SIZES, OpenSigner, Swarm, in_virtual_time, tiny_spec
 
 ROUNDS = 12
 SHARD = Array("float32", (SIZES.shard_parameters,), bytes(4 * SIZES.shard_parameters))
 
 
-def bodies(r: int) -> Iterator[tuple[str, Message]]:
+def bodies(r: int, run_id: str) -> Iterator[tuple[str, Message]]:
     """What could end a round, or change what it comes to."""
     for ahead in (0, 1, 2, 100):
         for term in (0, 1, 64):
@@ -41,7 +41,8 @@ def bodies(r: int) -> Iterator[tuple[str, Message]]:
     yield "adopt", Message(AdoptRequest(r, 0, 0), (SHARD,))
     yield "adopted", Message(AdoptedRequest(r, 0, 4, 64))
     for ahead in range(20):
-        yield "norm", Message(NormRequest(r + ahead, 0, (0,), (1e30,)))
+        said = norm_said(OpenSigner(), run_id, "outsider", r + ahead, 0, {0: 1e30})
+        yield "norm", Message(said)
         yield "contributions", Message(ContributionsRequest(r + ahead, 0, (0,), ("x",), (1e30,)))
     yield "offer", Message(FetchRequest(r, 0, 0))
     yield "fetch_moments", Message(FetchRequest(r, 0, 0))
@@ -66,7 +67,7 @@ class Outsider:
                 record = Record("outsider", run_id, 1, self.version, **self.said)
                 known = Records(records=(SignedRecord(pack(record), b""),))
                 self.transport.notify(name, "records", Message(known))
-                for method, message in bodies(max(0, r)):
+                for method, message in bodies(max(0, r), self.swarm.spec.run_id):
                     asyncio.get_running_loop().create_task(self._call(name, method, message))
             await asyncio.sleep(0.5)
 

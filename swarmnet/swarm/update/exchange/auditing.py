@@ -15,7 +15,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.methods.update import MirrorRequest
@@ -29,6 +29,7 @@ from swarmnet.methods.update_proof import (
     Proof,
     ProofReply,
     ProofRequest,
+    Squares,
     Stepped,
     Summed,
 )
@@ -36,11 +37,14 @@ from swarmnet.protocol.audit import (
     LOOK_RATE,
     UPDATE_RATE,
     Conclusions,
+    Contradictions,
     Draw,
     Jury,
     Part,
     Verdict,
     Withheld,
+    are_of_one_sum,
+    are_same_squares,
     is_same_update,
     unfair,
 )
@@ -56,6 +60,7 @@ from swarmnet.swarm.replica.replica import Replica, decides_tied, follows_tied
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution
+from swarmnet.swarm.update.exchange.norms import Norms
 from swarmnet.swarm.update.exchange.proofs import Given, Proofs, hash_of_proof
 from swarmnet.swarm.update.exchange.shard_work import Came, Result, rule_of
 from swarmnet.swarm.update.ownership import Ownership
@@ -87,6 +92,7 @@ class UpdateAudits:
     replica: Replica
     ownership: Ownership
     proofs: Proofs
+    norms: Norms
     conclusions: Conclusions
     rng: random.Random
     _tasks: Tasks = field(default_factory=lambda: Tasks("update audit"))
@@ -94,13 +100,16 @@ class UpdateAudits:
     _evidence: OrderedDict[bytes, Arrays] = field(default_factory=OrderedDict)
     """By the hash of what was signed of a false sum."""
     _juries: OrderedDict[tuple[str, int, int], Jury] = field(default_factory=OrderedDict)
-    """Backups that have found a false result; by primary, exchange and shard."""
+    """Backups that have found a false result; by primary, exchange and shard. Of a primary of
+    another stage (exchange and shard -1): who of that stage has found it false."""
 
     def __post_init__(self) -> None:
         self.draw = Draw.beside(self.rng, UPDATE_RATE)
         self.looks = Draw.beside(self.rng, LOOK_RATE)
         self.repeats = Draw.beside(self.rng, UPDATE_RATE)
+        self.squares = Draw.beside(self.rng, UPDATE_RATE)
         self.withheld = Withheld()
+        self.contradictions = Contradictions()
         transport = self.gossip.transport
         serve(transport, GIVEN, self._on_given)
         serve(transport, PROOF, self._on_proof)
@@ -118,7 +127,7 @@ class UpdateAudits:
     def _tells_results(self) -> bool:
         return self.replica.optimizer.codec.names.tells_results
 
-    def _is_signed_for(self, shard: int) -> bool:
+    def is_signed_for(self, shard: int) -> bool:
         """Sums of a shard are signed. Those of two stages are not, nor those of too many."""
         now = asyncio.get_running_loop().time()
         is_tied = follows_tied(self.replica, shard) or decides_tied(self.replica, shard)
@@ -133,23 +142,30 @@ class UpdateAudits:
         contributions are in it; nobody's where that is not signed."""
         r, j, summed = mirror.round, mirror.shard, mirror.summed
         self.proofs.sums(r, j)  # nothing that was signed of another sum is of this step
-        if not self._is_signed_for(j):
+        if summed is None or not self.is_signed_for(j):
             return frozenset()
-        said: Summed | None = None
-        if summed is not None:
-            try:
-                said = summed.read(Summed)
-            except ProtocolViolation as e:
-                log.debug("%s: %s", primary[-8:], e)
-        if summed is None or said is None or self._is_of_another(said, mirror, primary):
-            self._not_shown(primary, j)
-            return frozenset()
+        said = summed.read(Summed)
         self.proofs.mirrored(r, j, summed, said)
         # From the sum to a result that keeps few numbers, only its primary knows the way.
         is_drawn = not self._tells_results and self.draw.is_drawn()
         if is_drawn and self._num_auditing < MAX_AUDITING:
             self._tasks.start(self._audit(summed, said, total))
         return frozenset(e.peer_id for e in said.entries if e.factor)
+
+    def not_shown(self, mirror: MirrorRequest, primary: str) -> str:
+        """Why a primary's step is not to be made here: it has not shown what it has signed of its
+        sum, so nobody would believe in the result. Empty where it has."""
+        if not self.is_signed_for(mirror.shard):
+            return ""
+        try:
+            said = None if mirror.summed is None else mirror.summed.read(Summed)
+        except ProtocolViolation as e:
+            log.debug("%s: %s", primary[-8:], e)
+            said = None
+        if said is not None and not self._is_of_another(said, mirror, primary):
+            return ""
+        self._not_shown(primary, mirror.shard)
+        return "the sum of this step is not shown"
 
     def _is_of_another(self, said: Summed, mirror: MirrorRequest, primary: str) -> bool:
         where = said.run_id, said.peer_id, said.round, said.stage, said.shard, said.term
@@ -174,6 +190,7 @@ class UpdateAudits:
         if why:
             self._keep(summed, arrays)
             self._tell(Finding(said.stage, summed))
+            self._tell_collectors(Finding(said.stage, summed))
 
     async def _contributions(self, summed: Proof, said: Summed) -> Arrays:
         """From those who gave them. Raises `SwarmnetError` where one does not come, or is another
@@ -224,6 +241,11 @@ class UpdateAudits:
                 return "names a contribution that its contributor has not signed"
             if hash_of(arrays[e.peer_id]) != e.gradient:
                 raise ProtocolViolation("another contribution than was signed")
+        squares = self.replica.optimizer.sum_of_squares(
+            self.replica.optimizer.codec.decoded_sum(said.shard, arrays[""])
+        )
+        if not are_same_squares(squares / max(1, said.num_tokens) ** 2, said.squares):
+            return "tells other squares than those of its sum"
         plan = self.replica.plan
         rule = rule_of(self.settings.aggregation, plan)
         parts = [Part(e.claimed, e.num_tokens, e.factor) for e in said.entries]
@@ -273,9 +295,14 @@ class UpdateAudits:
         """A result has come, and is adopted. It is looked at beside the exchange."""
         proof, copy = came.told.proof, came.copy
         if proof is not None:
-            self.proofs.came(exchange, shard, proof)
-        if not came.is_primary or not self._is_signed_for(shard):
+            self.proofs.came(exchange, shard, proof, came.told.summed)
+        if not came.is_primary or not self.is_signed_for(shard):
             return
+        if proof is None and copy is None:
+            self._not_shown(came.sender, shard)  # who is alone, as far as it knows, signs nothing
+            return
+        if came.told.summed is not None and self.squares.is_drawn():
+            self._tasks.start(self._compare_squares(came.sender, came.told.summed))
         if copy is not None or self.looks.is_drawn():
             has_part = came.has_given and came.told.counted
             look = _Look(
@@ -396,7 +423,73 @@ class UpdateAudits:
             lambda: all(self.proofs.is_signed(p, one.peer_id) for p in finding.stepped)
         )
 
+    # ---- other squares ----------------------------------------------------------------------
+
+    async def _compare_squares(self, primary: str, summed: Proof) -> None:
+        """Whether a primary has told a collector what it has signed with its sum."""
+        said = summed.read(Summed)
+        for asked in self.norms.collectors():
+            if said.peer_id != primary or asked == primary:
+                continue
+            try:
+                squares = await self._squares_at(asked, said)
+                finding = Finding(said.stage, summed, squares=squares)
+                is_found = squares is not None and await self._are_others(finding)
+            except SwarmnetError as e:
+                log.debug("squares of %s at %s: %s", primary[-8:], asked[-8:], e)
+                continue
+            if is_found:
+                self._contradicts(said)
+                self._tell(finding)
+                self._tell_collectors(finding)
+                return
+
+    async def _squares_at(self, collector: str, said: Summed) -> Proof | None:
+        """What a primary has told a collector of a shard; None where it has told another one, or
+        that one had the total from others."""
+        if collector == self.gossip.own.peer_id:
+            return self.norms.signed_by(said.peer_id, said.round, said.stage, said.shard)
+        record = self.gossip.view.get(collector)
+        stage = said.stage if record is None else record.stage
+        request = Message(ProofRequest(said.round, stage, said.shard, said.peer_id))
+        reply = await call(self.gossip.transport, collector, PROOF, request, timeout_s=BULK_S)
+        return reply.body.squares
+
+    async def _are_others(self, finding: Finding) -> bool:
+        """A sum, and what its primary has told of its squares before, both signed. Raises
+        `ProtocolViolation`."""
+        assert finding.summed is not None
+        assert finding.squares is not None
+        summed, squares = finding.summed, finding.squares
+        one, other = summed.read(Summed), squares.read(Squares)
+        run_id = self.proofs.run_id
+        if (one.run_id, one.peer_id, one.round, one.stage) != (
+            run_id,
+            other.peer_id,
+            other.round,
+            other.stage,
+        ) or other.run_id != run_id:
+            return False
+        told = dict(zip(other.shards, other.sums, strict=True)).get(one.shard)
+        if told is None or are_of_one_sum(told, one.squares):
+            return False
+        return await self.replica.worker.run(
+            lambda: all(self.proofs.is_signed(p, one.peer_id) for p in (summed, squares))
+        )
+
+    def _contradicts(self, said: Summed) -> None:
+        """Once that may be a sum that was made again without one that had died meanwhile."""
+        if self.contradictions.are_too_many(said.peer_id, said.round):
+            self._concluded(said, "tells others of another norm than that of its sums")
+
     # ---- what is found ----------------------------------------------------------------------
+
+    def told_falsely(self, peer_id: str, exchange: int, shard: int) -> None:
+        """What came with a primary's result shows that it is none."""
+        if self.contradictions.are_too_many(peer_id, exchange):
+            log.warning("%s tells results of shard %d that are none", peer_id[-8:], shard)
+            self.conclusions.computed(peer_id, is_same=False)
+            self.gossip.view.lied(peer_id)
 
     def _not_shown(self, peer_id: str, shard: int) -> None:
         if self.withheld.is_too_often(peer_id, shard):
@@ -431,6 +524,14 @@ class UpdateAudits:
             if record.peer_id != self.gossip.own.peer_id:
                 self._tasks.start(self._tell_one(record.peer_id, finding))
 
+    def _tell_collectors(self, finding: Finding) -> None:
+        """Those of other stages, which would take its word for its shards' squares."""
+        for peer_id in self.norms.collectors():
+            record = self.gossip.view.get(peer_id)
+            if record is not None and record.stage not in (-1, self.replica.index):
+                told = replace(finding, stage=record.stage)
+                self._tasks.start(self._tell_one(peer_id, told))
+
     async def _tell_one(self, peer_id: str, finding: Finding) -> None:
         message = Message(finding, is_background=True)
         await call(self.gossip.transport, peer_id, FINDING, message, timeout_s=BULK_S)
@@ -449,11 +550,19 @@ class UpdateAudits:
         if finding.summed is None:
             raise ProtocolViolation("a finding of nothing")
         said = finding.summed.read(Summed)
-        is_here = (said.run_id, said.stage) == (self.proofs.run_id, self.replica.index)
-        if not is_here or said.shard >= self.replica.num_shards:
-            raise ProtocolViolation("a finding of another stage")
+        if said.run_id != self.proofs.run_id:
+            raise ProtocolViolation("a finding of another run")
         if self.gossip.view.is_barred(said.peer_id):
             return
+        if finding.squares is not None:
+            if await self._are_others(finding):
+                self._contradicts(said)
+            return
+        if said.stage != self.replica.index:
+            self._heard_elsewhere(finder, said)
+            return
+        if said.shard >= self.replica.num_shards:
+            raise ProtocolViolation("a finding of another stage")
         if finding.stepped:
             self._heard_unlike(finder, said)
             return
@@ -465,6 +574,15 @@ class UpdateAudits:
         why = await self._wrong_sum(finding.summed, said, arrays)
         if why:
             self._concluded(said, why)
+            self._tell_collectors(finding)
+
+    def _heard_elsewhere(self, finder: str, said: Summed) -> None:
+        """Of another stage this replica can make no sum. Most of those that can have to say so."""
+        now = asyncio.get_running_loop().time()
+        known = [r.peer_id for r in self.gossip.view.known(said.stage, now)]
+        judges = [p for p in known if p != said.peer_id]
+        if finder in judges and said.peer_id in known:
+            self._hear(finder, (said.peer_id, -1, -1), len(judges), said)
 
     def _heard_unlike(self, finder: str, said: Summed) -> None:
         """A backup has made another result of a step. Only who has the state can look for itself,
@@ -473,14 +591,17 @@ class UpdateAudits:
         judges = [p for p in backups if p != said.peer_id]
         if finder not in judges:
             return
-        key = said.peer_id, said.round, said.shard
-        jury = self._juries.setdefault(key, Jury(len(judges)))
+        self._hear(finder, (said.peer_id, said.round, said.shard), len(judges), said)
+
+    def _hear(self, finder: str, key: tuple[str, int, int], num: int, said: Summed) -> None:
+        """One of `num` judges has found a lie."""
+        jury = self._juries.setdefault(key, Jury(num))
         if finder not in jury.differs:
             jury = self._juries[key] = jury.heard(finder, is_same=False)
         while len(self._juries) > MAX_JURIES:
             self._juries.popitem(last=False)
         if jury.verdict is Verdict.LIED:
-            self._concluded(said, "gave a result that does not follow, as most backups find,")
+            self._concluded(said, "has lied, as most of those find that can look,")
 
     # ---- what others ask --------------------------------------------------------------------
 
@@ -501,7 +622,12 @@ class UpdateAudits:
 
     async def _on_proof(self, request: Request[ProofRequest]) -> Message[ProofReply]:
         asked = request.message.body
-        return Message(ProofReply(self.proofs.stepped_of(asked.round, asked.shard)))
+        if not asked.peer_id:
+            return Message(ProofReply(self.proofs.stepped_of(asked.round, asked.shard)))
+        record = self.gossip.view.get(asked.peer_id)
+        stage = -1 if record is None else record.stage
+        told = self.norms.signed_by(asked.peer_id, asked.round, stage, asked.shard)
+        return Message(ProofReply(squares=told))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,6 +60,9 @@ from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")
 
+NotShown = Callable[[bool], str]
+"""Why a result is none, by whether it leaves the parameters as they are; empty where it may be one.
+On the worker."""
 Work = Callable[[], Awaitable[list[on.Event]]]
 """What is done for a shard, in a task of its own. Returns what comes of it."""
 
@@ -624,9 +627,12 @@ class Exchange:
             values, parameters = copy.values, copy.parameters
         else:
             try:
-                parameters = await self._work.checked(j, values)
+                why_not = self._not_shown(j, sender, told, values)
+                parameters = await self._work.checked(j, values, why_not)
             except ProtocolViolation as e:
                 log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
+                if sender == shard.ballot.primary and (told.proof or self._is_in(j, told)):
+                    self._audits.told_falsely(sender, self.number, j)
                 self._distrusted.add(sender)
                 self.refresh()
                 raise
@@ -643,6 +649,29 @@ class Exchange:
             has_given=self._calls.tokens.get(j, 0) > 0 and j not in self._neighbours.given,
         )
         return result
+
+    def _not_shown(self, j: int, sender: str, told: ShardReply, values: Array) -> NotShown:
+        """Whether what comes with a result shows that it is none: whoever makes a step has signed
+        its sum, or leaves the parameters as they are."""
+        if not self._audits.is_signed_for(j):
+            return lambda is_unchanged: ""
+        plan, own = self._work.plan, self._gossip.own
+        is_primary = sender == self._machines[j].shard.ballot.primary
+        # Who has just come may be unknown to one that was alone, and signed nothing.
+        was_there = self._is_in(j, told) or plan.parameter_version(own.active_from) < self.number
+        return lambda is_unchanged: self._proofs.not_shown(
+            self.number,
+            j,
+            told,
+            values,
+            is_unchanged=is_unchanged,
+            is_known=is_primary and was_there,
+        )
+
+    def _is_in(self, j: int, told: ShardReply) -> bool:
+        """A contribution of this replica is in a result, as is told with it."""
+        has_given = self._calls.tokens.get(j, 0) > 0 and j not in self._neighbours.given
+        return has_given and told.counted
 
     async def _maker(
         self, j: int, sender: str, ballot: Ballot, told: ShardReply, values: Array | None
@@ -662,6 +691,8 @@ class Exchange:
             if came is not None:
                 self._books.heard(self.number, j, came.told)
                 self._audits.came(self.number, j, came)
+                if self._machines[j].shard.roster.clips:
+                    self._books.norms.adopted(self.number, j, came.told.summed)
             self.results[j] = result
         shard = self._machines[j].shard
         if members := self._calls.members.get(j):

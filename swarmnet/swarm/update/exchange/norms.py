@@ -31,7 +31,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.methods.update import (
@@ -42,6 +42,7 @@ from swarmnet.methods.update import (
     NormReply,
     NormRequest,
 )
+from swarmnet.methods.update_proof import SIGNED_AS, Proof, Squares, Summed
 from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.calls import call, serve
@@ -54,7 +55,7 @@ from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.speakers import Speakers, first_heard
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Message
+from swarmnet.wire import Message, pack
 
 log = logging.getLogger("swarmnet.norms")
 aggregation_log = logging.getLogger("swarmnet.aggregation")
@@ -86,6 +87,8 @@ class StageSums:
 
     words: dict[int, dict[str, float]] = field(default_factory=dict)
     """By shard, then by who said it."""
+    signed: dict[tuple[int, str], Proof] = field(default_factory=dict)
+    """What it signed then."""
     total: float | None = None
     """None before it is known."""
     passed_over: tuple[str, ...] = ()
@@ -162,6 +165,11 @@ class Norms:
         self._changed = Condition()
         self._oldest = 0
         self._batch: Batch | None = None
+        self._num_waiting = 0
+        """Batches whose total is waited for."""
+        self._adopted: dict[int, dict[int, Proof | None]] = {}
+        """By round and shard, what came with results before the total was known here: what their
+        primaries had signed of the sum."""
         self._tasks = Tasks("norms")
         self.last_total = 0.0
         """The newest sum of squares that was taken here; 0 before the first."""
@@ -187,9 +195,14 @@ class Norms:
 
     async def total(self, round_index: int, sums: dict[int, float]) -> float:
         """The sum of squares over all shards of all stages, given those of the own shards."""
-        shards = tuple(sorted(sums))
-        values = tuple(sums[j] for j in shards)
-        request = NormRequest(round_index, self.replica.index, shards, values)
+        self._num_waiting += 1
+        try:
+            return await self._total(round_index, sums)
+        finally:
+            self._num_waiting -= 1
+
+    async def _total(self, round_index: int, sums: dict[int, float]) -> float:
+        request = self._signed(round_index, sums)
         awake_s, turn = self.gossip.liveness.awake_s, 0
         end = Deadline.after(awake_s(), self.pace.waits().norm_s)
         while not end.is_over(awake_s()):
@@ -209,6 +222,80 @@ class Norms:
         self.gossip.add_total("norm_missed")
         log.warning("round %d: the gradient norm of all stages did not arrive", round_index)
         return max(self.last_total, sum(sums.values()))
+
+    def _signed(
+        self, round_index: int, sums: Mapping[int, float], summed: tuple[Proof, ...] = ()
+    ) -> NormRequest:
+        shards = tuple(sorted(sums))
+        request = NormRequest(
+            round_index, self.replica.index, shards, tuple(sums[j] for j in shards), b"", summed
+        )
+        statement = pack(self._said(request, self.gossip.own.peer_id))
+        return replace(request, signature=self.gossip.signer.sign(SIGNED_AS + statement))
+
+    def _said(self, norm: NormRequest, speaker: str) -> Squares:
+        where = self.gossip.own.run_id, speaker, 0, norm.round, norm.stage
+        return Squares(*where, norm.shards, norm.sums)
+
+    # ---- for primaries that have told a result ------------------------------------------------
+
+    def adopted(self, round_index: int, shard: int, summed: Proof | None) -> None:
+        """A result of another one has come for a shard. Where there is no total then, its primary
+        has told nobody of its squares, or is late with it: they are handed on as it has signed them
+        (`summed`). Of a sum of which nothing is shown there are none."""
+        if round_index in self._totals or round_index < self._oldest:
+            return
+        if round_index not in self._adopted:
+            self._adopted[round_index] = {}
+            self._tasks.start(self._hand_on(round_index))
+        self._adopted[round_index][shard] = summed
+
+    async def _hand_on(self, round_index: int) -> None:
+        """Until the total is known, or the round is over: what has come since the last look. At
+        once where that keeps a step of this replica's own from being made."""
+        awake_s, handed = self.gossip.liveness.awake_s, 0
+        end = Deadline.after(awake_s(), LOOK_LESS_S)
+        while round_index >= max(self._oldest, self.replica.current_exchange):
+            await asyncio.sleep(RETRY_S)
+            if round_index in self._totals:
+                return
+            adopted = self._adopted[round_index]
+            if len(adopted) == handed or not (self._num_waiting or end.is_over(awake_s())):
+                continue
+            handed = len(adopted)
+            nothing = {j: 0.0 for j, summed in adopted.items() if summed is None}
+            shown = tuple(summed for summed in adopted.values() if summed is not None)
+            request = self._signed(round_index, nothing, shown)
+            total = await self._first_answer(request, ATTEMPT_S)
+            if total is not None and self._num_waiting:
+                self._take(round_index, total)
+
+    async def _check(self, norm: NormRequest, sender: str) -> list[Summed]:
+        """What others have signed of the shards that the caller hands on. Raises
+        `ProtocolViolation` where it, or the caller's own word, bears no such signature."""
+        statement = pack(self._said(norm, sender))
+        signer, where = self.gossip.signer, (self.gossip.own.run_id, norm.round, norm.stage)
+        summed = [(proof, proof.read(Summed)) for proof in norm.summed]
+        if any((said.run_id, said.round, said.stage) != where for _, said in summed):
+            raise ProtocolViolation("a sum of another round or stage")
+
+        def are_signed() -> bool:
+            return signer.verify(sender, SIGNED_AS + statement, norm.signature) and all(
+                signer.verify(said.peer_id, proof.signed, proof.signature) for proof, said in summed
+            )
+
+        if not await signer.beside(are_signed):
+            raise ProtocolViolation("sums of squares that are not signed by who says them")
+        return [said for _, said in summed]
+
+    def signed_by(self, peer_id: str, round_index: int, stage: int, shard: int) -> Proof | None:
+        """What a peer has told this one, as collector, of a shard's squares."""
+        sums = self._rounds.get(round_index, RoundSums()).stages.get(stage, StageSums())
+        return sums.signed.get((shard, peer_id))
+
+    def collectors(self) -> list[str]:
+        """Whom a primary tells."""
+        return self._collectors()[:COLLECTORS]
 
     def _collectors(self) -> list[str]:
         """Those that sum up, then those that would in their place."""
@@ -299,15 +386,18 @@ class Norms:
 
     async def _on_norm(self, request: Request[NormRequest]) -> Message[NormReply]:
         norm = request.message.body
-        self.speakers.spoke(request.remote)
-        known = self._totals.get(norm.round) if norm.shards else self.known(norm.round)
+        if norm.shards:
+            self.speakers.spoke(request.remote)
+        says = bool(norm.shards or norm.summed)
+        known = self._totals.get(norm.round) if says else self.known(norm.round)
         if known is not None:
             return Message(NormReply(known))
-        if not norm.shards:
+        if not says:
             raise NotReady("the total is not known here")
         if norm.stage >= self.num_stages:
             raise ProtocolViolation("no such stage")
-        return Message(NormReply(await self._collect(norm, request.remote, ATTEMPT_S)))
+        summed = await self._check(norm, request.remote)
+        return Message(NormReply(await self._collect(norm, request.remote, ATTEMPT_S, summed)))
 
     def _of(self, round_index: int) -> RoundSums:
         if round_index < self._oldest:
@@ -317,15 +407,23 @@ class Norms:
             raise NotReady("a round too far ahead")
         return self._rounds.setdefault(round_index, RoundSums())
 
-    async def _collect(self, norm: NormRequest, sender: str, wait_s: float) -> float:
-        """Takes sums of shards; returns the total when every stage's are known."""
+    async def _collect(
+        self, norm: NormRequest, sender: str, wait_s: float, summed: Sequence[Summed] = ()
+    ) -> float:
+        """Takes sums of shards; returns the total when every stage's are known. `summed`: what
+        others have signed that is handed on."""
         sums, num_shards = self._of(norm.round), self.ownership.members.num_shards(norm.stage)
         if not num_shards:
             raise NotReady("no replica of that stage is known here")
         heard = sums.stages.setdefault(norm.stage, StageSums())
-        for j, squares in zip(norm.shards, norm.sums, strict=True):
-            if j < num_shards and sender in self.speakers.order(norm.stage, norm.round, j):
-                heard.words.setdefault(j, {}).setdefault(sender, squares)
+        words = [(j, sender, squares) for j, squares in zip(norm.shards, norm.sums, strict=True)]
+        words += [(said.shard, said.peer_id, said.squares) for said in summed]
+        signed = Proof(pack(self._said(norm, sender)), norm.signature)
+        for i, (j, speaker, squares) in enumerate(words):
+            if j < num_shards and speaker in self.speakers.order(norm.stage, norm.round, j):
+                heard.words.setdefault(j, {}).setdefault(speaker, squares)
+                if i < len(norm.shards):
+                    heard.signed.setdefault((j, speaker), signed)
         self._settle(norm.round, sums)
         awake_s = self.gossip.liveness.awake_s
         end = Deadline.after(awake_s(), wait_s)
@@ -364,6 +462,8 @@ class Norms:
                 del known[r]
         for r in [r for r in self._rounds if r < self._oldest]:
             del self._rounds[r]
+        for r in [r for r in self._adopted if r < self._oldest]:
+            del self._adopted[r]
 
 
 def agreed(heard: Mapping[str, float], own: str, wanted: int) -> float | None:

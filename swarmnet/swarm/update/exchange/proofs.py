@@ -27,6 +27,7 @@ from swarmnet.methods.update_proof import (
     Stepped,
     Summed,
 )
+from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.protocol.update.exchange_turn import may_be_asked
 from swarmnet.protocol.update.roster import Ballot
@@ -67,8 +68,8 @@ class Proofs:
     _stepped: dict[Key, Proof] = field(default_factory=dict)
     """What came with the result, or went with it."""
     _copied: dict[Key, Proof] = field(default_factory=dict)
-    """What its primary has signed of the sum of a step that was made here as backup, as long as
-    nothing came with that one's result."""
+    """What its primary has signed of the sum of a step that was made here as backup, or what came
+    with the result."""
 
     @property
     def run_id(self) -> str:
@@ -77,9 +78,10 @@ class Proofs:
     @property
     def is_of_use(self) -> bool:
         """Somebody else may look at a result: the stage has one for all its replicas, and another
-        one lives."""
+        one lives, or may be back."""
         own, now = self.gossip.own.peer_id, asyncio.get_running_loop().time()
-        members = self.gossip.view.members(self.replica.index, now)
+        view, index = self.gossip.view, self.replica.index
+        members = [*view.members(index, now), *view.lost(index, now)]
         return self.replica.plan.mode != GOSSIP and any(m.peer_id != own for m in members)
 
     # ---- contributions ----------------------------------------------------------------------
@@ -212,6 +214,7 @@ class Proofs:
         num_tokens: int,
         scale: float,
         steps: int,
+        squares: float,
     ) -> Proof | None:
         """Signs what the step is made with; None where that is too much, or nothing is known of
         it."""
@@ -231,6 +234,7 @@ class Proofs:
             num_tokens,
             scale,
             steps,
+            squares,
         )
         proof = self._sealed(pack(said))
         if len(proof.statement) > MAX_PROOF_BYTES:
@@ -275,14 +279,57 @@ class Proofs:
         self._summed[exchange, shard] = self._copied[exchange, shard] = summed
         self._entries[exchange, shard] = said.entries
 
-    def came(self, exchange: int, shard: int, stepped: Proof) -> None:
-        """It came with the result that is taken."""
+    def came(self, exchange: int, shard: int, stepped: Proof, summed: Proof | None) -> None:
+        """They came with the result that is taken."""
         self._stepped[exchange, shard] = stepped
         self._copied.pop((exchange, shard), None)
+        if summed is not None:
+            self._copied[exchange, shard] = summed
 
-    def copied_of(self, exchange: int, shard: int) -> Proof | None:
-        """What shows whose step it was, of a result that was made here as backup."""
-        return self._copied.get((exchange, shard))
+    def sum_behind(self, exchange: int, shard: int) -> Proof | None:
+        """What the primary whose step it was has signed of its sum, where that is known here."""
+        key = exchange, shard
+        return self._copied.get(key) or self._summed.get(key)
+
+    def not_shown(
+        self,
+        exchange: int,
+        shard: int,
+        told: ShardReply,
+        values: Array,
+        *,
+        is_unchanged: bool,
+        is_known: bool,
+    ) -> str:
+        """On the worker: why a result is none, by what is signed of it; empty where it may be one.
+        `is_unchanged`: it leaves the parameters as they are; `is_known`: it comes from
+        its primary, to which this replica is known."""
+        try:
+            said = None if told.proof is None else told.proof.read(Stepped)
+            summed = None if told.summed is None else told.summed.read(Summed)
+        except ProtocolViolation as e:
+            return str(e)
+        where = self.run_id, exchange, self.replica.index, shard
+        if said is None or told.proof is None:
+            return "nothing is signed of it" if is_known else ""
+        if (said.run_id, said.round, said.stage, said.shard) != where:
+            return "what is signed is of something else"
+        if not said.total and not is_unchanged:
+            return "it is a step with no sum"
+        signed = [(told.proof, said.peer_id)]
+        if said.total:
+            if summed is None or told.summed is None or hash_of_proof(told.summed) != said.total:
+                return "its sum is not shown"
+            if (summed.run_id, summed.round, summed.stage, summed.shard) != where:
+                return "its sum is of something else"
+            signed.append((told.summed, summed.peer_id))
+        is_same = not self._is_signed_as_it_comes(values) or hash_of(values) == said.result
+        is_signed = is_same and all(self.is_signed(*of) for of in signed)
+        return "" if is_signed else "it is not what was signed"
+
+    def _is_signed_as_it_comes(self, values: Array) -> bool:
+        """What was signed are these bytes, and not codes that lead to them."""
+        return values.dtype != "float32" or self.replica.optimizer.codec.names.results == NONE
 
     async def maker(
         self, exchange: int, shard: int, sender: str, told: ShardReply, values: Array

@@ -229,7 +229,7 @@ class ExchangeService:
             told = self.books.told(asked, j, remote, is_copy=True, proof=proof, is_late=is_late)
             return told, None
         values = await self.work.copy_of(asked, j, answer.result, is_whole=push.is_whole)
-        summed = self.proofs.copied_of(asked, j)
+        summed = self.proofs.sum_behind(asked, j)
         told = self.books.told(asked, j, remote, proof=proof, summed=summed, is_late=is_late)
         return told, values
 
@@ -290,7 +290,7 @@ class ExchangeService:
             raise Stale(f"round {current} is over here", round=replica.current_exchange)
         if changes % 2 or changes != replica.transitions.changes:
             raise NotReady("a new round is being opened here")
-        proof, summed = self.proofs.stepped_of(asked, j), self.proofs.copied_of(asked, j)
+        proof, summed = self.proofs.stepped_of(asked, j), self.proofs.sum_behind(asked, j)
         told = self.books.told(
             asked, j, remote, coming=current, proof=proof, summed=summed, is_late=is_late
         )
@@ -357,7 +357,7 @@ class ExchangeService:
             await self.work.complete(asked, j, answer.result)
             proof = self.proofs.stepped(asked, j, exchange.ballot(j).term, answer.result.hash)
             values = await self.work.copy_of(asked, j, answer.result)
-            summed = self.proofs.copied_of(asked, j)
+            summed = self.proofs.sum_behind(asked, j)
             return ballot, (self.books.told(asked, j, remote, proof=proof, summed=summed), values)
         assert isinstance(answer, do.Agree | do.Deny)
         return answer.ballot, None
@@ -385,8 +385,10 @@ class ExchangeService:
                 raise ProtocolViolation("the gradient of one shard is one array")
             total = request.message.arrays[0]
             check_for_backup(replica, j, total)
-        why_not = self.work.fits(mirror)
         ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
+        why_not = self.work.fits(mirror)
+        if not why_not and self.exchange.now().ballot(j) == ballot:
+            why_not = self.audits.not_shown(mirror, remote)
         answer = await self.exchange.now().answer(
             j, lambda call: on.MirrorCame(call, remote, ballot, step, fits=not why_not)
         )

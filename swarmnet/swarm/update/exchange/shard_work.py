@@ -212,7 +212,8 @@ class ShardWork:
         overflows."""
         counted = self._books.counted_behind(exchange, shard)
         self._proofs.sums(exchange, shard)
-        is_signed = is_whole and self._proofs.is_of_use
+        has_others = any(peer_id != self._gossip.own.peer_id for peer_id, *_ in parts)
+        is_signed = is_whole and (has_others or self._proofs.is_of_use)
 
         def finish(gradient: Array, squares: float, num_tokens: int, used: Used) -> Total:
             total = Total(gradient, squares, num_tokens)
@@ -357,7 +358,8 @@ class ShardWork:
 
     def _signed(self, exchange: int, shard: int, total: Total, before: Before) -> Before:
         """With what is signed of it."""
-        numbers = total.num_tokens, before.scale, before.steps
+        squares = total.squares / max(1, total.num_tokens) ** 2
+        numbers = total.num_tokens, before.scale, before.steps, squares
         summed = self._proofs.summed(
             exchange, shard, before.term, total.entries, total.hash, *numbers
         )
@@ -410,7 +412,8 @@ class ShardWork:
         """`decoded`: of `gradient`, where it is known. `is_copy`: it is another one's step."""
         replica = self._replica
         await self.until_exported()
-        has_others, own = self._proofs.is_of_use, self._gossip.own.peer_id
+        has_others = self._proofs.is_of_use or before.summed is not None
+        own = self._gossip.own.peer_id
 
         def work() -> Result:
             present = replica.common_shard(shard)
@@ -515,9 +518,12 @@ class ShardWork:
         if follows_tied(self._replica, shard) and self._states.is_before(shard, exchange):
             self._states.stepped(shard, exchange)
 
-    async def checked(self, shard: int, values: Array) -> Array:
+    async def checked(
+        self, shard: int, values: Array, why_not: Callable[[bool], str] = lambda is_unchanged: ""
+    ) -> Array:
         """The parameters that another replica's result leads to. Raises `ProtocolViolation` where
-        it is of no use."""
+        it is of no use, or `why_not(is_unchanged)` says on the worker that it is none.
+        `is_unchanged`: it leaves the parameters as they are, to the bit."""
         replica = self._replica
 
         def work() -> Array:
@@ -527,6 +533,8 @@ class ShardWork:
                 raise ProtocolViolation("parameters of another size")
             if not math.isfinite(replica.optimizer.sum_of_squares(parameters)):
                 raise ProtocolViolation("parameters that are not finite")
+            if why := why_not(present.data == parameters.data):
+                raise ProtocolViolation(f"a result of shard {shard}: {why}")
             return parameters
 
         return await replica.worker.run(work)

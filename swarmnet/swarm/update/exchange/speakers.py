@@ -5,7 +5,7 @@ At the own stage that is whom it follows (docs/decisions/0024-who-leads-is-asked
 other stages it sees the records alone: the first in order that lives. Where that one lives and gets
 nothing done, another has taken over, of which no record tells. So the word of the next ones in
 order is kept, and holds after a wait; from then on, who was waited for in vain comes last, until it
-speaks again. Nobody speaks whom `reputation` does not know."""
+speaks again, and so does who is barred. Nobody speaks whom `reputation` does not know."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Speakers:
     def order(self, stage: int, exchange: int, shard: int) -> list[str]:
         """Peers that may speak for a shard; the first one is taken for its primary."""
         order = list(self._ownership.leaders(stage, exchange, shard))
-        order.sort(key=lambda peer_id: peer_id in self._silent)
+        is_barred = self._ownership.gossip.view.is_barred
+        order.sort(key=lambda peer_id: (is_barred(peer_id), peer_id in self._silent))
         if stage == self._ownership.replica.index:
             followed = self._followed(exchange, shard)
             return list(dict.fromkeys([followed, *order])) if followed else order

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import NotReady, Unreachable
-from swarmnet.methods.update import NormReply, NormRequest
+from swarmnet.methods.update import NormReply
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.peer import Peer
@@ -20,6 +20,7 @@ from swarmnet.swarm.update.exchange.norms import ATTEMPT_S, KEPT_ROUNDS, Norms
 from swarmnet.swarm.update.exchange.speakers import Speakers
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
+from tests.hostile.attacker import NamedSigner, norm_said
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
@@ -46,6 +47,7 @@ class Net:
         """By stage and shard, who is taken for its primary while it lives."""
         self.handlers: dict[tuple[str, str], Any] = {}
         self.missed: list[str] = []
+        self.barred: set[str] = set()
         self.records: dict[str, Any] = {"other": SimpleNamespace(stage=1)}
         self.norms = {name: self.make(name, num_stages) for name in names}
 
@@ -74,8 +76,9 @@ class Net:
 
         transport: Any = SimpleNamespace(call=call, handle=handle)
         gossip: Any = SimpleNamespace(
-            own=SimpleNamespace(peer_id=name),
-            view=SimpleNamespace(get=self.records.get),
+            own=SimpleNamespace(peer_id=name, run_id="run"),
+            signer=NamedSigner(name),
+            view=SimpleNamespace(get=self.records.get, is_barred=self.barred.__contains__),
             changed=Condition(),
             liveness=SimpleNamespace(awake_s=lambda: asyncio.get_running_loop().time()),
             check_run=check_run,
@@ -92,7 +95,7 @@ class Net:
 
         replica: Any = SimpleNamespace(index=stage, current_exchange=ROUND)
         ownership: Any = SimpleNamespace(
-            roots=roots, members=members, leaders=leaders, replica=replica
+            gossip=gossip, roots=roots, members=members, leaders=leaders, replica=replica
         )
         waits = SimpleNamespace(norm_s=WAIT_S, contributions_s=LONG_S, usual_s=USUAL_S)
         pace: Any = SimpleNamespace(waits=lambda: waits)
@@ -399,7 +402,9 @@ def _claim(net: Net, peer_id: str, *shards: int) -> list[asyncio.Task[None]]:
     """It says at both collectors of stage 0 that these shards are huge."""
 
     async def claim(collector: str) -> None:
-        body = NormRequest(ROUND, 0, shards, (1e30,) * len(shards))
+        body = norm_said(
+            NamedSigner(peer_id), "run", peer_id, ROUND, 0, dict.fromkeys(shards, 1e30)
+        )
         request: Any = SimpleNamespace(remote=peer_id, message=Message(body))
         with contextlib.suppress(NotReady):
             await net.handlers[collector, "norm"](request)
@@ -467,7 +472,7 @@ def test_another_speaks_for_a_primary_that_lives_and_says_nothing() -> None:
 
 async def _say(net: Net, round_index: int, sums: dict[int, float]) -> Message:
     """What a replica of stage 1 hears when it tells "a" the norms of its shards."""
-    body = NormRequest(round_index, 1, tuple(sums), tuple(sums.values()))
+    body = norm_said(NamedSigner("other"), "run", "other", round_index, 1, sums)
     request: Any = SimpleNamespace(remote="other", message=Message(body))
     reply: Message = await net.handlers["a", "norm"](request)
     return reply

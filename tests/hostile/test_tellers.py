@@ -1,0 +1,163 @@
+"""One that does all its work, is proven everywhere, and tells false results and norms of the shards
+that it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from swarmnet.methods.update import NORM, REDUCE, ReduceReply, ShardReply
+from swarmnet.methods.update_proof import SIGNED_AS, Proof, Stepped
+from swarmnet.protocol.update import shard_rules
+from swarmnet.protocol.update.shard_state import ShardState
+from swarmnet.swarm.pipeline.receipts import hash_of
+from swarmnet.transport.base import Request
+from swarmnet.wire import Array, Message, pack
+from tests.hostile.attacker import Attacker, NamedSigner, norm_said
+from tests.hostile.attacks import HUGE
+from tests.hostile.drawing import false_gradient
+from tests.hostile.test_takeovers import LIAR, led_by
+from tests.hostile.trial import trial
+from tests.swarm.handlers import Go, handler_of, intercept_calls
+from tests.swarm.harness import SIZES, Swarm
+
+FALSE_RESULT = Array("float32", (SIZES.shard_parameters,), false_gradient(random.Random(2)))
+DURING_S = 16.0
+UPDATES = 50
+
+
+@dataclass
+class Seen:
+    """What came of it."""
+
+    begun: int = 0
+    """The round in which the lies began."""
+    taken: int = 0
+    """Times that an honest replica took the false result."""
+    barred_in: dict[str, int] | None = None
+    """By honest peer that has barred the liar, in which round."""
+
+    def look(self, swarm: Swarm) -> None:
+        """At who has barred whom by now."""
+        self.barred_in = self.barred_in or {}
+        for name, member in swarm.members.items():
+            is_barred = member.peer.dispatcher.conclusions.is_barred
+            assert name == LIAR or not any(is_barred(p) for p in swarm.members if p != LIAR)
+            if name != LIAR and is_barred(LIAR):
+                self.barred_in.setdefault(name, member.peer.gossip.own.round)
+
+
+Lie = Callable[[Any, Swarm], None]
+"""Makes a liar of the peer."""
+
+
+def signs(own: Any, asked: Any, shard: int, total: bytes) -> Proof:
+    where = own.run_id, own.peer_id, own.incarnation, asked.round, asked.stage, shard, 1
+    statement = pack(Stepped(*where, total, hash_of(FALSE_RESULT)))
+    return Proof(statement, NamedSigner(own.peer_id).sign(SIGNED_AS + statement))
+
+
+def tells_at_once(total: bytes, *, has_norm: bool = False) -> Lie:
+    """A result of its own, before there is any sum; collectors hear nothing, unless `has_norm`.
+    `total`: of which sum it is, as it signs."""
+
+    def lie(peer: Any, swarm: Swarm) -> None:
+        reduce = handler_of(peer.transport, REDUCE.name)
+
+        async def tell(request: Request[Any]) -> Message[Any]:
+            asked, own = request.message.body, peer.gossip.own
+            if not led_by(swarm, LIAR).issuperset(asked.shards):
+                return await reduce(request)
+            proofs = [signs(own, asked, j, total) for j in asked.shards]
+            told = tuple(ShardReply(asked.round + 1, True, 64, proof=proof) for proof in proofs)
+            return Message(ReduceReply(told), (FALSE_RESULT,) * len(told))
+
+        async def keep(peer_id: str, message: Message[Any], go: Go) -> Message[Any]:
+            if message.body.shards and not has_norm:
+                await asyncio.get_running_loop().create_future()
+            return await go(message)
+
+        peer.transport.handle(REDUCE.name, tell)
+        intercept_calls(peer.transport, NORM.name, keep)
+
+    return lie
+
+
+def tells_huge_norms(peer: Any, swarm: Swarm) -> None:
+    """Of what it leads, to all collectors; else it is honest."""
+
+    async def huge(peer_id: str, message: Message[Any], go: Go) -> Message[Any]:
+        said = message.body
+        if said.shards:
+            sums = dict.fromkeys(said.shards, HUGE)
+            signer, run_id = NamedSigner(LIAR), peer.gossip.own.run_id
+            message = Message(norm_said(signer, run_id, LIAR, said.round, said.stage, sums))
+        return await go(message)
+
+    intercept_calls(peer.transport, NORM.name, huge)
+
+
+def sums_to_huge_norms(peer: Any, swarm: Swarm) -> None:
+    """Of what it leads, to all collectors and in what it signs of its sums."""
+    work = peer.exchanges.work
+    total = work.total
+
+    async def false(*arguments: Any, **options: Any) -> Any:
+        found = await total(*arguments, **options)
+        return None if found is None else replace(found, squares=HUGE)
+
+    work.total = false
+
+
+LIES: dict[str, Lie] = {
+    "a result with no sum": tells_at_once(b""),
+    "a result of a sum that is not shown": tells_at_once(bytes(range(32))),
+    "a false result, and a true norm": tells_at_once(b"", has_norm=True),
+    "another norm than that of its sums": tells_huge_norms,
+    "a false norm of its sums": sums_to_huge_norms,
+}
+LONG = ("a result of a sum that is not shown", "a false result, and a true norm")
+
+
+@pytest.mark.parametrize(
+    "lie", [pytest.param(lie, marks=pytest.mark.long if lie in LONG else ()) for lie in LIES]
+)
+def test_a_member_that_tells_what_cannot_be_is_found(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By those that share its stage, and nobody else is. Rounds go on with honest numbers."""
+    seen, end_with = Seen(), shard_rules.end_with
+
+    def noted(u: ShardState, *, is_own: bool) -> None:
+        values = None if u.result is None else u.result.values
+        is_false = values is not None and values.data == FALSE_RESULT.data
+        seen.taken += u.me != LIAR and is_false
+        end_with(u, is_own=is_own)
+
+    monkeypatch.setattr(shard_rules, "end_with", noted)
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        attacker.victims.remove(LIAR)
+        seen.begun = max(swarm.rounds())
+        LIES[lie](swarm.members[LIAR].peer, swarm)
+        while True:
+            seen.look(swarm)
+            await asyncio.sleep(0.1)
+
+    def untouched(swarm: Swarm, attacker: Attacker) -> None:
+        mates = [p for p, s in swarm.stages().items() if s == swarm.stages()[LIAR] and p != LIAR]
+        assert seen.barred_in is not None
+        assert seen.barred_in.keys() >= set(mates), seen
+        assert max(seen.barred_in.values()) <= seen.begun + UPDATES, seen
+        for total in ("norm_missed", "stage_restarted", "slots_doubled"):
+            assert not swarm.total(total), total
+
+    pace = trial(attack, during_s=DURING_S, look=untouched)
+    print(pace, seen)
+    assert not seen.taken
+    assert pace.held(), pace
