@@ -62,9 +62,9 @@ def signs(own: Any, asked: Any, shard: int, total: bytes) -> Proof:
     return Proof(statement, NamedSigner(own.peer_id).sign(SIGNED_AS + statement))
 
 
-def tells_at_once(total: bytes, *, has_norm: bool = False) -> Lie:
+def tells_at_once(total: bytes | None, *, has_norm: bool = False) -> Lie:
     """A result of its own, before there is any sum; collectors hear nothing, unless `has_norm`.
-    `total`: of which sum it is, as it signs."""
+    `total`: of which sum it is, as it signs; None: it signs nothing."""
 
     def lie(peer: Any, swarm: Swarm) -> None:
         reduce = handler_of(peer.transport, REDUCE.name)
@@ -73,7 +73,7 @@ def tells_at_once(total: bytes, *, has_norm: bool = False) -> Lie:
             asked, own = request.message.body, peer.gossip.own
             if not led_by(swarm, LIAR).issuperset(asked.shards):
                 return await reduce(request)
-            proofs = [signs(own, asked, j, total) for j in asked.shards]
+            proofs = [None if total is None else signs(own, asked, j, total) for j in asked.shards]
             told = tuple(ShardReply(asked.round + 1, True, 64, proof=proof) for proof in proofs)
             return Message(ReduceReply(told), (FALSE_RESULT,) * len(told))
 
@@ -117,6 +117,7 @@ def sums_to_huge_norms(peer: Any, swarm: Swarm) -> None:
 LIES: dict[str, Lie] = {
     "a result with no sum": tells_at_once(b""),
     "a result of a sum that is not shown": tells_at_once(bytes(range(32))),
+    "a result that nothing is signed of": tells_at_once(None),
     "a false result, and a true norm": tells_at_once(b"", has_norm=True),
     "another norm than that of its sums": tells_huge_norms,
     "a false norm of its sums": sums_to_huge_norms,

@@ -631,7 +631,7 @@ class Exchange:
                 parameters = await self._work.checked(j, values, why_not)
             except ProtocolViolation as e:
                 log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
-                if sender == shard.ballot.primary and (told.proof or self._is_in(j, told)):
+                if sender == shard.ballot.primary and (told.proof or self._was_there(j, told)):
                     self._audits.told_falsely(sender, self.number, j)
                 self._distrusted.add(sender)
                 self.refresh()
@@ -655,10 +655,8 @@ class Exchange:
         its sum, or leaves the parameters as they are."""
         if not self._audits.is_signed_for(j):
             return lambda is_unchanged: ""
-        plan, own = self._work.plan, self._gossip.own
         is_primary = sender == self._machines[j].shard.ballot.primary
-        # Who has just come may be unknown to one that was alone, and signed nothing.
-        was_there = self._is_in(j, told) or plan.parameter_version(own.active_from) < self.number
+        was_there = self._was_there(j, told)
         return lambda is_unchanged: self._proofs.not_shown(
             self.number,
             j,
@@ -668,10 +666,13 @@ class Exchange:
             is_known=is_primary and was_there,
         )
 
-    def _is_in(self, j: int, told: ShardReply) -> bool:
-        """A contribution of this replica is in a result, as is told with it."""
+    def _was_there(self, j: int, told: ShardReply) -> bool:
+        """This replica is known to the primary that tells a result: a contribution of it is in
+        that, as is told with it, or it served before. Who has just come may be unknown to one that
+        was alone, and signed nothing."""
         has_given = self._calls.tokens.get(j, 0) > 0 and j not in self._neighbours.given
-        return has_given and told.counted
+        began = self._work.plan.parameter_version(self._gossip.own.active_from)
+        return (has_given and told.counted) or began < self.number
 
     async def _maker(
         self, j: int, sender: str, ballot: Ballot, told: ShardReply, values: Array | None
