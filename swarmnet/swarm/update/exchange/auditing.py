@@ -127,6 +127,11 @@ class UpdateAudits:
     def _tells_results(self) -> bool:
         return self.replica.optimizer.codec.names.tells_results
 
+    @property
+    def _clips(self) -> bool:
+        """Steps are scaled by the norm of all stages, of which primaries tell collectors."""
+        return self.settings.grad_clip_norm > 0 and not self.replica.plan.is_local
+
     def is_signed_for(self, shard: int) -> bool:
         """Sums of a shard are signed. Those of two stages are not, nor those of too many."""
         now = asyncio.get_running_loop().time()
@@ -249,9 +254,8 @@ class UpdateAudits:
         plan = self.replica.plan
         rule = rule_of(self.settings.aggregation, plan)
         parts = [Part(e.claimed, e.num_tokens, e.factor) for e in said.entries]
-        clips = self.settings.grad_clip_norm > 0 and not plan.is_local
         return unfair(
-            rule, parts, said.num_tokens, said.scale, clips=clips
+            rule, parts, said.num_tokens, said.scale, clips=self._clips
         ) or self._wrong_arithmetic(rule, said, arrays)
 
     def _wrong_arithmetic(self, rule: str, said: Summed, arrays: Mapping[str, Array]) -> str:
@@ -301,7 +305,7 @@ class UpdateAudits:
         if proof is None and copy is None:
             self._not_shown(came.sender, shard)  # who is alone, as far as it knows, signs nothing
             return
-        if came.told.summed is not None and self.squares.is_drawn():
+        if came.told.summed is not None and self._clips and self.squares.is_drawn():
             self._tasks.start(self._compare_squares(came.sender, came.told.summed))
         if copy is not None or self.looks.is_drawn():
             has_part = came.has_given and came.told.counted

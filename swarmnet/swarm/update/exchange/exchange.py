@@ -619,7 +619,7 @@ class Exchange:
         copy: Result | None = shard.result if shard.state is State.COPIED else None
         if copy is not None and copy.rest is not None and not copy.is_audited:
             copy = None  # there is nothing to compare with
-        counted = told.counted or told.is_late
+        counted = told.counted or told.is_late or self._proofs.names_own(told)
         if values is None:
             if copy is None or copy.values is None or copy.parameters is None:
                 raise NotReady("the copy was given up")  # and is not told of again

@@ -291,6 +291,16 @@ class Proofs:
         key = exchange, shard
         return self._copied.get(key) or self._summed.get(key)
 
+    def names_own(self, told: ShardReply) -> bool:
+        """A contribution of this replica is in the sum whose primary has signed so: whoever tells
+        of the result may not know it."""
+        try:
+            said = None if told.summed is None else told.summed.read(Summed)
+        except ProtocolViolation:
+            return False
+        own = self.gossip.own.peer_id
+        return said is not None and any(e.peer_id == own and e.factor for e in said.entries)
+
     def not_shown(
         self,
         exchange: int,
