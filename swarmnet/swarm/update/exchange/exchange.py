@@ -53,7 +53,15 @@ from swarmnet.swarm.update.exchange.late import LateContributions
 from swarmnet.swarm.update.exchange.neighbours import Neighbours
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.proofs import Proofs
-from swarmnet.swarm.update.exchange.shard_work import Before, Came, Put, Result, ShardWork, Total
+from swarmnet.swarm.update.exchange.shard_work import (
+    Before,
+    Came,
+    NoResult,
+    Put,
+    Result,
+    ShardWork,
+    Total,
+)
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.wire import Array
@@ -631,7 +639,7 @@ class Exchange:
                 parameters = await self._work.checked(j, values, why_not)
             except ProtocolViolation as e:
                 log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
-                if sender == shard.ballot.primary and (told.proof or self._was_there(j, told)):
+                if isinstance(e, NoResult) and sender == shard.ballot.primary:
                     self._audits.told_falsely(sender, self.number, j)
                 self._distrusted.add(sender)
                 self.refresh()

@@ -50,6 +50,10 @@ Put = Callable[[int, Array], None]
 fit."""
 
 
+class NoResult(ProtocolViolation):
+    """What is signed of a result shows that it is none, or nothing is."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Total:
     """An aggregate, and what the step with it needs."""
@@ -522,8 +526,8 @@ class ShardWork:
         self, shard: int, values: Array, why_not: Callable[[bool], str] = lambda is_unchanged: ""
     ) -> Array:
         """The parameters that another replica's result leads to. Raises `ProtocolViolation` where
-        it is of no use, or `why_not(is_unchanged)` says on the worker that it is none.
-        `is_unchanged`: it leaves the parameters as they are, to the bit."""
+        it is of no use, `NoResult` where `why_not(is_unchanged)` says on the worker that it is
+        none. `is_unchanged`: it leaves the parameters as they are, to the bit."""
         replica = self._replica
 
         def work() -> Array:
@@ -534,7 +538,7 @@ class ShardWork:
             if not math.isfinite(replica.optimizer.sum_of_squares(parameters)):
                 raise ProtocolViolation("parameters that are not finite")
             if why := why_not(present.data == parameters.data):
-                raise ProtocolViolation(f"a result of shard {shard}: {why}")
+                raise NoResult(f"a result of shard {shard}: {why}")
             return parameters
 
         return await replica.worker.run(work)
