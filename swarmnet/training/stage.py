@@ -223,12 +223,12 @@ class TorchStage(HostSide):
             kept = self.kept.begin(key, x, context=context)
 
             def run() -> Tensor:
-                with torch.set_grad_enabled(self.layers.activations != "recompute"):
+                has_graph = self.layers.activations != "recompute"
+                with self._watched(), torch.set_grad_enabled(has_graph):
                     return self.layers.run(key, kept.inputs, kept.context)
 
-            with self.kept.forget_on_error(key), self._watched():
-                outputs = self._with_room(run)
             with self.kept.forget_on_error(key):
+                outputs = self._with_room(run)
                 sending = self._boundary.send_outputs(outputs, kept.context)
             if self.layers.activations != "recompute":
                 kept.keep_graph(outputs)
@@ -295,8 +295,13 @@ class TorchStage(HostSide):
             x, wanted, context = came
             self.vectors.use(key[0])
             kept = self.kept.begin(key, x, wanted, context=context)
-            with self.kept.forget_on_error(key), self._watched():
-                loss = self._with_room(lambda: self.layers.again(key, kept))
+
+            def run() -> Tensor:
+                with self._watched():
+                    return self.layers.again(key, kept)
+
+            with self.kept.forget_on_error(key):
+                loss = self._with_room(run)
                 loss_sum = finite_loss(loss)
             with self._leaving():
                 scale = self._backward_passes.add(
@@ -424,7 +429,8 @@ class TorchStage(HostSide):
         return None if self.owed is None else self.owed.make_next
 
     def _watched(self) -> contextlib.AbstractContextManager[Any]:
-        """Of a forward pass whose backward pass may leave something."""
+        """Of a forward pass whose backward pass may leave something, as activations are kept now:
+        for want of memory it may be made again with fewer of them."""
         if self.owed is None:
             return contextlib.nullcontext()
         self.owed.keep(self._room())

@@ -45,6 +45,8 @@ def test_a_norm_that_comes_late_is_not_that_of_the_sum_made_since() -> None:
     class Work:
         """Of `ShardWork`."""
 
+        tells_results = False
+
         def __init__(self) -> None:
             self.norms = {1: asyncio.Event(), 2: asyncio.Event()}
             self.stepped: list[float] = []
