@@ -126,10 +126,12 @@ class FeederView:
     def does_own(self, wait_s: float, upload_s: float) -> bool:
         """Whether its own replica is to do what this feeder launches now, where that serves stage
         0: it would begin after `wait_s`, and another after `upload_s`."""
-        if self.own.stage != 0 or not self.is_small:
-            return self.own.stage == 0
-        rates = self._rates()
-        return feeding.does_own(self.own.samples_per_s, rates, wait_s=wait_s, upload_s=upload_s)
+        own = self.own
+        if own.stage != 0:
+            return False
+        return not self.is_small or feeding.does_own(
+            own.samples_per_s, self._rates(), wait_s=wait_s, upload_s=upload_s
+        )
 
     def _part(self, num_feeders: int, shares: bool) -> float:
         own = self.own

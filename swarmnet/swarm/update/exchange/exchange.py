@@ -627,7 +627,7 @@ class Exchange:
         copy: Result | None = shard.result if shard.state is State.COPIED else None
         if copy is not None and copy.rest is not None and not copy.is_audited:
             copy = None  # there is nothing to compare with
-        counted = told.counted or told.is_late or self._proofs.names_own(told)
+        counted = told.counted or told.is_late
         if values is None:
             if copy is None or copy.values is None or copy.parameters is None:
                 raise NotReady("the copy was given up")  # and is not told of again
@@ -645,6 +645,8 @@ class Exchange:
                 self.refresh()
                 raise
             kept = parameters if self._put is not None else None
+            if not counted and self._audits.is_signed_for(j):  # so the signatures were checked
+                counted = self._proofs.names_own(told)
             result = Result(values, counted, parameters=kept)
         result.came = Came(
             sender,
