@@ -37,6 +37,8 @@ from swarmnet.protocol.membership.records import MAX_VOUCHES, VOUCH_BYTES
 MAX_INTRODUCERS = 3
 MAX_NAMED = 16
 """Peers that were named to this one."""
+MAX_ANSWERS = 16_384
+"""About peers, remembered."""
 MAX_BARRED = 16_384
 """Machines that have lied and are remembered; of more, those found out last."""
 GRACE_ROUNDS = 32
@@ -104,6 +106,9 @@ class Reputation:
         """Those in whom a newcomer believes; None: to be found anew."""
         self._founders: frozenset[str] = frozenset()
         self._rounds_left = GRACE_ROUNDS
+        self._counting: dict[str, bool] = {}
+        """What `counts` has answered since the last change. All peers of a view are asked about
+        whenever one of their records has changed."""
 
     # ---- answers --------------------------------------------------------------------------------
 
@@ -126,10 +131,12 @@ class Reputation:
     def counts(self, peer_id: str) -> bool:
         """Whether a peer takes part in the run, as this one sees it. The own one counts where the
         others would have it."""
-        level = self.level(peer_id)
-        if level is not Level.UNKNOWN:
-            return level > Level.UNKNOWN
-        return self._is_believed(peer_id) or self._is_introduced(peer_id, tried_name_of)
+        answer = self._counting.get(peer_id)
+        if answer is None:
+            if len(self._counting) >= MAX_ANSWERS:
+                self._counting.clear()
+            answer = self._counting[peer_id] = self._finds_counting(peer_id)
+        return answer
 
     def works(self, peer_id: str) -> bool:
         """Whether a peer counts, and may have a gradient: a right loss is not enough."""
@@ -189,6 +196,7 @@ class Reputation:
             return False
         self._introducers[peer_id] = None
         self._introduced = self._steps = None
+        self._counting.clear()
         return True
 
     def vouched(self, by: str, vouches: bytes) -> bool:
@@ -200,6 +208,7 @@ class Reputation:
         if not names:
             del self._vouches[by]
         self._introduced = self._steps = None
+        self._counting.clear()
         if by in self._proven:
             self._support(names - before, 1)
             self._support(before - names, -1)
@@ -219,6 +228,7 @@ class Reputation:
         self._shown[peer_id] = True
         self._proven.add(peer_id)
         self._steps = None
+        self._counting.clear()
         self._support(self._vouches.get(peer_id, ()), 1)
         return True
 
@@ -229,6 +239,7 @@ class Reputation:
         if machine_of(peer_id) in self._barred:
             return False
         self._shown[peer_id] = False
+        self._counting.clear()
         return True
 
     def lied(self, peer_id: str) -> bool:
@@ -239,6 +250,7 @@ class Reputation:
         self._barred[machine] = None
         if len(self._barred) > MAX_BARRED:
             del self._barred[next(iter(self._barred))]
+        self._counting.clear()
         for seat in [p for p in self._shown if machine_of(p) == machine]:
             self._disprove(seat)
         return True
@@ -253,6 +265,7 @@ class Reputation:
         if self._rounds_left:
             return False
         self._founders = frozenset()
+        self._counting.clear()
         return True
 
     def forget(self, peer_id: str) -> None:
@@ -262,8 +275,15 @@ class Reputation:
         self._introducers.pop(peer_id, None)
         self._named.pop(peer_id, None)
         self._introduced = self._steps = None
+        self._counting.clear()
 
     # ---- within ---------------------------------------------------------------------------------
+
+    def _finds_counting(self, peer_id: str) -> bool:
+        level = self.level(peer_id)
+        if level is not Level.UNKNOWN:
+            return level > Level.UNKNOWN
+        return self._is_believed(peer_id) or self._is_introduced(peer_id, tried_name_of)
 
     def _disprove(self, peer_id: str) -> None:
         self._shown.pop(peer_id, None)

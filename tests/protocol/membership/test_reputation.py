@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+
+import pytest
 
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -227,6 +232,34 @@ def test_a_right_loss_is_not_work() -> None:
     assert not reputation.found_loss("b")
     reputation.vouched("a", vouches("c"))
     assert reputation.works("c")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_asked_before_changes_no_answer(seed: int) -> None:
+    rng = random.Random(seed)
+    peers = [f"peer{i}" for i in range(8)]
+    asked, history = Reputation("peer0"), list[Callable[[Reputation], object]]()
+    for _ in range(150):
+        peer_id, others = rng.choice(peers), b"".join(map(name_of, rng.sample(peers, 2)))
+        happens = rng.choice(
+            (
+                partial(Reputation.vouched, by=peer_id, vouches=others),
+                partial(Reputation.vouched, by=peer_id, vouches=tried_name_of(peer_id)),
+                partial(Reputation.met, peer_id=peer_id),
+                partial(Reputation.named, peer_id=peer_id),
+                partial(Reputation.delivered, peer_id=peer_id, known=peers),
+                partial(Reputation.found_loss, peer_id=peer_id),
+                *(Reputation.round_began,) * 8,
+                partial(Reputation.forget, peer_id=peer_id),
+                *(partial(Reputation.lied, peer_id=peer_id),) * rng.randint(0, 1),
+            )
+        )
+        history.append(happens)
+        happens(asked)
+        fresh = Reputation("peer0")
+        for event in history:
+            event(fresh)
+        assert [asked.counts(p) for p in peers] == [fresh.counts(p) for p in peers]
 
 
 def test_who_found_a_loss_is_forgotten_and_barred_as_others_are() -> None:
