@@ -54,13 +54,13 @@ install: .venv/installed
 	@echo "swarmnet: what comes takes 1.3 GB with torch for CPUs (make demo TORCH=cpu), and gigabytes more with the libraries of CUDA"
 	.ci/make-venv $(PYTHON) .venv
 	$(BIN)/pip -qq uninstall --yes swarmnet
-	$(BIN)/pip install $(if $(TORCH),--extra-index-url https://download.pytorch.org/whl/$(TORCH)) -c constraints.txt -e .
-	$(BIN)/pip install -c constraints.txt --no-deps libp2p
+	$(BIN)/pip install --no-compile $(if $(TORCH),--extra-index-url https://download.pytorch.org/whl/$(TORCH)) -c constraints.txt -e .
+	$(BIN)/pip install --no-compile -c constraints.txt --no-deps libp2p
 	touch .venv/runs
 
 # With what tests and linters need.
 .venv/installed: .venv/runs
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev]'
 	touch .venv/installed
 
 # Chromium, for the tests of the web page; nothing where there is one.
