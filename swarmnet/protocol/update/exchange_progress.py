@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update.roster import Ballot
+from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus
 from swarmnet.protocol.update.shard_state import (
     CANVASSING,
     CLIPPING,
@@ -32,6 +32,9 @@ class ExchangeProgress:
         """Shards whose owners have made the step, as this replica heard when about to leave."""
         self.missed: set[str] = set()
         """Who lives, was waited for, and has sent nothing."""
+        self._suspected: set[str] = set()
+        """Who is not back yet."""
+        self._came_back: set[str] = set()
         self._hung: set[str] = set()
         self._has_state: dict[tuple[str, int], bool] = {}
         """By peer and shard, whether it has the optimizer state, by its own word."""
@@ -50,9 +53,18 @@ class ExchangeProgress:
         elif isinstance(command, do.FindNorm | do.Step):
             self.summed.add(shard)
 
-    def waits(self) -> None:
-        """Notes that a suspected member is waited for."""
-        self.is_usual = False
+    def back(self, members: Mapping[str, MemberStatus]) -> set[str]:
+        """Notes which members are suspected, and so waited for. Returns those that were at the look
+        before, or earlier, and are back: each once, for one that comes and goes would never be done
+        with."""
+        suspected = {p for p, status in members.items() if status.life == SUSPECT}
+        self.is_usual = self.is_usual and not suspected
+        waited_for = {p for p, status in members.items() if status.is_waited_for}
+        back = (self._suspected & waited_for) - suspected
+        self._suspected = self._suspected - back | suspected
+        found = back - self._came_back
+        self._came_back |= found
+        return found
 
     def came(self, sender: str) -> None:
         """Notes a contribution, in time or not."""

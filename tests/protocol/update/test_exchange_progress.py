@@ -8,7 +8,15 @@ import pytest
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress, HeldUp, SumWaits
-from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, Ballot, MemberStatus, Roster
+from swarmnet.protocol.update.roster import (
+    ALIVE,
+    DEAD,
+    HUNG,
+    SUSPECT,
+    Ballot,
+    MemberStatus,
+    Roster,
+)
 from swarmnet.protocol.update.shard_state import ShardState, State
 
 LIMIT_S = 10.0
@@ -206,3 +214,18 @@ def test_a_shard_is_unled_after_its_primary_has_been_dead_for_long() -> None:
     assert progress.unled(shards, 133.0, LIMIT_S) == [1]
     second.state = State.GATHERING
     assert progress.unled(shards, 150.0, LIMIT_S) == []
+
+
+def test_who_is_back_is_told_once_an_exchange() -> None:
+    known = ExchangeProgress()
+    silent, gone = {NEXT: MemberStatus(SUSPECT)}, {NEXT: MemberStatus(DEAD)}
+    there = {NEXT: MemberStatus(ALIVE), PRIMARY: MemberStatus(ALIVE)}
+    assert known.back(there) == set()
+    assert known.is_usual
+    assert known.back(silent) == set()
+    assert known.back(gone) == set()
+    assert known.back(there) == {NEXT}
+    assert known.back(there) == set()
+    assert not known.is_usual
+    known.back(silent)
+    assert known.back(there) == set()

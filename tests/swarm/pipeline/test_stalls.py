@@ -27,7 +27,8 @@ def _stalls(seed: int) -> Iterator[tuple[float, str, float]]:
 
 @pytest.mark.parametrize("mode", [pytest.param("zero", marks=pytest.mark.long), "delayed", "local"])
 @pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.long)]
+    "seed",
+    [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 10, 17))],
 )
 def test_who_stalls_for_seconds_loses_no_sample(tmp_path: Path, mode: str, seed: int) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync={"mode": mode})
@@ -49,6 +50,38 @@ def test_who_stalls_for_seconds_loses_no_sample(tmp_path: Path, mode: str, seed:
             assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
 
     in_virtual_time(scenario, spec)
+
+
+def test_who_is_back_just_before_the_deadline_has_the_time_again(tmp_path: Path) -> None:
+    """It took the others for dead, and so leads all shards itself: until it has heard of them all
+    it cannot give them what it has, and one of them stalls then."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def stall(swarm: Swarm, name: str, stall_s: float) -> None:
+        swarm.hub.freeze(name)
+        await asyncio.sleep(stall_s)
+        swarm.hub.thaw(name)
+
+    async def scenario(swarm: Swarm) -> None:
+        feeder, *_ = [swarm.start(f"peer-{i}", stage=i % 2) for i in range(6)]
+        await swarm.until_round(8)
+        struck, rounds, is_over = max(swarm.rounds()) + 1, feeder.rounds, asyncio.Event()
+        is_drained = rounds.is_drained
+
+        def noted(r: int) -> bool:
+            if is_drained(r) and r == struck:
+                is_over.set()
+            return is_drained(r)
+
+        rounds.is_drained = noted  # type: ignore[method-assign]
+        await is_over.wait()  # and has not begun the update
+        await stall(swarm, "peer-1", 4.2)
+        await asyncio.sleep(0.5)
+        await stall(swarm, "peer-3", 2.2)
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("samples_lost") == 0
+
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])

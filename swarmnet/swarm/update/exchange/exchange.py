@@ -422,10 +422,12 @@ class Exchange:
             return
         self._members = members
         self._short_of = counted
-        if any(s.life == SUSPECT for s in members.values()):
-            self.progress.waits()
+        back = self.progress.back(members)
         for j, machine in list(self._machines.items()):
             self.feed(j, on.Seen(members, counted, machine.shard.is_kept))
+        # Who is back has the time again for what it was sending, when others heard nothing.
+        for j in [j for j in self._deadlines if back.intersection(self._awaited(j))]:
+            self._set_deadline(j)
 
     def _counted(self, members: Mapping[str, MemberStatus]) -> int:
         """Tokens that members have to contribute together, because somebody who holds some may not
@@ -917,10 +919,9 @@ class Exchange:
 
     async def _expire(self, j: int) -> None:
         """Waits for the deadline in time awake: after a stall of its own, this process has not read
-        yet what came. Then for the leases of those that may be back; who is back has the time
-        again, once, for what it was sending. It runs from when those that are waited for have left
-        the exchange before, if that is before it."""
-        silent, are_back = set[str](), set[str]()
+        yet what came. Then for the leases of those that may be back, which sets it anew
+        (`refresh`). It runs from when those that are waited for have left the exchange before, if
+        that is before it."""
         if await self._until_begun(j):
             self._set_deadline(j)
         while True:
@@ -929,13 +930,9 @@ class Exchange:
                 continue  # it may have been set anew meanwhile, or this process stood still
             await self._gossip.liveness.look_into(self._awaited(j))
             self.refresh()
-            while found := {p for p in self._awaited(j) if self._members[p].life == SUSPECT}:
-                silent |= found
+            while any(self._members[p].life == SUSPECT for p in self._awaited(j)):
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
                 self.refresh()
-            if back := silent.intersection(self._awaited(j)) - are_back:
-                are_back |= back
-                self._set_deadline(j)
             if self._deadlines[j].is_over(self._gossip.liveness.awake_s()):
                 break
         del self._deadlines[j]
