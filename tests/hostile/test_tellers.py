@@ -22,7 +22,7 @@ from tests.hostile.attacker import Attacker, NamedSigner, norm_said
 from tests.hostile.attacks import HUGE
 from tests.hostile.drawing import false_gradient
 from tests.hostile.test_takeovers import LIAR, led_by
-from tests.hostile.trial import trial
+from tests.hostile.trial import OPEN_PART, trial
 from tests.swarm.handlers import Go, handler_of, intercept_calls
 from tests.swarm.harness import SIZES, Swarm
 
@@ -162,3 +162,34 @@ def test_a_member_that_tells_what_cannot_be_is_found(
     print(pace, seen)
     assert not seen.taken
     assert pace.held(), pace
+
+
+def test_one_that_lies_to_one_of_two_others_holds_their_stage_up_twice() -> None:
+    """The other sees nothing of it, nor does a signature show it. The liar says that it never got
+    what it was given, so all wait: each time rarer."""
+    ends = list[float]()
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        liar, loop, stages = "peer-5", asyncio.get_running_loop(), swarm.stages()
+        victim = min(p for p in stages if stages[p] == stages[liar] and p != liar)
+        transport = swarm.members[liar].peer.transport
+        reduce = handler_of(transport, REDUCE.name)
+
+        async def tell(request: Request[Any]) -> Message[Any]:
+            asked = request.message.body
+            if request.remote != victim or not led_by(swarm, liar).issuperset(asked.shards):
+                return await reduce(request)
+            told = tuple(ShardReply(asked.round + 1, True, 64) for _ in asked.shards)
+            return Message(ReduceReply(told), (FALSE_RESULT,) * len(told))
+
+        transport.handle(REDUCE.name, tell)
+        begun = min(swarm.rounds())
+        while True:
+            ends.extend([loop.time()] * (min(swarm.rounds()) - begun - len(ends)))
+            await asyncio.sleep(0.02)
+
+    pace = trial(attack, num_replicas=3, during_s=15.0)
+    assert len(ends) > 8, ends
+    rate = 6 / (ends[8] - ends[2])
+    print(pace, rate)
+    assert rate >= OPEN_PART * pace.before

@@ -69,16 +69,17 @@ def trial(
     attack: Attack,
     *,
     seed: int = 0,
+    num_replicas: int = NUM_REPLICAS,
     is_closed: bool = False,
     during_s: float = DURING_S,
     look: Callable[[Swarm, Attacker], None] = lambda swarm, attacker: None,
 ) -> Pace:
-    """Lets a swarm of eight work, attacks it, and lets it work again. `look(swarm, attacker)`: what
-    else has to hold at the end."""
+    """Lets a swarm of two stages work, attacks it, and lets it work again. `look(swarm, attacker)`:
+    what else has to hold at the end."""
     found: list[Pace] = []
 
     async def scenario(swarm: Swarm) -> None:
-        swarm.start_grid(NUM_STAGES, NUM_REPLICAS)
+        swarm.start_grid(NUM_STAGES, num_replicas)
         await swarm.until_round(3)
         await asyncio.sleep(SETTLES_S)
         before = await _rounds_per_s(swarm, BEFORE_S)

@@ -17,7 +17,7 @@ BEHIND_ROUNDS = 2
 """A record that is older than so many rounds is not just late: its peer was cut off."""
 
 RESTS = 8
-"""Exchanges in which one is not waited for that has hung, and done so before."""
+"""Exchanges in which one is not waited for that has hung or given nothing, and done so before."""
 MAX_DOUBLINGS = 16
 
 
@@ -104,47 +104,40 @@ def status(record: Record, plan: SyncPlan, round_index: int, life: str) -> Membe
 
 
 @dataclass
-class Hung:
-    """Members that live and get nothing done in an exchange: nobody waits for their work, in that
-    one and those after it, until their records say that they have finished that one. That is their
-    word alone: so one that is found to hang again is not waited for in the next `RESTS` exchanges
-    either, and each time in twice as many."""
+class Rests:
+    """Members from which nothing is expected in an exchange in which they did nothing, and those
+    after it, until their records say that they have finished that one. That is their word alone: so
+    one that is found so again rests for the next `RESTS` exchanges too, and each time for twice as
+    many."""
 
     _found: dict[str, int] = field(default_factory=dict)
     """Exchanges, by peer."""
     _times: dict[str, int] = field(default_factory=dict)
-    """How often each was found to hang."""
-    _mute: set[str] = field(default_factory=set)
-    """Those of them that do not even answer a question."""
+    """How often each was found so."""
 
     def found(self, peer_id: str, round_index: int) -> None:
-        """A peer lives and gets nothing done in an exchange."""
+        """A peer lives and does nothing in an exchange."""
         if peer_id not in self._found:
             self._times[peer_id] = self._times.get(peer_id, 0) + 1
         self._found[peer_id] = round_index
 
-    def found_mute(self, peer_id: str) -> None:
-        """One that was found to hang does not answer a question either: it is as good as dead."""
-        if peer_id in self._found:
-            self._mute.add(peer_id)
-
     def works(self, peer_id: str) -> None:
-        """A peer that was found to hang leads an exchange now, or has finished that one."""
+        """It does something, or has finished that exchange."""
         self._found.pop(peer_id, None)
-        self._mute.discard(peer_id)
 
-    def mark(
+    def resting(
         self,
-        members: dict[str, MemberStatus],
+        members: Mapping[str, MemberStatus],
         record_of: Callable[[str], Record | None],
         plan: SyncPlan,
         round_index: int,
-    ) -> None:
-        """Says of these members of an exchange which hang. Peers without a record are gone, and
+    ) -> list[str]:
+        """Those of the members of an exchange that rest. Peers without a record are gone, and
         forgotten."""
         for gone in [p for p in self._times if record_of(p) is None]:
             self.works(gone)
             del self._times[gone]
+        resting = []
         for peer_id in self._found.keys() & members.keys():
             record, found_at = record_of(peer_id), self._found[peer_id]
             version = -1 if record is None else plan.parameter_version(record.round)
@@ -154,5 +147,61 @@ class Hung:
             if has_rested or (members[peer_id].is_past and not again):
                 self.works(peer_id)
             else:
-                life = DEAD if peer_id in self._mute else HUNG
-                members[peer_id] = replace(members[peer_id], life=life)
+                resting.append(peer_id)
+        return resting
+
+
+@dataclass
+class Hung(Rests):
+    """Members that live and get nothing done in an exchange: nobody waits for their work."""
+
+    _mute: set[str] = field(default_factory=set)
+    """Those of them that do not even answer a question."""
+
+    def found_mute(self, peer_id: str) -> None:
+        """One that was found to hang does not answer a question either: it is as good as dead."""
+        if peer_id in self._found:
+            self._mute.add(peer_id)
+
+    def works(self, peer_id: str) -> None:
+        """A peer that was found to hang leads an exchange now, or has finished that one."""
+        super().works(peer_id)
+        self._mute.discard(peer_id)
+
+    def mark(
+        self,
+        members: dict[str, MemberStatus],
+        record_of: Callable[[str], Record | None],
+        plan: SyncPlan,
+        round_index: int,
+    ) -> None:
+        """Says of these members of an exchange which hang."""
+        for peer_id in self.resting(members, record_of, plan, round_index):
+            life = DEAD if peer_id in self._mute else HUNG
+            members[peer_id] = replace(members[peer_id], life=life)
+
+
+@dataclass
+class Absent(Rests):
+    """Members that live, and of which no contribution has come to this primary by the deadline.
+    They have their say and may lead: only nothing is expected of them, and what comes all the same
+    counts. One that comes late is slow, and no more: the next deadline has room for it
+    (`exchange_waits.ExchangeDurations`)."""
+
+    def came_late(self, peer_id: str, round_index: int) -> None:
+        """A contribution to an exchange, after that was found."""
+        if self._found.get(peer_id) == round_index:
+            self.works(peer_id)
+            self._times[peer_id] -= 1
+
+    def mark(
+        self,
+        members: dict[str, MemberStatus],
+        record_of: Callable[[str], Record | None],
+        plan: SyncPlan,
+        round_index: int,
+    ) -> None:
+        """Says of these members of an exchange which have nothing to contribute, as far as anybody
+        waits for it."""
+        for peer_id in self.resting(members, record_of, plan, round_index):
+            members[peer_id] = replace(members[peer_id], declared=0)

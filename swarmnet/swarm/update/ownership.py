@@ -32,7 +32,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.protocol.update import members as taking_part
 from swarmnet.protocol.update import ownership as rules
-from swarmnet.protocol.update.members import Hung
+from swarmnet.protocol.update.members import Absent, Hung
 from swarmnet.protocol.update.placement import Placement, placed, short_of_owners
 from swarmnet.protocol.update.roster import ALIVE, SUSPECT, MemberStatus, Roster
 from swarmnet.swarm.membership.gossip import Gossip
@@ -66,7 +66,7 @@ class ExchangeMembers:
     replica: Replica
 
     def __post_init__(self) -> None:
-        self._hung = Hung()
+        self._hung, self._absent = Hung(), Absent()
 
     def remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
         """The answer of `ask()` on the stage's records and a round: asked again when one of them
@@ -158,6 +158,7 @@ class ExchangeMembers:
                 found[record.peer_id] = taking_part.status(record, plan, round_index, SUSPECT)
         found.pop(self.gossip.own.peer_id, None)
         self._hung.mark(found, view.get, plan, round_index)
+        self._absent.mark(found, view.get, plan, round_index)
         return found
 
     def has_begun(self, peer_id: str, round_index: int) -> bool:
@@ -178,6 +179,13 @@ class ExchangeMembers:
 
     def works(self, peer_id: str) -> None:
         self._hung.works(peer_id)
+
+    def found_absent(self, peer_id: str, round_index: int) -> None:
+        """As `Absent.found`, and so on."""
+        self._absent.found(peer_id, round_index)
+
+    def came_late(self, peer_id: str, round_index: int) -> None:
+        self._absent.came_late(peer_id, round_index)
 
 
 @dataclass

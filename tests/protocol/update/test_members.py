@@ -7,7 +7,7 @@ from typing import Any
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, JOINING, LEAVING, Record
 from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.protocol.update import members
-from swarmnet.protocol.update.members import BEHIND_ROUNDS, RESTS, Hung
+from swarmnet.protocol.update.members import BEHIND_ROUNDS, RESTS, Absent, Hung
 from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, MemberStatus
 
 PLAN = SyncPlan(ZERO, 100)
@@ -131,3 +131,30 @@ def test_that_one_hung_is_forgotten_with_its_record() -> None:
     found = {"a": MemberStatus(ALIVE, is_past=True)}
     hung.mark(found, records.get, PLAN, 22)
     assert found["a"].life == ALIVE, "it is the first time"
+
+
+def test_of_one_that_gives_nothing_nothing_is_expected_ever_less_often() -> None:
+    """It lives all the same, and leads."""
+    absent, waited_for = Absent(), []
+    for exchange in range(100):
+        found = {"a": MemberStatus(ALIVE, 40)}
+        absent.mark(found, {"a": replica("a", exchange)}.get, PLAN, exchange)
+        assert found["a"].is_waited_for
+        if found["a"].declared:
+            waited_for.append(exchange)
+            absent.found("a", exchange)
+    assert waited_for == [0, 1, 10, 27, 60]
+
+
+def test_one_whose_contributions_come_late_is_expected_always() -> None:
+    absent = Absent()
+    for exchange in range(10):
+        absent.found("a", exchange)
+        absent.came_late("a", exchange - 1)  # that was of another exchange
+        found = {"a": MemberStatus(ALIVE, 40)}
+        absent.mark(found, {"a": replica("a", exchange)}.get, PLAN, exchange)
+        assert found["a"].declared == 0
+        absent.came_late("a", exchange)
+        found = {"a": MemberStatus(ALIVE, 40)}
+        absent.mark(found, {"a": replica("a", exchange)}.get, PLAN, exchange)
+        assert found["a"].declared == 40

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -403,6 +403,8 @@ class Exchange:
                     self.progress.came(contributor)
                     # In the exchange before, it was slow and no more.
                     self._pace.durations.straggled(contributor)
+                    if event.gradient is not None:
+                        self._ownership.members.came_late(contributor, self.number)
             elif isinstance(event, on.Asked) and event.is_final:
                 self._leads(event.sender)
             self.feed(shard, event)
@@ -507,6 +509,14 @@ class Exchange:
             self._ownership.members.found_mute(peer_id)
             self.refresh()
 
+    def _absent(self, j: int, peer_ids: Sequence[str]) -> None:
+        """No contribution to a shard has come of these in time, to this primary by whose ballot
+        they go: the next time it may be waited for in vain as well."""
+        found, elsewhere = self._ownership.members, dict(self._machines[j].shard.claims)
+        for peer_id in set(peer_ids) - elsewhere.keys() - set(found.behind(peer_ids, self.number)):
+            found.found_absent(peer_id, self.number)
+        self.refresh()
+
     def _leads(self, peer_id: str) -> None:
         """It takes over: it gets as long as the one before it."""
         if self.progress.leads(peer_id):
@@ -543,6 +553,8 @@ class Exchange:
                 self._end_if_behind()
             case do.Sum() | do.FindNorm() | do.Step() | do.Repeat():
                 self._begin_work(j, command)
+                if isinstance(command, do.Sum) and command.absent and self._pace.waits().is_known:
+                    self._absent(j, command.absent)
             case do.Mirror():
                 before = self._steps.before(j)
                 for backup in command.backups:

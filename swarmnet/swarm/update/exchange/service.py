@@ -282,6 +282,8 @@ class ExchangeService:
     ) -> tuple[ShardReply, Array]:
         """The parameters of this round are what it lacks."""
         self.pace.durations.straggled(remote)
+        if gradient is not None:
+            self.exchange.ownership.members.came_late(remote, asked)
         is_late = await self._is_taken(asked, j, remote, num_tokens, gradient)
         replica = self.replica
         current, changes = replica.current_exchange, replica.transitions.changes
