@@ -26,8 +26,8 @@ from tests.oracles.reference_modes import DelayedReference, GossipReference, Loc
 
 REPLICAS = [f"replica-{i}" for i in range(4)]
 EVALUATE_EVERY = 50
-LATE, AGAIN_HALF, AGAIN = "late", "again-0.5", "again-1"
-PARTS = {LATE: 0.0, AGAIN_HALF: 0.5, AGAIN: 1.0}
+LATE, MATRICES_LATE, AGAIN_HALF, AGAIN = "late", "matrices-late", "again-0.5", "again-1"
+PARTS = {LATE: 0.0, MATRICES_LATE: 0.0, AGAIN_HALF: 0.5, AGAIN: 1.0}
 """By what is tried for late gradients, by how much of their last update parameters are ahead."""
 
 
@@ -44,6 +44,7 @@ WAYS = {
     "zero": Way("zero"),
     "delayed": Way("delayed"),
     "delayed-late": Way("delayed", tried=LATE),
+    "delayed-matrices-late": Way("delayed", tried=MATRICES_LATE),
     "delayed-again-0.5": Way("delayed", tried=AGAIN_HALF),
     "delayed-again-1": Way("delayed", tried=AGAIN),
     "local-10": Way("local", 10),
@@ -55,13 +56,14 @@ WAYS = {
 class Tried(DelayedReference):
     """Parameters are ahead by a part of their last update. With all of it that is error feedback of
     the delay: each update has what the one before it lacked, 2 u - v with u the newest and v the
-    one before it, and the sum of those is that of all u and the last one once more. Of Muon it is
-    the matrices, and all else is ahead as in `DelayedReference`; but nothing is with a part of 0.
+    one before it, and the sum of those is that of all u and the last one once more, as Muon's
+    matrices are ahead in `DelayedReference`. Of Muon it is the matrices, and all else is ahead as
+    there; but nothing is with `LATE`.
     """
 
-    def __init__(self, spec: RunSpec, part: float) -> None:
+    def __init__(self, spec: RunSpec, tried: str) -> None:
         super().__init__(spec)
-        self._spec, self._part = spec, part
+        self._spec, self._tried, self._part = spec, tried, PARTS[tried]
         self._before: dict[str, Tensor] = {}
 
     def finish(self) -> None:
@@ -69,10 +71,11 @@ class Tried(DelayedReference):
         super().finish()
 
     def foretold(self, late_round: int) -> dict[str, Tensor]:
-        if not self._part:
+        if self._tried == LATE:
             return {}
         is_muon = self._spec.optimizer.kind == "muon"
         ahead = super().foretold(late_round) if is_muon else {}
+        ahead = {n: a for n, a in ahead.items() if n not in self.trainer.last_muon_step()}
         rate = learning_rate(self._spec.optimizer, late_round)
         for name, p in self.trainer.state_dict().items():
             if name not in ahead:
@@ -114,7 +117,7 @@ def run(
     paths = {k: (REPLICAS[k],) for k in slots}
     losses: dict[str, float] = {}
     whole = ReferenceTrainer(spec)
-    delayed = DelayedReference(spec) if not way.tried else Tried(spec, PARTS[way.tried])
+    delayed = DelayedReference(spec) if not way.tried else Tried(spec, way.tried)
     local = gossip = None
     if way.mode == "local":
         local = LocalReference(spec, dict.fromkeys(REPLICAS, 0))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.learning.plain import Tried
+from benchmarks.learning.plain import AGAIN, LATE, MATRICES_LATE, Tried
 from swarmnet.spec import RunSpec
 from swarmnet.training.optimizer.rates import learning_rate
 from tests.oracles.reference import ReferenceTrainer
@@ -30,7 +30,7 @@ def test_ahead_by_the_last_update_is_error_feedback_of_the_delay(tmp_path: Path)
     """Parameters that gradients are taken at move by 2 u - v: the newest update, and what the one
     before it lacked. The updates are made here by AdamW on parameters of zeros."""
     spec = spec_of(tmp_path, "adamw")
-    tried = Tried(spec, 1.0)
+    tried = Tried(spec, AGAIN)
     for r in range(ROUNDS):
         tried.step(r, SLOTS)
     tried.finish()
@@ -74,7 +74,7 @@ def test_ahead_by_the_last_update_is_error_feedback_of_the_delay(tmp_path: Path)
 def test_a_part_of_zero_leaves_gradients_late(tmp_path: Path, kind: str) -> None:
     """Nothing is ahead, so the built way ends elsewhere."""
     spec = spec_of(tmp_path, kind)
-    runs = Tried(spec, 0.0), Tried(spec, 1.0), DelayedReference(spec)
+    runs = Tried(spec, LATE), Tried(spec, AGAIN), DelayedReference(spec)
     for one in runs:
         for r in range(ROUNDS):
             one.step(r, SLOTS)
@@ -84,3 +84,15 @@ def test_a_part_of_zero_leaves_gradients_late(tmp_path: Path, kind: str) -> None
     late, ahead, built = (one.trainer.state_dict() for one in runs)
     assert relative_difference(late, ahead) > 1e-4
     assert relative_difference(late, built) > 1e-4
+
+
+def test_what_is_built_for_muon_is_its_last_update_once_more(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "muon")
+    runs = DelayedReference(spec), Tried(spec, AGAIN), Tried(spec, MATRICES_LATE)
+    for one in runs:
+        for r in range(ROUNDS):
+            one.step(r, SLOTS)
+        one.finish()
+    built, again, late = (one.trainer.state_dict() for one in runs)
+    assert relative_difference(built, again) < 1e-5
+    assert relative_difference(built, late) > 1e-4

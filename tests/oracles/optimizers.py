@@ -13,7 +13,8 @@ from swarmnet.training.optimizer.rates import learning_rate
 
 
 class PlainMuon(torch.optim.Optimizer):
-    """One matrix after the other. `state[p]["momentum"]`: the running mean of the gradient."""
+    """One matrix after the other. `state[p]["momentum"]`: the running mean of the gradient;
+    `state[p]["last"]`: what the last step has taken away, but for weight decay."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], spec: OptimizerSpec) -> None:
         super().__init__(list(matrices), {"lr": spec.learning_rate})
@@ -29,7 +30,8 @@ class PlainMuon(torch.optim.Optimizer):
                 ahead = beta * momentum + (1 - beta) * p.grad
                 size = 0.2 * max(p.shape) ** 0.5
                 p.mul_(1 - group["lr"] * self._spec.weight_decay)
-                p.sub_(group["lr"] * size * nearly_orthogonal(ahead))
+                last = self.state[p]["last"] = group["lr"] * size * nearly_orthogonal(ahead)
+                p.sub_(last)
 
 
 def nearly_orthogonal(matrix: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class ReferenceTrainer:
         steps: dict[str, Tensor] = {}
         for name, p in self._named_parameters().items():
             if name in self._optimizers.matrices:
-                continue  # of Muon's none is foretold
+                continue
             state, options = self._optimizers.state(p), self._spec.optimizer
             t = state["step"].item()
             assert p.grad is not None
@@ -140,6 +140,11 @@ class ReferenceTrainer:
             rate = learning_rate(options, round_index)
             steps[name] = -rate * mean / (square.sqrt() + options.eps)
         return steps
+
+    def last_muon_step(self) -> dict[str, Tensor]:
+        """How far Muon's last step has gone, without weight decay. By name of the matrix."""
+        matrices = self._optimizers.matrices
+        return {name: -self._optimizers.state(p)["last"] for name, p in matrices.items()}
 
     def accumulate(self, round_index: int, slots: Sequence[int]) -> tuple[float, int]:
         """Replaces the gradients by sums over the tokens of these slots of a round. Returns the

@@ -60,10 +60,12 @@ class DelayedReference:
         return loss_sum / num_tokens
 
     def foretold(self, late_round: int) -> dict[str, Tensor]:
-        """The prediction of the update that comes after that of a round, which was made last."""
-        return self.trainer.adam_step(
+        """The prediction of the update that comes after that of a round, which was made last: of
+        Muon's the last step once more."""
+        of_adam = self.trainer.adam_step(
             late_round, 0.45 * self._beta1, 1.2 * self._beta1 * (1 - self._beta1)
         )
+        return of_adam | self.trainer.last_muon_step()
 
     def held_out_loss(self) -> float:
         """With the parameters of the coming round, nats per token."""

@@ -12,14 +12,20 @@ the backups follow it: they step the momentum, and take its result. Where that d
 them makes the rest of the step from the momentum that it has
 (docs/decisions/0023-the-primary-alone-orthogonalizes.md).
 
-Where exchanges are delayed, matrices are not ahead of what the optimizer has: AdamW's lead
-(`shards`) needs a second moment, and Muon suffers little from a step of delay.
+Where exchanges are delayed, the parameters that replicas get are ahead of the optimizer's own by
+the step once more. So those that gradients are taken at move by 2 u - v, with the newest step u and
+v the one before it: what that lacked is added (error feedback of the delay, arXiv 2606.30634; the
+figures are in docs/decisions/0041-muon-is-a-step-ahead.md). The primary keeps by how much they are
+ahead, a vector. A backup keeps in its place the direction that the step is made of, for it has no
+products; who needs the step, since another one leads or it looks at a result, makes it of that.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +54,15 @@ ADAMW_SIZE = 0.2
 """Root mean square of the numbers of an AdamW step, over its rate."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """By how much the parameters that a shard's last step has given are ahead, not yet made."""
+
+    direction: Tensor
+    """What the step is made of (`nesterov`), fp32 [size]."""
+    rate: float
+
+
 class ShardedMuon(ShardedOptimizer):
     """The state of a shard of matrices: the running mean of the gradient. Of another: AdamW's."""
 
@@ -70,6 +85,8 @@ class ShardedMuon(ShardedOptimizer):
         self._device = device or torch.device("cpu")
         self._spec = spec
         self._segments = cut_segments(parameters, shard_sizes)
+        self._leads: dict[int, Lead] = {}
+        """By shard of matrices that was followed here, and is ahead since."""
         self._matrices: list[list[ParameterRange]] = []
         """Of each shard, with where they begin in it."""
         start = 0
@@ -89,9 +106,6 @@ class ShardedMuon(ShardedOptimizer):
     def is_repeatable(self, shard_index: int) -> bool:
         return not self._matrices[shard_index]
 
-    def _foretells(self, shard_index: int) -> bool:
-        return not self._matrices[shard_index]
-
     def _steps_in_parts(self, shard_index: int) -> bool:
         return not self._matrices[shard_index]
 
@@ -101,7 +115,8 @@ class ShardedMuon(ShardedOptimizer):
         if not self._matrices[shard_index]:
             segments = self._segments[shard_index]
             return adamw_stepper(self._spec, segments, state, round_index, is_delayed=is_delayed)
-        momentum, rest = state.vectors[0], self._rest(shard_index, state.vectors[0], round_index)
+        momentum = state.vectors[0]
+        rest = self._rest(shard_index, momentum, round_index, is_delayed=is_delayed)
 
         def advance(part: slice, own: Tensor, gradient: Tensor) -> Tensor:
             step_momentum(momentum, gradient, self._spec.momentum)
@@ -109,21 +124,31 @@ class ShardedMuon(ShardedOptimizer):
 
         return advance
 
-    def _rest(self, shard_index: int, momentum: Tensor, round_index: int) -> Stepper:
+    def _rest(
+        self, shard_index: int, momentum: Tensor, round_index: int, *, is_delayed: bool
+    ) -> Stepper:
         """The step from a momentum that has this gradient already."""
         spec, rate = self._spec, learning_rate(self._spec, round_index)
 
         def advance(part: slice, own: Tensor, gradient: Tensor) -> Tensor:
-            ahead = nesterov(momentum, gradient, spec.momentum)
+            direction = nesterov(momentum, gradient, spec.momentum)
+            wanted = torch.empty_like(own) if is_delayed else own
             for p in self._matrices[shard_index]:
                 values = p.part_of(own)
                 if spec.weight_decay:
                     values.mul_(1 - rate * spec.weight_decay)
-                size = ADAMW_SIZE * max(p.shape) ** 0.5
-                values.sub_(self._orthogonal(p.part_of(ahead)).mul_(rate * size))
-            return own
+                step = self._step_along(p, direction, rate)
+                values.sub_(step)
+                if is_delayed:
+                    torch.sub(values, step, out=p.part_of(wanted))
+            return wanted
 
         return advance
+
+    def _step_along(self, matrix: ParameterRange, direction: Tensor, rate: float) -> Tensor:
+        """What a step takes away from a matrix, but for weight decay."""
+        size = ADAMW_SIZE * max(matrix.shape) ** 0.5
+        return self._orthogonal(matrix.part_of(direction)).mul_(rate * size)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         try:
@@ -133,6 +158,50 @@ class ShardedMuon(ShardedOptimizer):
                 raise
             log.warning("%s has no room for a step of Muon: the host makes it", self._device)
             return orthogonal(matrix)
+
+    # ---- how far parameters are ahead -------------------------------------------------------
+
+    def _made_ahead(self, shard_index: int, lead: Lead) -> Tensor:
+        ahead = self._store.zeros(self._sizes[shard_index])
+        for p in self._matrices[shard_index]:
+            torch.neg(self._step_along(p, lead.direction, lead.rate), out=p.part_of(ahead))
+        return ahead
+
+    def _make_ahead(self, shard_index: int) -> None:
+        lead = self._leads.pop(shard_index, None)
+        if lead is not None:
+            self._states[shard_index].ahead = self._made_ahead(shard_index, lead)
+
+    def create(self, shard_index: int) -> None:
+        self._leads.pop(shard_index, None)
+        super().create(shard_index)
+
+    def drop(self, shard_index: int) -> None:
+        self._leads.pop(shard_index, None)
+        super().drop(shard_index)
+
+    def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        self._make_ahead(shard_index)
+        return super().export(shard_index)
+
+    def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        super().load(shard_index, values, arrays)
+        self._leads.pop(shard_index, None)
+
+    def step(
+        self,
+        shard_index: int,
+        parameters: Array,
+        gradient_sum: Array,
+        scale: float,
+        round_index: int,
+        is_delayed: bool = False,
+        for_others: bool = True,
+    ) -> tuple[Array, Array]:
+        """As `ShardedOptimizer`."""
+        self._make_ahead(shard_index)
+        how = round_index, is_delayed, for_others
+        return super().step(shard_index, parameters, gradient_sum, scale, *how)
 
     def follow(
         self,
@@ -146,10 +215,16 @@ class ShardedMuon(ShardedOptimizer):
         primary's has lost."""
         state = self._states[shard_index]
         total = self._finite(shard_index, gradient_sum, scale)
-        step_momentum(state.vectors[0], total * scale, self._spec.momentum)
+        momentum, beta, gradient = state.vectors[0], self._spec.momentum, total * scale
+        step_momentum(momentum, gradient, beta)
         state.steps += 1
         before, state.ahead = state.ahead, None
-        momentum = state.vectors[0]
+        lead = self._leads.pop(shard_index, None)
+        if is_delayed:
+            direction = self._store.zeros(total.numel())
+            direction.copy_(nesterov(momentum, gradient, beta))
+            rate = learning_rate(self._spec, round_index)
+            self._leads[shard_index] = Lead(direction, rate)
 
         def rest(parameters: Array, for_others: bool) -> tuple[Array, Array]:
             return self._made(
@@ -157,8 +232,8 @@ class ShardedMuon(ShardedOptimizer):
                 parameters,
                 total,
                 scale,
-                self._rest(shard_index, momentum, round_index),
-                before=before,
+                self._rest(shard_index, momentum, round_index, is_delayed=is_delayed),
+                before=before if lead is None else self._made_ahead(shard_index, lead),
                 ahead=None,
                 for_others=for_others,
                 name=self._results(round_index),

@@ -88,10 +88,6 @@ class ShardedOptimizer(ABC):
         """A step changes the state part by part. It cannot where one part may be refused, or needs
         the others."""
 
-    def _foretells(self, shard_index: int) -> bool:
-        """Delayed parameters are ahead of the optimizer's own."""
-        return True
-
     def is_repeatable(self, shard_index: int) -> bool:
         """As the port says: so it is where nothing else is said."""
         return True
@@ -196,8 +192,7 @@ class ShardedOptimizer(ABC):
         `KeyError` where the state is not held."""
         state = self._states[shard_index]
         total = self._finite(shard_index, gradient_sum, scale)
-        is_foretold = is_delayed and self._foretells(shard_index)
-        is_ahead = is_foretold or self.codec.names.results != NONE
+        is_ahead = is_delayed or self.codec.names.results != NONE
         is_first = state.ahead is None
         size = total.numel()
         new = state.ahead if not is_first else self._store.zeros(size) if is_ahead else None

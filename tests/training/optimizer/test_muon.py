@@ -152,12 +152,53 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert not to_tensor(optimizer.export(0)[1][0]).any()
 
 
-def test_matrices_are_not_ahead_where_exchanges_are_delayed() -> None:
-    optimizer = muon()
-    for j, size in enumerate((NUM_MATRIX, 40)):
-        values = from_tensor(drawn(size, j))
-        optimizer.step(j, values, values, 1.0, 0, is_delayed=True)
-    assert [len(optimizer.export(j)[1]) for j in range(2)] == [1, 3]
+def test_delayed_matrices_are_ahead_by_their_step_once_more() -> None:
+    """What replicas get moves by 2 u - v, with the newest step u and the one before it."""
+    optimizer, plain = muon(), muon()
+    start = drawn(NUM_MATRIX, 0)
+    present = own = from_tensor(start)
+    for r in range(4):
+        gradient, before = from_tensor(drawn(NUM_MATRIX, r + 1)), to_tensor(own)
+        present = optimizer.step(0, present, gradient, 1.0, r, is_delayed=True)[1]
+        own = plain.step(0, own, gradient, 1.0, r)[1]
+        decayed = before * (1 - SPEC.learning_rate * SPEC.weight_decay)
+        expected = to_tensor(own) + (to_tensor(own) - decayed)
+        assert near(to_tensor(present), expected, start)
+        assert len(optimizer.export(0)[1]) == 2
+    last = from_tensor(drawn(NUM_MATRIX, 9))
+    found, wanted = (o.step(0, p, last, 1.0, 4)[1] for o, p in ((optimizer, present), (plain, own)))
+    assert near(to_tensor(found), to_tensor(wanted), start), "the last one is not ahead"
+    assert len(optimizer.export(0)[1]) == 1
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> bool:
+    """As far as roundings of the parameters, and not of their changes, allow."""
+    return bool((found - wanted).norm() < 1e-4 * (wanted - start).norm())
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_who_follows_knows_how_far_the_primary_is_ahead(codec: str) -> None:
+    """It can look at any result, give its state on, and lead from any step on."""
+    first, backup = muon(codec), muon(codec)
+    start = drawn(NUM_MATRIX, 0)
+    present = from_tensor(start)
+    for r in range(4):
+        gradient = from_tensor(drawn(NUM_MATRIX, r + 1))
+        heir, fetched, before = muon(codec), muon(codec), present
+        if r:
+            heir.load(0, *first.export(0))
+            fetched.load(0, *backup.export(0))
+        rest = backup.follow(0, gradient, 1.0, r, is_delayed=True)
+        present = first.step(0, before, gradient, 1.0, r, is_delayed=True)[1]
+        made = [rest(before, True)[1]]
+        made += [o.step(0, before, gradient, 1.0, r, is_delayed=True)[1] for o in (heir, fetched)]
+        change = to_tensor(present) - to_tensor(before)
+        for other in made:
+            difference = to_tensor(other) - to_tensor(present)
+            # What coding has lost is the primary's alone.
+            assert difference.norm() < (1e-4 if codec == "none" else 0.02) * change.norm()
+        assert backup.export(0)[1][0].data == first.export(0)[1][0].data
+    assert [len(o.export(0)[1]) for o in (first, backup)] == [2, 2]
 
 
 @pytest.mark.parametrize("shard", [0, 1])
