@@ -179,9 +179,10 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     if sync.mode == "zero":
         store += " (of a machine with one GPU: in that, where it has room)"
     is_own = sync.mode in ("local", "gossip")
-    beside = exchange_bytes(sync.mode, share, p, sync.update_codec)
-    without = exchange_bytes(sync.mode, 1.0, p, sync.update_codec)
-    coding = coding_bytes(sync.mode, share, sync.update_codec)
+    owned = options.replicas, sync.replication
+    beside = exchange_bytes(sync.mode, *owned, p, sync.update_codec)
+    without = exchange_bytes(sync.mode, 1, 1, p, sync.update_codec)
+    coding = coding_bytes(sync.mode, *owned, sync.update_codec)
     coded = f" + {coding:.2f} for coding ({sync.codec})" * bool(coding)
     a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
     is_muon = spec.optimizer.kind == "muon"

@@ -157,12 +157,13 @@ def state_bytes(
     num_muon: int = 0,
 ) -> tuple[float, float, float, float]:
     """(weights, gradients, optimizer, what exchanges need beside) of one replica. `num_muon`: of
-    the parameters, those that Muon steps; delayed, they are not ahead unless they are coded."""
+    the parameters, those that Muon steps; what coding has lost of their results, the primary alone
+    knows."""
     share = optimizer_share(num_replicas, replication)
     optimizer = precision.optimizer * num_parameters - FP32_BYTES * num_muon
-    exchange = exchange_bytes(mode, share, precision, codec) * num_parameters
-    if mode in (DELAYED, AUTO) and codec_in(mode, codec).results == NONE:
-        exchange -= FP32_BYTES * share * num_muon
+    exchange = exchange_bytes(mode, num_replicas, replication, precision, codec) * num_parameters
+    if mode == ZERO and codec_in(mode, codec).results != NONE:
+        exchange -= FP32_BYTES * (share - 1 / num_replicas) * num_muon
     return (
         float(precision.weights * num_parameters),
         float(precision.gradients * num_parameters),
@@ -232,27 +233,34 @@ def host_weights_bytes(num_parameters: int, base: float, precision: Precision) -
 
 
 def exchange_bytes(
-    mode: str, share: float, precision: Precision = FP32, codec: str = NONE
+    mode: str,
+    num_replicas: int,
+    replication: int,
+    precision: Precision = FP32,
+    codec: str = NONE,
 ) -> float:
-    """What exchanges need beside, a parameter; `share`: of `optimizer_share`."""
+    """What exchanges need beside, a parameter."""
     if mode == GOSSIP:
         return 2.0 * FP32_BYTES
-    coded = coding_bytes(mode, share, codec)
+    share = optimizer_share(num_replicas, replication)
+    coded = coding_bytes(mode, num_replicas, replication, codec)
     if mode in (DELAYED, AUTO):
         return precision.weights + precision.gradients + FP32_BYTES * (1 + share) + coded
     return FP32_BYTES * (1 + share) + coded if mode == LOCAL else coded
 
 
-def coding_bytes(mode: str, share: float, codec: str) -> float:
+def coding_bytes(mode: str, num_replicas: int, replication: int, codec: str) -> float:
     """What coding needs, a parameter: what it has lost of contributions, and at owners what it has
-    lost of results (of each that may lead, where the primary alone knows that). Where exchanges are
-    delayed, owners keep that anyway, but the results of the one that is under way lie beside."""
+    lost of results; where backups get these in place of sums, at the primary alone. (Who has
+    fetched that from it has it too, until the next result.) Where exchanges are delayed, owners
+    keep that anyway, but the results of the one that is under way lie beside."""
     names = codec_in(mode, codec)
     if names.results == NONE:
         return 0.0
     if mode in (DELAYED, AUTO):
         return ERROR_BYTES + number_bytes(names.results)
-    return ERROR_BYTES + FP32_BYTES * share
+    owners = 1 if names.tells_results else replication
+    return ERROR_BYTES + FP32_BYTES * optimizer_share(num_replicas, owners)
 
 
 def copy_bytes(num_parameters: int, precision: Precision = FP32) -> int:

@@ -250,6 +250,50 @@ def large(
     return RunSpec.model_validate(values)
 
 
+@pytest.mark.parametrize("replication", [1, 2, 3])
+def test_what_results_have_left_out_is_counted_where_it_is(replication: int) -> None:
+    """With few numbers, and of what Muon steps, its primary has it, and no backup."""
+
+    def coding(mode: str, codec: str, num_muon: int) -> float:
+        coded, bare = (
+            state_bytes(100, NUM_REPLICAS, replication, FP32, mode, name, num_muon)[3]
+            for name in (codec, "none")
+        )
+        return (coded - bare) / 100
+
+    every = 2 + 4 * replication / NUM_REPLICAS
+    primary = 2 + 4 / NUM_REPLICAS
+    assert coding("local", "topk", 0) == coding("zero", "int8", 0) == pytest.approx(every)
+    assert coding("local", "topk-208", 0) == pytest.approx(primary)
+    assert coding("zero", "int8", 100) == pytest.approx(primary)
+    of_adamw, of_muon = (
+        state_bytes(100, NUM_REPLICAS, replication, FP32, "delayed", "none", num)[3]
+        for num in (0, 100)
+    )
+    assert of_adamw == of_muon  # a backup keeps what the primary is ahead by, or is made of
+
+
+@pytest.mark.parametrize("codec", ["topk-208", "topk"])
+def test_who_follows_holds_nothing_of_what_results_have_left_out(
+    tmp_path: Path, codec: str
+) -> None:
+    spec = large(tmp_path, "fp32", "local", codec)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(NUM_REPLICAS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(ROUNDS)
+        await asyncio.sleep(2.0)
+        replicas = [m.peer.replica for m in swarm.members.values() if m.peer.replica]
+        num_shards = len(replicas[0].stage.shard_sizes)
+        vectors = sum(len(r.optimizer.export(j)[1]) for r in replicas for j in r.optimizer.owned())
+        owners = 2 * num_shards
+        expected = owners + (num_shards if codec == "topk-208" else owners)
+        assert vectors == expected
+
+    in_virtual_time(scenario, spec)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda p: p.name)
 def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision) -> None:
@@ -289,6 +333,7 @@ def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision
         ("local", "topk-208", "adamw"),
         ("gossip", "int8", "adamw"),
         ("zero", "none", "muon"),
+        ("zero", "int8", "muon"),
         ("local", "none", "muon"),
     ],
 )
@@ -312,11 +357,15 @@ def test_other_modes_and_codecs_hold_what_the_plan_says(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "kind"), [("none", "adamw"), ("int8", "adamw"), ("none", "muon")]
+)
+def test_an_update_that_is_under_way_takes_what_the_plan_says(
+    tmp_path: Path, codec: str, kind: str
+) -> None:
     """In mode `delayed`, while a round goes on and a gradient waits for its exchange; afterwards
     there is no more than that."""
-    spec = large(tmp_path, "fp32", "delayed", codec)
+    spec = large(tmp_path, "fp32", "delayed", codec, kind)
     (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
 
     async def scenario(swarm: Swarm) -> None:
