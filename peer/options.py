@@ -404,6 +404,14 @@ class SwarmOptions:
         Literal["none", "bf16", "int8", "int4", "topk"] | None,
         typer.Option(help="How updates are coded: [sync] codec of the run."),
     ] = None
+    topk_density: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PART",
+            help="Part of the changes that topk sends, 0.01 to 0.08: [sync] topk_density of the "
+            "run. Default: half.",
+        ),
+    ] = None
     device: Annotated[
         Literal["cpu", "gpu"],
         typer.Option(

@@ -166,7 +166,7 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         microbatches_per_replica=options.microbatches,
         sequences=options.sequences,
         codec=options.codec,
-        update_codec=_update_codec(mode, options.update_codec),
+        update_codec=_update_codec(mode, options.update_codec, options.topk_density),
     )
     return replace(
         scenario,
@@ -181,13 +181,19 @@ def scenario_of(options: SimulateOptions) -> Scenario:
     )
 
 
-def _update_codec(mode: str, codec: str | None) -> str:
+def _update_codec(mode: str, codec: str | None, density: float | None) -> str:
     """As a run would have it. Raises `UserError` where none can."""
+    given: dict[str, Any] = {"mode": mode, "codec": codec or AUTO}
+    options = [f"--update-codec {codec}"] * bool(codec)
+    if density is not None:
+        given["topk_density"] = density
+        options.append(f"--topk-density {density:g}")
     try:
-        return chosen_update_codec(SyncSpec.model_validate({"mode": mode, "codec": codec or AUTO}))
+        sync = SyncSpec.model_validate(given)
     except ValidationError as e:
         why = e.errors()[0]["msg"].removeprefix("Value error, ")
-        raise UserError(f"--update-codec {codec} with --sync {mode}: {why}") from None
+        raise UserError(f"{' '.join(options)} with --sync {mode}: {why}") from None
+    return chosen_update_codec(sync) if sync.codec == AUTO else sync.update_codec
 
 
 def _coding(options: SimulateOptions) -> Coding:

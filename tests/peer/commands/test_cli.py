@@ -183,6 +183,7 @@ COMMANDS = {
         "--sequences",
         "--codec",
         "--update-codec",
+        "--topk-density",
         "--device",
         "--coding-speed",
         "--sync",

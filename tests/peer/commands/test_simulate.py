@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from peer.cli import run_command
 from peer.commands import simulate
 from peer.commands.simulate import scenario_of
 from peer.options import SimulateOptions
+from swarmnet.protocol.planning.exchange import exchanged_bytes
 from swarmnet.simulation.scenario import Result, Scenario
 
 SHORT = ["simulate", "--peers", "4", "--stages", "2", "--hours", "0.01", "--links", "fast"]
@@ -79,6 +81,54 @@ def test_updates_are_coded_as_a_run_of_the_mode_would_have_it(
     assert run_command([*SHORT, "--update-codec", "topk"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("swarmnet: --update-codec topk with --sync delayed: codec")
+    assert error.count("\n") == 1
+
+
+def test_few_numbers_send_the_bytes_of_a_run() -> None:
+    """With `[sync] topk_density` as with none, a peer sends in an exchange what `swarmnet plan`
+    says, and the rounds go on."""
+    sent: dict[float | None, float] = {}
+    for density in (None, 0.05):
+        options = SimulateOptions(
+            peers=4,
+            stages=1,
+            hours=0.1,
+            churn=0.0,
+            links="fast",
+            microbatches=4,
+            sync="local",
+            local_steps=2,
+            update_codec="topk",
+            topk_density=density,
+        )
+        scenario = scenario_of(options)
+        sizes = replace(scenario.sizes, num_shards=8)
+        # All are there before the first round ends: newcomers' downloads are no exchange.
+        scenario = replace(scenario, sizes=sizes, start_s=1.0, warmup_s=0.0)
+        result = simulate.simulate(scenario)
+        assert result.rounds == 12
+        size = sizes.num_shards * sizes.shard_parameters
+        planned, _ = exchanged_bytes(size, 4, 2, "local", 2, sizes.update_codec)
+        bulk = result.bytes_per_peer_s - result.control_bytes_per_peer_s
+        sent[density] = bulk * result.virtual_s / result.rounds
+        assert sent[density] == pytest.approx(planned, rel=0.1)
+    assert sent[0.05] < 0.25 * sent[None]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--update-codec", "topk", "--topk-density", "0.2"], "topk_density is 0.5, or from 0.01"),
+        (["--update-codec", "int8", "--topk-density", "0.05"], "topk_density goes with codec"),
+        (["--topk-density", "0.05"], "topk_density goes with codec"),
+    ],
+)
+def test_a_density_that_no_run_has_is_one_line(
+    capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    assert run_command([*SHORT, "--sync", "local", *given]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"swarmnet: {' '.join(given)} with --sync local: {said}")
     assert error.count("\n") == 1
 
 
