@@ -47,8 +47,9 @@ def choose_computing(
 
     from swarmnet.protocol.sync_modes import ZERO
     from swarmnet.training.accelerators import shares_memory
-    from swarmnet.training.attention.blocks import FUSED
+    from swarmnet.training.attention.packed import masks_all_scores
     from swarmnet.training.computing import (
+        DTYPES,
         KEEP_NO_WEIGHTS,
         ActivationsName,
         Computing,
@@ -95,7 +96,8 @@ def choose_computing(
         policies = POLICIES[:-1]
     ranges = stage_parameter_ranges(spec, stage)
     base = base_bytes(spec, stage, numbers)
-    masked = device.type not in FUSED or options.compile
+    has_documents = spec.model.kind == "llama" and spec.data.document_mask
+    masked = has_documents and masks_all_scores(device, DTYPES[precision], spec.model.head_size)
     activations = known_activations(spec, stage, numbers, num_sharing, shared, masked=masked)
     if activations is not None:
         activations = of_ranks(activations, row_size, options.local, numbers)

@@ -33,6 +33,17 @@ short = tokens(spec, 3, length=5)
 x, y = (row[0].evaluate(short, None) for row in rows)
 assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 assert x.shape == y.shape
+
+spec = small_spec(data={"document_mask": True}, model={"num_hidden_layers": 1},
+                  pipeline={"num_stages": 1})
+graphs = []
+row = [build_stage(spec, 0, computing=Computing("fp32", compile=c)) for c in (False, True)]
+for number, documents in enumerate((((16,), (5, 11)), ((3, 4, 9), (2, 14)), ((16,), (16,)))):
+    for stage in row:
+        stage.forward_backward((0, number), tokens(spec, 1), tokens(spec, 2), documents)
+    assert torch.allclose(*map(gradient, row), rtol=1e-4, atol=1e-5)
+    graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+assert compiled < graphs[0] == graphs[2], "a graph is of no set of documents"
 """
 
 

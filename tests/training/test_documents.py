@@ -16,14 +16,19 @@ from swarmnet.batch import IGNORED, MAX_DOCUMENTS, Batch, check_documents, num_w
 from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
-from swarmnet.training.attention import blocks
+from swarmnet.training.attention import packed, varlen
+from swarmnet.training.attention.varlen import VarlenSequence
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.data import open_data
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.stage import TorchStage, build_stage
 from tests.oracles.reference import ReferenceTrainer
+from tests.training.attention.test_varlen import by_document, missing
 from tests.training.flights import fly_batch, gradient, named
 from tests.training.packed import PackedData, lengths_of, tokens
+from tests.training.ranks.test_family_ranks import DOCUMENTS as FAMILY_DOCUMENTS
+from tests.training.ranks.test_family_ranks import spec_of
+from tests.training.ranks.test_family_ranks import tokens as family_tokens
 from tests.training.specs import small_spec, write_text
 
 MICROBATCHES = 3
@@ -95,11 +100,50 @@ def test_a_mask_of_all_scores_gives_the_same(
     spec = packed_spec(tmp_path, 2)
     given = batches(spec)
     loss, _, in_parts, _ = gradients(spec, given)
-    monkeypatch.setattr(blocks, "FUSED", ())
+    monkeypatch.setattr(packed, "PACKED", {})
     masked_loss, _, masked, _ = gradients(spec, given)
     assert math.isclose(loss, masked_loss, rel_tol=1e-6)
     for name, expected in masked.items():
         torch.testing.assert_close(in_parts[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activations", ["keep", "blocks", "recompute", "offload"])
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_one_kernel_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, activations: ActivationsName, has_kernel: bool
+) -> None:
+    """As on GPUs, whose kernel is tried within the first pass; without it a mask is made."""
+    spec = packed_spec(tmp_path, 2)
+    given = batches(spec)
+    loss, _, in_parts, _ = gradients(spec, given)
+    kernel = mock.Mock(side_effect=by_document if has_kernel else missing)
+    monkeypatch.setattr(varlen, "_kernel", lambda: kernel)
+    monkeypatch.setattr(packed, "PACKED", {"cpu": VarlenSequence})
+    varlen.is_right_on.cache_clear()
+    computing = Computing(activations=activations, folder=tmp_path)
+    found_loss, _, found, _ = gradients(spec, given, computing)
+    varlen.is_right_on.cache_clear()
+    assert (kernel.call_count > 1) == has_kernel
+    assert math.isclose(loss, found_loss, rel_tol=1e-6)
+    for name, expected in in_parts.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_one_kernel_for_families(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    spec = spec_of(kind, 1, num_hidden_layers=2)
+    kernel = mock.Mock(side_effect=by_document)
+    monkeypatch.setattr(varlen, "_kernel", lambda: kernel)
+    found = []
+    varlen.is_right_on.cache_clear()
+    for ways in ({"cpu": VarlenSequence}, {}):
+        monkeypatch.setattr(packed, "PACKED", ways)
+        stage = build_stage(spec, 0)
+        stage.forward_backward((0, 0), family_tokens(1), family_tokens(2), FAMILY_DOCUMENTS[0])
+        found.append(gradient(stage).clone())
+    varlen.is_right_on.cache_clear()
+    assert kernel.call_count > 1
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_no_mask_of_all_scores_is_made(tmp_path: Path) -> None:

@@ -160,11 +160,16 @@ class PackedSequence:
         self._parts = parts_of(documents_BS, documents_BS, is_own=True)
 
     def attend(
-        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, window: int = 0, cap: float = 0.0
+        self,
+        q_BSHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        window: int = 0,
+        cap: float = 0.0,
+        dropout: float = 0.0,
     ) -> Tensor:
         """The output, (B, S, H, E)."""
-        assert not window
-        assert not cap
+        assert not any((window, cap, dropout))
         return attended(self, q_BSHE, k_BSKE, v_BSKE)
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,6 +179,14 @@ class PackedSequence:
     def backward(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of queries, keys and values."""
         return attend_back_in_parts(self._parts, *tensors)
+
+
+def mask_of(documents_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """To be added to scores, (B, 1, S, S): 0 where a position sees another, of its own document and
+    not after it, else minus infinity."""
+    sees_BSS = (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)).tril()
+    mask = torch.zeros(sees_BSS.shape, dtype=dtype, device=documents_BS.device)
+    return mask.masked_fill_(~sees_BSS, -torch.inf).unsqueeze(1)
 
 
 class HasPasses(Protocol):

@@ -568,7 +568,7 @@ def stage_activations(
 ) -> Activations | None:
     """Of one microbatch at a stage, at each of `num_ranks`, as for `plan_memory`; None for another
     model than the built-in one. `masked`: documents that share a sample are kept apart by a mask of
-    all scores, as on GPUs and in compiled layers. Raises `SpecError`."""
+    all scores, as on devices without a kernel for them (`attention.packed`). Raises `SpecError`."""
     if spec.model.kind != "llama":
         return None
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)

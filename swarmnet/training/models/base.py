@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
+from swarmnet.training.attention.documents import mask_of
 from swarmnet.training.models.routing import Routing
 
 if TYPE_CHECKING:
@@ -92,14 +93,23 @@ class SharedSequence(Protocol):
     length: int
     """Positions of all ranks."""
     takes_windows: bool
-    """Queries may look back on some positions alone, and scores may have a cap."""
+    """Queries may look back on some positions alone, scores may have a cap, and some of their
+    weights may be left out."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: float = 0.0) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int = 0,
+        cap: float = 0.0,
+        dropout: float = 0.0,
+    ) -> Tensor:
         """Causal attention of this rank's queries to the keys of all ranks, of their documents: the
         output, (samples, positions here, heads, head size). `k`, `v`: of this rank; with as many
         heads, or fewer. `window`: positions that a query looks back on, its own included; 0 for
         all, as it is where `takes_windows` is false. `cap`: of scores (`attention.blocks`); 0 for
-        none, likewise."""
+        none, likewise. `dropout`: probability of a weight to be left out, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +152,7 @@ def with_mask(context: LayerContext, dtype: torch.dtype) -> LayerContext:
     has_own_way = context.cache is not None or context.sequence is not None
     if positions is None or has_own_way or context.mask is not None:
         return context
-    documents_BS = documents_of(positions)
-    sees_BSS = (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)).tril()
-    mask = torch.zeros(sees_BSS.shape, dtype=dtype, device=positions.device)
-    mask.masked_fill_(~sees_BSS, -torch.inf)
-    return replace(context, mask=mask.unsqueeze(1))
+    return replace(context, mask=mask_of(documents_of(positions), dtype))
 
 
 def documents_of(positions_BS: Tensor) -> Tensor:

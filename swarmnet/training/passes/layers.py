@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import SpecError
 from swarmnet.ports import StepKey
-from swarmnet.training.attention import blocks
-from swarmnet.training.attention.documents import PackedSequence
+from swarmnet.training.attention.packed import leave_uncompiled, packed_on
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.memory.offload import FilePlace, HostPlace, OffloadedPass, Place
@@ -105,11 +104,10 @@ class StageLayers:
         self.drawing: Callable[[int], contextlib.AbstractContextManager[None]] = seeded
         """In what it gives for a seed, layers draw random numbers."""
         self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
-        # On other devices nothing but a mask was measured, and a compiler's graphs would each be of
-        # one set of documents.
-        is_fused = device.type in blocks.FUSED and not computing.compile
-        self._attends_in_parts = plan.takes_sequence and is_fused
-        """Documents that share a sample need no mask."""
+        self._packed = packed_on(device) if plan.takes_sequence else None
+        """How to attend to documents that share a sample; None for a mask of all scores."""
+        if computing.compile and self._packed is not None:
+            leave_uncompiled(self._packed)
         self.modules = [self._build(builder) for builder in builders]
         tie(builders, self.modules)
         self.base = self._base()
@@ -287,9 +285,9 @@ class StageLayers:
         """With what is made once for all layers of a pass."""
         if not any(isinstance(m, TakesContext) for m in self.modules):
             return context
-        if self._attends_in_parts and context.positions is not None and context.cache is None:
+        if self._packed and context.positions is not None and context.cache is None:
             if context.sequence is None:
-                packed = PackedSequence(documents_of(context.positions))
+                packed = self._packed(documents_of(context.positions))
                 context = replace(context, sequence=packed)
         else:
             context = with_mask(context, self.dtype)

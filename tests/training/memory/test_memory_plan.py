@@ -23,7 +23,7 @@ from swarmnet.batch import Documents
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.training.arrays import to_tensor
-from swarmnet.training.attention import blocks
+from swarmnet.training.attention import packed
 from swarmnet.training.attention.documents import Part, parts_of
 from swarmnet.training.computing import Computing
 from swarmnet.training.cores import scratch
@@ -164,7 +164,7 @@ def test_activations_are_what_a_stage_keeps(
     on devices other than CPUs."""
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
     if masked:
-        monkeypatch.setattr(blocks, "FUSED", ())
+        monkeypatch.setattr(packed, "PACKED", {})
     spec = small_spec(
         write_text(tmp_path),
         model=model,
