@@ -7,7 +7,6 @@ import functools
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import ModelPlan, described
-from swarmnet.training.models.lora import packing_of
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.ranks.cut_plan import MAX_RANKS, SUPPORTED, CutPlan, cut_plan, parts_of
 from swarmnet.training.ranks.fsdp import check_split
@@ -43,11 +42,6 @@ def check_cut(
     if sequence_parallel and spec.model.num_experts:
         raise SpecError("--sequence-parallel: routers look at whole microbatches; leave it out")
     model = model_plan(spec)
-    if spec.model.num_experts and (model.is_random or packing_of(spec.lora)):
-        raise SpecError(
-            f"--tp {num_ranks}: [lora] lora_dropout, and base_dtype int8 and nf4, do not go with "
-            "experts of the built-in Llama; take --tp 1, or a peer for each device"
-        )
     try:
         plan = _checked_plan(spec, model)
         check_packed(model, functools.partial(_columns, plan, num_ranks))

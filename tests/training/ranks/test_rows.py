@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ from tests.training.ranks.test_tensor_parallel import (
     ranks,
     tokens,
 )
-from tests.training.ranks.threads import rank_threads
+from tests.training.ranks.threads import draw_by_thread, rank_threads
 from tests.training.specs import small_spec
 from tests.training.test_families import folder_of
 from tests.training.test_lora import gradient_of, stages_of
@@ -377,7 +377,7 @@ def test_a_base_in_few_bits(mode: str, kept: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "dropout"), [(OF_EXPERTS, 0.2), pytest.param(SEQUENCES, 0.0, marks=pytest.mark.long)]
+    ("mode", "dropout"), [(OF_EXPERTS, 0.2), pytest.param(SEQUENCES, 0.2, marks=pytest.mark.long)]
 )
 def test_what_dropout_leaves_out_is_that_of_one_rank(
     mode: str, dropout: float, tmp_path: Path
@@ -390,7 +390,7 @@ def test_what_dropout_leaves_out_is_that_of_one_rank(
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
         folder_of(folder, "qwen2_moe", attention_dropout=dropout, **sizes)
     else:
-        folder_of(folder, "qwen2")
+        folder_of(folder, "qwen2", attention_dropout=dropout)
     spec, _ = lora_run(folder, tmp_path, lora=lora, num_stages=1)
     (one,) = stages_of_one(spec, folder)
     with ranks(spec, 4, mode=mode, row_size=2) as group:
@@ -399,17 +399,50 @@ def test_what_dropout_leaves_out_is_that_of_one_rank(
         compare_adapters(one, many)
 
 
-def test_experts_of_the_built_in_model_that_a_row_cuts_draw_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("mode", ["tensor", OF_EXPERTS])
+@pytest.mark.parametrize("kept", ["int8", "nf4", ""])
+def test_a_base_in_few_bits_and_dropout_of_the_built_in_mixture(
+    kept: Literal["", "int8", "nf4"], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarmnet.training.models.lora.check_packing", lambda _: None)
-    for more in ({"lora_dropout": 0.1}, {"base_dtype": "int8"}):
-        lora = LoraSpec.model_validate({**LORA, **more})
-        spec = mixture_of().model_copy(update={"lora": lora})
-        with pytest.raises(SpecError, match="; take --tp 1"):
-            check_cut(spec, 2)
-        with pytest.raises(SpecError, match="; take --tp 1"):
-            check_rows(spec, OF_EXPERTS, 2, 2)
+    """Experts are linear layers, of which a row cuts each; rows may have other ones. Some inputs of
+    adapters are cut. The run that it goes on from is left out."""
+    if kept:
+        pytest.importorskip("torchao")
+    modules = [*ALL_OF_LLAMA, "shared_expert.up_proj", "experts.gate_up_proj", "experts.down_proj"]
+    drawn = {"lora_dropout": 0.0 if kept else 0.3, "base_dtype": kept}
+    modules = modules if kept else modules[:-2]
+    lora = LoraSpec.model_validate({**LORA, "target_modules": modules, **drawn})
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 3}
+    spec = mixture_of(microbatch=4, shared_expert_intermediate_size=128, **sizes)
+    spec = spec.model_copy(update={"lora": lora})
+    monkeypatch.setattr(RunSpec, "from_canonical", lambda _: spec)
+    one = build_stage(spec, 0, computing=Computing())
+    draw_by_thread(one, monkeypatch)
+    row_size = 1 if mode == "tensor" else 2
+    check_cut(spec, 2)
+    make = build_parallel_stage if mode == "tensor" else build_row_stage
+    with rank_threads(spec, 2 * row_size, mode=mode, row_size=row_size) as group:
+        many = make(spec, 0, group, Computing(activations="blocks"))
+        for stage in (one, many):
+            for number, size in enumerate(stage.base.shard_sizes):
+                generator = torch.Generator().manual_seed(number)
+                stage.base.put(number, from_tensor(torch.randn(size, generator=generator) / 10))
+            randomize([stage])
+        packed = [
+            sum(
+                m.packed.num_bytes
+                for x in stage.layers.modules
+                for m in x.modules()
+                if isinstance(m, FrozenLinear) and m.packed
+            )
+            for stage in (many, one)
+        ]
+        assert (0 < packed[0] < 0.55 * packed[1]) if kept else packed == [0, 0]
+        for key in ((1, 0), (1, 1)):
+            inputs, targets = tokens(spec, 1), tokens(spec, 2)
+            results = [s.forward_backward(key, inputs, targets) for s in (one, many)]
+            assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=TOLERANCE)
+        close_by_name(one, gradient(many), gradient(one))
 
 
 def test_a_part_of_a_part_is_read_and_written_where_it_lies() -> None:

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,13 +21,36 @@ from swarmnet.errors import SwarmnetError
 from swarmnet.spec import RunSpec
 from swarmnet.system import LOOPBACK_INTERFACE
 from swarmnet.training.ranks.local_group import LocalGroup, RankLost, open_groups
+from swarmnet.training.ranks.part_dropout import PartDraws, Place, everything
 from swarmnet.training.ranks.rank import following_of
 from swarmnet.training.ranks.tensor_parallel_stage import rank_options
+from swarmnet.training.stage import TorchStage
 from swarmnet.wire import Array
 
 TIMEOUT_S = 30.0
+DRAWING = (
+    "swarmnet.training.ranks.context_parallel_layers.drawn_in_part",
+    "swarmnet.training.ranks.expert_layers.drawn_in_part",
+    "swarmnet.training.ranks.parallel_layers.drawn_in_part",
+)
+"""Where ranks take what their layers draw from."""
 BUILDING = threading.Lock()
 """Transformers builds one model at a time in a process."""
+
+
+@contextmanager
+def drawn_by_thread(place: Place, seed: int) -> Iterator[None]:
+    """In place of `drawn_in_part`: torch's generator is all threads'."""
+    with PartDraws(place, torch.Generator().manual_seed(seed)):
+        yield
+
+
+def draw_by_thread(one: TorchStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What layers draw of ranks that are built from now on comes from generators of their own, and
+    so does that of one rank."""
+    for name in DRAWING:
+        monkeypatch.setattr(name, drawn_by_thread)
+    one.layers.drawing = partial(drawn_by_thread, everything)
 
 
 class ThreadGroup:
