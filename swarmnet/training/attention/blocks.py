@@ -45,7 +45,7 @@ def attend(
     """
     if sees_BLM is None and not is_causal and k_BMKE.shape[2] < q_BLHE.shape[2]:
         return _attend_by_key_heads(q_BLHE, k_BMKE, v_BMKE, cap)
-    k_BMHE, v_BMHE = _for_each_query_head(q_BLHE, k_BMKE, v_BMKE)
+    k_BMHE, v_BMHE = for_each_query_head(q_BLHE, k_BMKE, v_BMKE)
     if q_BLHE.device.type in FUSED and not cap:
         q_BHLE, k_BHME, v_BHME = (x.transpose(1, 2) for x in (q_BLHE, k_BMHE, v_BMHE))
         mask = _added(sees_BLM, q_BLHE.dtype)
@@ -101,7 +101,7 @@ def attend_back(
         lse_BHL: likewise; finite.
         sees_BLM: as for `attend`, as the next ones.
     """
-    k_BMHE, v_BMHE = _for_each_query_head(q_BLHE, k_BMKE, v_BMKE)
+    k_BMHE, v_BMHE = for_each_query_head(q_BLHE, k_BMKE, v_BMKE)
     if q_BLHE.device.type in FUSED and not cap:
         tensors = (x.transpose(1, 2) for x in (grad_BLHE, q_BLHE, k_BMHE, v_BMHE, out_BLHE))
         mask = _added(sees_BLM, q_BLHE.dtype)
@@ -130,7 +130,7 @@ def attend_back(
     return dq_BLHE, dk_BMKE.to(k_BMKE.dtype), dv_BMKE.to(v_BMKE.dtype)
 
 
-def _for_each_query_head(q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor) -> tuple[Tensor, Tensor]:
+def for_each_query_head(q_BLHE: Tensor, k_BMKE: Tensor, v_BMKE: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, a head for each of the queries'."""
     times = q_BLHE.shape[2] // k_BMKE.shape[2]
     if times == 1:

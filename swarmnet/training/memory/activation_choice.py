@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
 from swarmnet.spec import RunSpec
+from swarmnet.training.attention.dropped import attend_dropping
 from swarmnet.training.computing import ActivationsName
 from swarmnet.training.memory.plan import (
     EXPERTS,
@@ -125,8 +126,8 @@ def known_activations(
             return whole
         divided = samples_of_rank if shared == EXPERTS else positions_of_rank
         alone = divided(spec, num_ranks)
-        shares = shared != EXPERTS
-        part = traced_activations(alone, stage, precision, shares_sequences=shares)
+        sharing = 0 if shared == EXPERTS else num_ranks
+        part = traced_activations(alone, stage, precision, num_sharing=sharing)
         if shared == EXPERTS:
             layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[stage]
             num_layers = sum(layer.is_block for layer in layers)
@@ -138,11 +139,11 @@ def known_activations(
 
 
 def traced_activations(
-    spec: RunSpec, stage: int, precision: Precision, *, shares_sequences: bool = False
+    spec: RunSpec, stage: int, precision: Precision, *, num_sharing: int = 0
 ) -> Activations:
     """What autograd keeps of each layer, from a pass on torch's `meta` device, which takes no
-    memory. `shares_sequences`: each attends as where ranks share sequences, of which the run's are
-    a part: no scores are kept. Raises what the layers raise there."""
+    memory. `num_sharing`: each attends as where so many ranks share sequences, of which the run's
+    are a part: no scores are kept, but with dropout. Raises what the layers raise there."""
     plan = model_plan(spec)
     stages = split_stages(plan, spec.pipeline.num_stages)
     is_first, is_last = stage == 0, stage == len(stages) - 1
@@ -162,10 +163,10 @@ def traced_activations(
     parameters = {_memory_of(p) for module in modules for p in module.parameters()}
     borders, parts = [x], []
     seen: dict[int, Tensor] = {}
-    context = LayerContext(sequence=_SharedShapes(spec.sequence_length))
+    context = LayerContext(sequence=_SharedShapes(spec.sequence_length, num_sharing))
     for module in modules:
         call: Callable[[Tensor], Tensor] = module
-        if shares_sequences and isinstance(module, TakesContext) and plan.takes_sequence:
+        if num_sharing and isinstance(module, TakesContext):
             call = partial(module, context=context)
         x, kept = _kept_by(call, x, parameters)
         parts.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
@@ -309,11 +310,25 @@ class _SharedShapes:
 
     takes_windows = True
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, num_ranks: int) -> None:
+        """`length`: at one of so many."""
         self.length = length
+        self._num_ranks = num_ranks
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: float) -> Tensor:
-        """As torch's attention, which keeps what blocks of a ring do."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int = 0,
+        cap: float = 0.0,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """As torch's attention, which keeps what blocks of a ring do, or as it is with dropout."""
+        if dropout:
+            k, v = (x.repeat(1, self._num_ranks, 1, 1) for x in (k, v))
+            sees = torch.empty((1, q.shape[1], k.shape[1]), dtype=torch.bool, device=q.device)
+            return attend_dropping(q, k, v, sees, dropout, cap)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)

@@ -180,14 +180,15 @@ class AttendsBy(TorchCalls):
         """As torch's, whose names of arguments these are."""
         size, is_plain = q_BHSE.shape[-1], is_causal or q_BHSE.shape[2] == 1
         narrower = size - v_BKSE.shape[-1]
-        if attn_mask is not None or dropout_p or not is_plain or narrower < 0:
+        if attn_mask is not None or not is_plain or narrower < 0:
             raise RuntimeError("its attention is not plainly causal")
         if scale is not None and scale != size**-0.5:
             q_BHSE = q_BHSE * (scale * size**0.5)
         if narrower:  # the kernels take values as wide as keys
             v_BKSE = F.pad(v_BKSE, (0, narrower))
         q_BSHE, k_BSKE, v_BSKE = (x.transpose(1, 2) for x in (q_BHSE, k_BKSE, v_BKSE))
-        y_BSHE = self._sequence.attend(q_BSHE, k_BSKE, v_BSKE, self._window, self._cap)
+        about = self._window, self._cap, dropout_p
+        y_BSHE = self._sequence.attend(q_BSHE, k_BSKE, v_BSKE, *about)
         return y_BSHE[..., : size - narrower].transpose(1, 2)
 
 

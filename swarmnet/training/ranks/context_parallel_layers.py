@@ -30,7 +30,7 @@ from swarmnet.training.models.base import (
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan
 from swarmnet.training.ranks.cuts import Cutting, in_rows
-from swarmnet.training.ranks.part_dropout import Drawn, drawn_in_part
+from swarmnet.training.ranks.part_dropout import NUM_DIMS_OF_WEIGHTS, Drawn, drawn_in_part
 from swarmnet.training.ranks.ring import Ring, part_of_rank, whole
 from swarmnet.training.ranks.tensor_parallel import Region, both_ways, unchanged
 from swarmnet.training.ranks.texts.shared_text import SharedText
@@ -41,8 +41,13 @@ NOTHING_IS_CUT = CutPlan({}, 0, 0, 0, 0, shares_heads=False)
 
 
 def _place(zigzag: Zigzag, rank: int, shape: torch.Size) -> Drawn:
-    """A `Place`, of what adapters draw for in training: (samples, positions, inputs), or tokens of
-    all samples and their inputs."""
+    """A `Place`, of what layers draw for in training: (samples, positions, numbers), or tokens of
+    all samples and their numbers; and weights of attention, of positions beside all positions."""
+    if len(shape) == NUM_DIMS_OF_WEIGHTS:
+        assert tuple(shape[2:]) == (zigzag.size(rank), zigzag.length), "weights of another kind"
+        of_heads = (*shape[:2], zigzag.length, zigzag.length)
+        rows = zigzag.pieces(rank)
+        return Drawn(of_heads, lambda drawn: torch.cat([drawn[:, :, r] for r in rows], dim=2))
     width, num_tokens = shape[-1], shape[:-1].numel()
     of_all = (num_tokens // zigzag.size(rank), zigzag.length, width)
 

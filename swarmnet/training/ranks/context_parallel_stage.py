@@ -13,7 +13,6 @@ import torch
 from swarmnet.errors import SpecError
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.computing import Computing
-from swarmnet.training.models.registry import draws_itself
 from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayers
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.rank_stage import LeadStage, follow_lead, lead
@@ -34,10 +33,6 @@ def check_sequences(spec: RunSpec, num_ranks: int) -> None:
         raise SpecError(
             f"{begin}experts of the built-in Llama, and routers that have a loss, take whole "
             f"microbatches; {instead}"
-        )
-    if draws_itself(spec):
-        raise SpecError(
-            f"{begin}a model with dropout draws random numbers for whole sequences; {instead}"
         )
     if not is_long_enough(spec.sequence_length, num_ranks):
         raise SpecError(

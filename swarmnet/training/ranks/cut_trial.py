@@ -243,7 +243,7 @@ def _layers(plan: ModelPlan, make: Callable[..., Any]) -> Any:
         device=device,
         copies=copies_of(device),
     )
-    place = layers.place if isinstance(layers, ParallelLayers) else everything
+    place = layers.place if isinstance(layers, CutLayers) else everything
     layers.drawing = functools.partial(_drawn, place)
     return layers
 

@@ -15,7 +15,14 @@ from swarmnet.ports import StepKey
 from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan
 from swarmnet.training.ranks.cut_layers import CutLayers
 from swarmnet.training.ranks.cut_plan import CutPlan, mark_of
-from swarmnet.training.ranks.part_dropout import Drawn, Place, both, drawn_in_part, narrowed
+from swarmnet.training.ranks.part_dropout import (
+    NUM_DIMS_OF_WEIGHTS,
+    Drawn,
+    Place,
+    both,
+    drawn_in_part,
+    narrowed,
+)
 from swarmnet.training.ranks.tensor_parallel import (
     Region,
     gather_last,
@@ -23,9 +30,6 @@ from swarmnet.training.ranks.tensor_parallel import (
     split,
     vocabulary_parallel_loss,
 )
-
-NUM_DIMS_OF_WEIGHTS = 4
-"""Samples, heads, positions that attend, positions attended to."""
 
 
 def heads_of(region: Region, cut: CutPlan) -> Place:

@@ -26,6 +26,8 @@ class Drawn:
     """What this rank has of it."""
 
 
+NUM_DIMS_OF_WEIGHTS = 4
+"""Of attention: samples, heads, positions that attend, positions attended to."""
 Place = Callable[[torch.Size], Drawn | None]
 """From the shape of what this rank has. None where a tensor of this shape is whole."""
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,9 @@ from swarmnet.training.attention.documents import (
     attended,
     parts_of,
 )
+from swarmnet.training.attention.dropped import attend_dropping
 from swarmnet.training.attention.windows import Window
-from swarmnet.training.ranks.tensor_parallel import SEQUENCE_DIM, Region
+from swarmnet.training.ranks.tensor_parallel import SEQUENCE_DIM, Region, both_ways
 from swarmnet.training.ranks.zigzag import Zigzag
 
 
@@ -71,12 +73,24 @@ class Ring:
         self.length = zigzag.length
         self._about = zigzag, region, documents_BS
         self._by_kind: dict[tuple[int, float], _RingOfWindow] = {}
+        self._seen_by_window: dict[int, Tensor] = {}
 
     def attend(
-        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0, cap: float = 0.0
+        self,
+        q_BLHE: Tensor,
+        k_BLKE: Tensor,
+        v_BLKE: Tensor,
+        window: int = 0,
+        cap: float = 0.0,
+        dropout: float = 0.0,
     ) -> Tensor:
-        """The output of this rank's queries, (B, L, H, E). `window`, `cap`: as of
-        `SharedSequence.attend`."""
+        """The output of this rank's queries, (B, L, H, E). `window`, `cap`, `dropout`: as of
+        `SharedSequence.attend`. Weights that are left out are those of a query beside all keys, so
+        with dropout a rank has all of these at once."""
+        if dropout:
+            k_BSKE, v_BSKE = self._of_all_ranks(k_BLKE, v_BLKE)
+            sees_BLS = self._sees(window, q_BLHE.device)
+            return attend_dropping(q_BLHE, k_BSKE, v_BSKE, sees_BLS, dropout, cap)
         return attended(self._of_kind(window, cap, q_BLHE.device), q_BLHE, k_BLKE, v_BLKE)
 
     def forward(
@@ -84,6 +98,30 @@ class Ring:
     ) -> tuple[Tensor, Tensor]:
         """Without a backward pass: the output, and the lse (B, H, L), both in fp32."""
         return self._of_kind(window, cap, q_BLHE.device).attend(q_BLHE, k_BLKE, v_BLKE)
+
+    def _of_all_ranks(self, k_BLKE: Tensor, v_BLKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole sequence."""
+        zigzag, region, _ = self._about
+
+        def back(grad: Tensor) -> Tensor:
+            return part_of_rank(zigzag, region.rank, region.all_reduce(grad))
+
+        both = torch.stack((k_BLKE, v_BLKE), dim=2)
+        k_BSKE, v_BSKE = both_ways(both, partial(whole, zigzag, region), back).unbind(dim=2)
+        return k_BSKE, v_BSKE
+
+    def _sees(self, window: int, device: torch.device) -> Tensor:
+        """(B or 1, L, S): true where a query of this rank sees a position."""
+        if window not in self._seen_by_window:
+            zigzag, region, documents_BS = self._about
+            at_L = torch.tensor(zigzag.positions(region.rank), device=device)
+            back_LS = at_L.unsqueeze(1) - torch.arange(zigzag.length, device=device)
+            sees = ((back_LS >= 0) & (back_LS < (window or zigzag.length))).unsqueeze(0)
+            if documents_BS is not None:
+                own_BL = part_of_rank(zigzag, region.rank, documents_BS)
+                sees = sees & (own_BL.unsqueeze(2) == documents_BS.unsqueeze(1))
+            self._seen_by_window[window] = sees
+        return self._seen_by_window[window]
 
     def _of_kind(self, window: int, cap: float, device: torch.device) -> _RingOfWindow:
         kind = (0 if window >= self.length else window), cap

@@ -38,7 +38,7 @@ from tests.training.ranks.test_family_ranks import (
 )
 from tests.training.ranks.test_lora_ranks import ALL, fill, randomize
 from tests.training.ranks.test_tensor_parallel import ranks
-from tests.training.ranks.threads import rank_threads
+from tests.training.ranks.threads import draw_by_thread, rank_threads
 from tests.training.test_adapter import FAMILIES, LENGTH, LONG
 from tests.training.test_families import folder_of
 from tests.training.test_lora import gradient_of, stages_of
@@ -93,6 +93,36 @@ def test_a_family_that_shares_sequences_has_the_numbers_of_one_rank(
         many: list[TorchStage] = [build_context_parallel_stage(spec, 0, group, computing)]
         assert torch.equal(parameters(many[0]), parameters(one[0]))
         compare(one, many)
+
+
+DRAWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped heads": ("qwen3", {"head_dim": 16}),
+    "window": ("mistral", {"sliding_window": 5}),
+    "caps and windows": ("gemma2", CAPPED | {"sliding_window": 7}),
+    "outputs too": ("phi3", {"resid_pdrop": 0.3, "embd_pdrop": 0.2}),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_a_model_leaves_out_is_that_of_one_rank(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents, one matrix or two, and what is kept, in turn."""
+    kind, more = DRAWS[name]
+    number = list(DRAWS).index(name)
+    spec = spec_of(kind, 1, number % 2 == 0, attention_dropout=0.3, **more, **SMALLER)
+    check_sequences(spec, 3)
+    one = build_stage(spec, 0, computing=Computing())
+    draw_by_thread(monkeypatch, one)
+    with rank_threads(spec, 3 if number % 2 else 2, mode="context") as group:
+        computing = Computing(activations=POLICIES[number % 4], folder=str(tmp_path))
+        compare([one], [build_context_parallel_stage(spec, 0, group, computing)])
+
+
+def test_ranks_that_are_processes_leave_out_the_same() -> None:
+    spec = spec_of("qwen3", 1, True, head_dim=16, attention_dropout=0.3, **SMALLER)
+    with ranks(spec, 2, mode="context") as group:
+        compare([build_stage(spec, 0)], [build_context_parallel_stage(spec, 0, group)])
 
 
 def test_stages_between_others() -> None:
@@ -185,16 +215,22 @@ def test_adapters(on_experts: bool, tmp_path: Path) -> None:
         ("qwen2", FP32, "blocks"),
         ("qwen2", BF16, "keep"),
         ("gemma2", FP32, "keep"),
+        ("mistral", FP32, "keep"),
     ],
 )
 def test_a_rank_keeps_no_more_than_the_plan_says(
-    kind: str, precision: Precision, policy: Any, tmp_path: Path
+    kind: str,
+    precision: Precision,
+    policy: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the passes, with one microbatch more in flight. The plan counts a layer's rotary
     tables for each layer, and a pass has them once. No scores are kept, though one rank keeps
-    them."""
-    more_of = {"head_dim": 16} if kind == "gemma2" else {}
+    them; with dropout (`mistral`) those of a rank's own queries are."""
+    more_of = {"gemma2": {"head_dim": 16}, "mistral": {"attention_dropout": 0.1}}.get(kind, {})
     spec = spec_of(kind, 3, document_mask=False, **more_of, **SMALLER)
+    draw_by_thread(monkeypatch)
     computing = Computing(precision.name, policy, folder=str(tmp_path))  # type: ignore[arg-type]
     inputs, targets = tokens(1), tokens(2)
     for k in range(2):
@@ -226,14 +262,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": LONG, "original_max_position_embeddings": 16},
         "beyond 16 tokens positions of this phi3 depend on the whole sequence",
     ),
-    ("llama", {"attention_dropout": 0.1}, "a model with dropout draws random numbers"),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     REFUSED,
-    ids=["linear attention", "sinks", "positions", "dropout"],
+    ids=["linear attention", "sinks", "positions"],
 )
 def test_what_ranks_cannot_share_is_one_line(kind: str, more: dict[str, Any], message: str) -> None:
     spec = spec_of(kind, 1, document_mask=False, **more)

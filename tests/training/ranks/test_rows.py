@@ -417,7 +417,7 @@ def test_a_base_in_few_bits_and_dropout_of_the_built_in_mixture(
     spec = spec.model_copy(update={"lora": lora})
     monkeypatch.setattr(RunSpec, "from_canonical", lambda _: spec)
     one = build_stage(spec, 0, computing=Computing())
-    draw_by_thread(one, monkeypatch)
+    draw_by_thread(monkeypatch, one)
     row_size = 1 if mode == "tensor" else 2
     check_cut(spec, 2)
     make = build_parallel_stage if mode == "tensor" else build_row_stage

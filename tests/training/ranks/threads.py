@@ -45,12 +45,13 @@ def drawn_by_thread(place: Place, seed: int) -> Iterator[None]:
         yield
 
 
-def draw_by_thread(one: TorchStage, monkeypatch: pytest.MonkeyPatch) -> None:
+def draw_by_thread(monkeypatch: pytest.MonkeyPatch, one: TorchStage | None = None) -> None:
     """What layers draw of ranks that are built from now on comes from generators of their own, and
     so does that of one rank."""
     for name in DRAWING:
         monkeypatch.setattr(name, drawn_by_thread)
-    one.layers.drawing = partial(drawn_by_thread, everything)
+    if one is not None:
+        one.layers.drawing = partial(drawn_by_thread, everything)
 
 
 class ThreadGroup:

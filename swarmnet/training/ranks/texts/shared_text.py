@@ -93,10 +93,17 @@ class TextPass:
         self._number = 0
 
     def attend(
-        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, window: int = 0, cap: float = 0.0
+        self,
+        q_BLHE: Tensor,
+        k_BLKE: Tensor,
+        v_BLKE: Tensor,
+        window: int = 0,
+        cap: float = 0.0,
+        dropout: float = 0.0,
     ) -> Tensor:
         """The output of this rank's queries, (B, L, H, E). `window`, `cap`: as of
         `SharedSequence.attend`."""
+        assert not dropout, "texts are written as they are"
         number, self._number = self._number, self._number + 1
         size = window or self.length
         old_k, old_v = self._text.kept(number, k_BLKE)
