@@ -11,7 +11,8 @@ twice the other one's rate feeds twice as many. So a second ratio is with as man
 counted. On a machine that does other work besides, tokens/s say nothing: compare the load with its
 cores, and look at the CPU seconds.
 `swarms`: twenty random swarms in virtual time. `search`: 200 random small cases beside the best of
-all plans. `large`: a plan of 1,000 machines and 64 stages.
+all plans, and as many with links that are poor or good, some of them shared by a house. `large`: a
+plan of 1,000 machines and 64 stages, likewise.
 """
 
 from __future__ import annotations
@@ -28,41 +29,54 @@ sys.path.insert(0, str(ROOT))  # for what is of tests/
 
 from swarmnet.protocol.planning.cost import Costs  # noqa: E402
 from swarmnet.protocol.planning.search import best_plan  # noqa: E402
-from tests.protocol.planning.cases import best_of_all, job, machines  # noqa: E402
+from tests.protocol.planning.cases import (  # noqa: E402
+    best_of_all,
+    job,
+    machines,
+    with_uneven_links,
+)
 
 PARTS = ("large", "search", "swarms", "runs")
 NUM_SWARMS, NUM_CASES = 20, 200
 NUM_MACHINES, NUM_STAGES, NUM_LAYERS = 1000, 64, 130
 
 
+LINKS = {"even": lambda rng, chosen: chosen, "uneven": with_uneven_links}
+
+
 def large() -> None:
     """The time of a large plan."""
-    chosen = machines(random.Random(1), NUM_MACHINES)
-    costs = Costs(job(random.Random(1), NUM_LAYERS))
-    started = time.process_time()
-    plan = best_plan(costs, chosen, num_stages=NUM_STAGES)
-    took_s = time.process_time() - started
-    assert plan is not None
-    print(f"{NUM_MACHINES} machines, {len(plan.cut)} stages: {took_s:.1f} s of a core", flush=True)
+    for name, linked in LINKS.items():
+        rng = random.Random(1)
+        chosen = linked(rng, machines(rng, NUM_MACHINES))
+        costs = Costs(job(random.Random(1), NUM_LAYERS))
+        started = time.process_time()
+        plan = best_plan(costs, chosen, num_stages=NUM_STAGES)
+        took_s = time.process_time() - started
+        assert plan is not None
+        about = f"{NUM_MACHINES} machines, links {name}, {len(plan.cut)} stages"
+        print(f"{about}: {took_s:.1f} s of a core", flush=True)
 
 
 def search() -> None:
     """Plans over the best of all plans."""
-    worst, possible, agreed = 1.0, 0, True
-    for seed in range(NUM_CASES):
-        rng = random.Random(seed)
-        chosen = machines(rng, rng.choice((2, 3, 4, 5) if seed % 20 == 0 else (2, 3, 4)))
-        costs = Costs(job(rng, rng.randrange(2, 6)))
-        best, plan = best_of_all(costs, chosen), best_plan(costs, chosen)
-        agreed &= (plan is None) == (best == 0)
-        if plan is not None:
-            possible += 1
-            worst = min(worst, plan.round.tokens_per_s / best)
-    print(
-        f"{NUM_CASES} small cases: {possible} have a plan, the worst reaches {worst:.3f} of the "
-        f"best of all; found wherever there is one: {agreed}",
-        flush=True,
-    )
+    for name, linked in LINKS.items():
+        worst, possible, agreed = 1.0, 0, True
+        for seed in range(NUM_CASES):
+            rng = random.Random(seed)
+            num = rng.choice((2, 3, 4, 5) if seed % 20 == 0 else (2, 3, 4))
+            chosen = linked(rng, machines(rng, num))
+            costs = Costs(job(rng, rng.randrange(2, 6)))
+            best, plan = best_of_all(costs, chosen), best_plan(costs, chosen)
+            agreed &= (plan is None) == (best == 0)
+            if plan is not None:
+                possible += 1
+                worst = min(worst, plan.round.tokens_per_s / best)
+        print(
+            f"{NUM_CASES} small cases, links {name}: {possible} have a plan, the worst reaches "
+            f"{worst:.3f} of the best of all; found wherever there is one: {agreed}",
+            flush=True,
+        )
 
 
 def swarms() -> None:

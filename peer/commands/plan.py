@@ -21,6 +21,7 @@ from peer.planning.answer import (
     household_choice,
     late,
     left_out,
+    links_choice,
     smaller_batches,
 )
 from peer.planning.machines import (
@@ -36,6 +37,7 @@ from peer.planning.question import (
     Found,
     Planner,
     asked,
+    by_compute_alone,
     folder_text,
     like_this_one,
     on_this_one,
@@ -89,7 +91,8 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     answer = answer_of(found, wanted_tokens=tokens, more=more, kind=kind.name)
     without = without_keys(found)
     household = None if without is None else household_choice(answer, without)
-    answer = replace(answer, choices=[*answer.choices, *filter(None, [household])])
+    by_links = links_choice(answer, by_compute_alone(found))
+    answer = replace(answer, choices=[*answer.choices, *filter(None, [household, by_links])])
     helps = [
         *smaller_batches(found),
         *late(found),

@@ -17,6 +17,8 @@ from swarmnet.training.memory.stage_table import memory_of
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOMENTS_BYTES = 8
+LINKS_DECIDE = 0.98
+"""Of the tokens/s: what an assignment that looks at no link reaches, where links decided."""
 MANY = 10.0
 """Times as fast: more is not told in percent."""
 LEAST_S = 1e-6
@@ -189,13 +191,26 @@ def household_choice(answer: Answer, without: Found) -> Choice | None:
     """What the key of a household is worth; None where nothing. `without`: the plan without one."""
     rate, up = without.plan.round.tokens_per_s, max(r.up_per_day for r in _rows(without))
     if rate >= answer.tokens_per_s and up <= max(r.up_per_day for r in answer.rows):
-        return None  # a stage is in one house
+        return None  # each stage is in one house
     return Choice(
         "swarmnet peer",
         "--household FILE",
         "put it, with one key, on all machines of a house: each shard crosses its uplink once; "
         f"without it {compared(rate, answer.tokens_per_s)}, and up to {size(up)} of data up a day "
         "and machine",
+    )
+
+
+def links_choice(answer: Answer, alone_per_s: float) -> Choice | None:
+    """That links decided which machine takes which stage; None where they did not. `alone_per_s`:
+    as of `by_compute_alone`."""
+    if not 0 < alone_per_s < LINKS_DECIDE * answer.tokens_per_s:
+        return None
+    return Choice(
+        "swarmnet peer",
+        "--stage, as the table has them",
+        "links decided which machine takes which stage: chosen by compute alone "
+        f"{compared(alone_per_s, answer.tokens_per_s)}",
     )
 
 
@@ -251,28 +266,29 @@ def _rows(found: Found) -> list[Row]:
     costs, plan = found.costs, found.plan
     rows: list[Row] = []
     rounds = DAY_S / plan.round.seconds
+    loads = costs.loads(plan.cut, found.machines, plan.serves)
     for k, (first, end) in enumerate(plan.cut):
         indices = plan.replicas(k)
         replicas = [found.machines[i] for i in indices]
         parameters = costs.parameters(first, end)
         exchanged = costs.exchanged_bytes(parameters, replicas, costs.muon_parameters(first, end))
-        sent, received = costs.link_bytes(first, end)
-        rates = [costs.rates(m, first, end, len(plan.cut)) for m in replicas]
         at_work = _late_at(found, k)
-        parts = [at_work.get(m, 1.0) for m in replicas]
-        flow = sum(r.flow * part for r, part in zip(rates, parts, strict=True) if r is not None)
+        rates = [
+            rate * at_work.get(m, 1.0) for m, (rate, _, _) in zip(replicas, loads[k], strict=True)
+        ]
         seen: dict[tuple[Machine, float, float], int] = {}
-        for m, rate, (up, down) in zip(replicas, rates, exchanged, strict=True):
-            kind = replace(m, house=""), up, down
+        for m, rate, (_, sent, received), (up, down) in zip(
+            replicas, rates, loads[k], exchanged, strict=True
+        ):
+            samples = costs.job.global_batch * rate / sum(rates)
+            up_round, down_round = samples * sent + up, samples * received + down
+            kind = replace(m, house=""), up_round, down_round
             if kind in seen:
                 seen[kind] += 1
                 continue
             seen[kind] = 1
             held = costs.held(first, end, len(plan.cut), m)
             assert held is not None
-            assert rate is not None
-            samples = costs.job.global_batch * rate.flow * at_work.get(m, 1.0) / flow
-            up_round, down_round = samples * sent + up, samples * received + down
             memory = memory_of(m)
             day = rounds * m.hours / 24
             rows.append(

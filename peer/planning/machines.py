@@ -127,6 +127,7 @@ class Described:
             down_bytes_per_s=own.down / self.sharing,
             latency_s=own.latency_s,
             house=self.household,
+            sharing=self.sharing,
             has_key=bool(self.household),
             hours=self.hours,
             microbatch_s=MICROBATCH_S,

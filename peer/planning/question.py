@@ -368,6 +368,22 @@ def without_keys(found: Found) -> Found | None:
     return replace(found, machines=machines, plan=replace(plan, round=made))
 
 
+def by_compute_alone(found: Found) -> float:
+    """Tokens/s of the same stages, where machines were chosen for them as if all links were alike;
+    0 where they are."""
+    links = [(m.up_bytes_per_s, m.down_bytes_per_s, m.latency_s, m.house) for m in found.machines]
+    if len(set(links)) < 2:
+        return 0.0
+    up, down, _, _ = map(max, zip(*links, strict=True))
+    alike = [
+        replace(m, up_bytes_per_s=up, down_bytes_per_s=down, latency_s=0.0, house="", sharing=1)
+        for m in found.machines
+    ]
+    plan = best_plan(found.costs, alike, cut=found.plan.cut)
+    made = None if plan is None else found.costs.of(plan.cut, found.machines, plan.serves)
+    return 0.0 if made is None else made.tokens_per_s
+
+
 def _given(found: Found, precision: str, *, is_open: bool, is_cut_given: bool) -> list[Choice]:
     """`precision`: as `Planner` was told."""
     spec, plan = found.table.spec, found.plan

@@ -18,8 +18,7 @@ meanwhile (`delayed` and `auto`), filling and draining take no time, and R stays
 as long as the busiest link of its replicas. In these two modes it runs beside the next round; in
 all others the round waits for it, and in `local` for those that are in time (`late`).
 
-Machines of a house have even parts of its link. Of an exchange only what leaves the house crosses
-that; of the way of a microbatch all is reckoned to.
+Machines of a house share its link, over which goes what leaves the house (`houses`).
 """
 
 from __future__ import annotations
@@ -45,15 +44,22 @@ from swarmnet.protocol.planning.flow import (
     link_bytes,
     max_flow,
 )
+from swarmnet.protocol.planning.houses import (
+    INSIDE_BYTES_PER_S,
+    INSIDE_LATENCY_S,
+    AtHome,
+    Bytes,
+    Sharing,
+    carried_together,
+    ways_inside,
+)
+from swarmnet.protocol.planning.houses import exchange_s as exchange_of_houses_s
 from swarmnet.protocol.planning.late import Late, waited_s
 from swarmnet.protocol.planning.model import Cut, Held, Job, Machine
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, least_quorum, least_to_lead
 
 EXCHANGE_WAYS = ("gradient", "sum", "norm", "result")
 """Messages of an exchange that wait for each other."""
-INSIDE_BYTES_PER_S = 125e6
-"""Between two machines of a house, assumed: 1 Gbit/s."""
-
 LOOKS_AT_LATE = 2
 """How long rounds are depends on who is late, and that on how long they are."""
 
@@ -75,6 +81,11 @@ class StageCost:
     update_s: float
     """Of the end of a round, on the slowest replica."""
     late: tuple[Late, ...] = ()
+    sharing: Sharing | None = None
+    """What depends on the other stages, where machines share links; the numbers above are as if
+    all crossed these, and each machine had an even part."""
+    ways_s: float = 0.0
+    """Of `exchange_s`, what is not the bytes of a link."""
 
     def with_late(self, open_s: float) -> StageCost:
         """With what the late ones do while rounds are open for `open_s`."""
@@ -156,12 +167,16 @@ class Costs:
 
     def link_bytes(self, first: int, end: int) -> tuple[float, float]:
         """(sent, received) of a stage for one sample."""
+        return link_bytes(*self._boundaries(first, end))
+
+    def _boundaries(self, first: int, end: int) -> tuple[Bytes | None, Bytes | None]:
+        """Of a stage, before it and after it."""
         layers = self.job.layers
 
-        def boundary(after: int) -> tuple[float, float]:
+        def boundary(after: int) -> Bytes:
             return layers[after].activation_bytes, layers[after].gradient_bytes
 
-        return link_bytes(
+        return (
             boundary(first - 1) if first else None,
             boundary(end - 1) if end < len(layers) else None,
         )
@@ -197,8 +212,15 @@ class Costs:
             return None
         parameters, n = self.parameters(first, end), len(replicas)
         muon = self.muon_parameters(first, end)
-        exchange_s, behind_s = self._exchange(parameters, replicas, muon, rates)
+        exchange_s, ways_s, behind_s = self._exchange(parameters, replicas, muon, rates)
         in_time = [r for r, late_s in zip(rates, behind_s, strict=True) if not late_s]
+        sharing = None
+        if any(m.house for m in replicas):
+            over_links = [(0.0, 0.0)] * n
+            if self._all_are_waited_for:
+                over_links = self.exchanged_bytes(parameters, replicas, muon)
+            at_work = zip(replicas, rates, over_links, behind_s, strict=True)
+            sharing = self._sharing(first, end, [(m, r, x) for m, r, x, s in at_work if not s])
         return StageCost(
             num_replicas=len(in_time),
             compute=flow_of(r.compute for r in in_time),
@@ -210,6 +232,31 @@ class Costs:
             late=tuple(
                 Late(m, r, s) for m, r, s in zip(replicas, rates, behind_s, strict=True) if s
             ),
+            sharing=sharing,
+            ways_s=ways_s,
+        )
+
+    def _sharing(
+        self, first: int, end: int, at_work: Sequence[tuple[Machine, Rates, tuple[float, float]]]
+    ) -> Sharing:
+        """Of replicas, with what each exchanges over its link in a round."""
+        homes: dict[str, AtHome] = {}
+        apart = [r.flow for m, r, _ in at_work if not m.house]
+        for m, r, (up, down) in at_work:
+            if not m.house:
+                continue
+            whole = m.up_bytes_per_s * m.sharing, m.down_bytes_per_s * m.sharing
+            known = homes.get(m.house, AtHome(m.house, 0, 0.0, float("inf"), *whole))
+            homes[m.house] = replace(
+                known,
+                replicas=known.replicas + 1,
+                compute=known.compute + r.compute,
+                slowest=min(known.slowest, r.compute),
+                exchanged=(known.exchanged[0] + up, known.exchanged[1] + down),
+            )
+        slowest = min(apart, default=float("inf"))
+        return Sharing(
+            tuple(homes.values()), flow_of(apart), slowest, *self._boundaries(first, end)
         )
 
     def _update_s(self, first: int, end: int, machine: Machine, num_replicas: int) -> float:
@@ -266,31 +313,41 @@ class Costs:
         led = [w if w >= least else 0.0 for w in weights]
         return [w / sum(led) if sum(led) < float("inf") else 1 / len(led) for w in led]
 
+    @property
+    def _every(self) -> int:
+        """Rounds from an exchange to the next one."""
+        update = self.job.update
+        return update.local_steps if update.mode in (LOCAL, GOSSIP) else 1
+
+    @property
+    def _all_are_waited_for(self) -> bool:
+        """By an exchange, however late."""
+        return self.job.update.mode != LOCAL or self._every < 2
+
     def _exchange(
         self, parameters: int, replicas: Sequence[Machine], muon: int, rates: Sequence[Rates]
-    ) -> tuple[float, list[float]]:
-        """Seconds of an exchange, and by how much later each replica's contribution comes than
-        those that it waits for: both by round."""
-        update, n = self.job.update, len(replicas)
+    ) -> tuple[float, float, list[float]]:
+        """Seconds of an exchange, of these the ones of latency, and by how much later each
+        replica's contribution comes than those that it waits for: all by round."""
+        update, n, every = self.job.update, len(replicas), self._every
         if n < 2:
-            return 0.0, [0.0] * n
-        every = update.local_steps if update.mode in (LOCAL, GOSSIP) else 1
-        ways_s = len(EXCHANGE_WAYS) * max(m.latency_s for m in replicas) / every
+            return 0.0, 0.0, [0.0] * n
         of_houses = Counter(m.house for m in replicas if m.house)
         most = max(of_houses.values(), default=1)
+        is_inside = most == n
+        latency_s = INSIDE_LATENCY_S if is_inside else max(m.latency_s for m in replicas)
+        ways_s = len(EXCHANGE_WAYS) * latency_s / every
         inside = inside_bytes(parameters, most, update.mode, update.codec) / every
-        took_s = [
-            max(
-                sent / m.up_bytes_per_s,
-                received / m.down_bytes_per_s,
-                inside / INSIDE_BYTES_PER_S,
-            )
-            for m, (sent, received) in zip(
-                replicas, self.exchanged_bytes(parameters, replicas, muon), strict=True
-            )
-        ]
-        if update.mode != LOCAL or every < 2:  # all are waited for
-            return max(took_s) + ways_s, [0.0] * n
+        all_wait = self._all_are_waited_for
+        took_s = []
+        over_links = self.exchanged_bytes(parameters, replicas, muon)
+        for m, (sent, received) in zip(replicas, over_links, strict=True):
+            # parts of a link that no other stage uses: `round` looks at all stages
+            parts = m.sharing / of_houses[m.house] if m.house and all_wait else 1.0
+            link_s = max(sent / m.up_bytes_per_s, received / m.down_bytes_per_s) / parts
+            took_s.append(max(link_s, inside / INSIDE_BYTES_PER_S))
+        if all_wait:
+            return max(took_s) + ways_s, ways_s, [0.0] * n
         of = parameters, update.mode, update.local_steps, update.codec
         homes = self._homes(replicas)
         uploads_s = [
@@ -301,28 +358,34 @@ class Costs:
         end_s = waited_s(uploads_s, [r.flow for r in rates], least)
         behind_s = [max(0.0, s - end_s) for s in uploads_s]
         if not any(behind_s):
-            return max(took_s) + ways_s, behind_s
+            return max(took_s) + ways_s, ways_s, behind_s
         in_time = [a - b for a, b, s in zip(took_s, uploads_s, behind_s, strict=True) if not s]
-        return end_s + max(in_time) + ways_s, behind_s
+        return end_s + max(in_time) + ways_s, ways_s, behind_s
 
     def round(self, stages: Sequence[StageCost]) -> Round:
         """Of all stages in order."""
-        found, with_all = self._round(stages), stages
+        inside = [0.0] * (len(stages) - 1)
+        if any(s.sharing is not None for s in stages):
+            stages, inside = _together(stages)
+        found, with_all = self._round(stages, inside), stages
         for _ in range(LOOKS_AT_LATE if any(s.late for s in stages) else 0):
             open_s = found.seconds - found.exchange_s
             with_all = [s.with_late(open_s) for s in stages]
-            found = self._round(with_all)
+            found = self._round(with_all, inside)
         return found
 
-    def _round(self, stages: Sequence[StageCost]) -> Round:
+    def _round(self, stages: Sequence[StageCost], inside: Sequence[float]) -> Round:
+        """`inside`: between each two stages, the part of the ways that stay in a house."""
         job = self.job
         samples, each = job.global_batch, job.microbatch
         poorest = min(stages, key=lambda s: s.flow)
         passages = [each * s.num_replicas / s.flow for s in stages]
         own = each * poorest.num_replicas / poorest.flow
         ragged = sum(each / s.slowest * (1 - 1 / s.num_replicas) for s in stages)
-        between = [a.latency_s + b.latency_s for a, b in pairwise(stages)]
-        ways = sum(between)  # forth and back, at the mean latency of both ends
+        ways = sum(  # forth and back, at the mean latency of both ends
+            (1 - part) * (a.latency_s + b.latency_s) + part * 2 * INSIDE_LATENCY_S
+            for (a, b), part in zip(pairwise(stages), inside, strict=True)
+        )
         fill = sum(passages) - own
         passage = own + fill + ways
         wanted = IN_FLIGHT_PER_REPLICA * sum(s.num_replicas for s in stages)
@@ -347,6 +410,36 @@ class Costs:
             tokens=samples * job.tokens,
         )
 
+    def loads(
+        self, cut: Cut, machines: Sequence[Machine], serves: Sequence[int]
+    ) -> list[list[tuple[float, float, float]]]:
+        """Of each replica of each stage, in the order of the machines: its samples/s, and the
+        bytes (sent, received) of one over its link. Raises `ValueError` where `of` has none."""
+        stages, replicas = [], []
+        for k, (first, end) in enumerate(cut):
+            mine = [m for m, s in zip(machines, serves, strict=True) if s == k]
+            stage = self.stage(first, end, len(cut), mine)
+            if stage is None:
+                raise ValueError(f"stage {k} has no replica, or one that it does not fit into")
+            stages.append(stage)
+            replicas.append(mine)
+        together = carried_together(_sharings(stages))
+        found = []
+        for k, (stage, mine, (first, end)) in enumerate(zip(stages, replicas, cut, strict=True)):
+            homes = {} if stage.sharing is None else {h.house: h for h in stage.sharing.homes}
+            of_stage = []
+            for m in mine:
+                rates = self.rates(m, first, end, len(cut))
+                assert rates is not None
+                load = rates.flow, *self.link_bytes(first, end)
+                if m.house in homes:  # others are late
+                    here = together[k].parts[m.house] * together[k].flow
+                    samples = here * rates.compute / homes[m.house].compute
+                    load = samples, *together[k].crossing[m.house]
+                of_stage.append(load)
+            found.append(of_stage)
+        return found
+
     def of(self, cut: Cut, machines: Sequence[Machine], serves: Sequence[int]) -> Round | None:
         """`serves`: the stage of each machine; -1 of one that is left out. None where a stage has
         no replica or does not fit."""
@@ -358,6 +451,29 @@ class Costs:
                 return None
             stages.append(stage)
         return self.round(stages)
+
+
+def _sharings(stages: Sequence[StageCost]) -> list[Sharing]:
+    return [s.sharing or Sharing((), s.flow, s.slowest, None, None) for s in stages]
+
+
+def _together(stages: Sequence[StageCost]) -> tuple[list[StageCost], list[float]]:
+    """The stages with what links carry of all of them, and between each two the part of the ways
+    that stay in a house."""
+    sharings = _sharings(stages)
+    found = carried_together(sharings)
+    exchange_s = max(s.ways_s for s in stages) + exchange_of_houses_s(sharings)
+    together = [
+        replace(
+            s,
+            flow=c.flow,
+            slowest=c.slowest,
+            exchange_s=max(s.exchange_s, exchange_s),
+            sharing=None,
+        )
+        for s, c in zip(stages, found, strict=True)
+    ]
+    return together, ways_inside(found)
 
 
 def _names_of_homes(replicas: Sequence[Machine]) -> list[str | int]:

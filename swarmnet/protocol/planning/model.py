@@ -52,7 +52,10 @@ class Machine:
     memory: Hashable = None
     """What `Job.memory` knows it by."""
     house: str = ""
-    """Machines of one house share its link, and each has an even part of that; empty: of none."""
+    """Machines of one house share its link, of which each has an even part here, and reach each
+    other by a fast one; empty: of none."""
+    sharing: int = 1
+    """Machines of the house, whatever they do."""
     has_key: bool = False
     """The house is a household: where a round has an exchange, one machine gives and takes for
     all."""

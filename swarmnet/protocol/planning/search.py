@@ -3,7 +3,7 @@
 To choose both the cut and the machines of its stages is hard (DT-FM, Yuan et al. 2022, arXiv
 2206.01288). Here dynamic programming over cuts gives beginnings (as Alpa, Zheng et al. 2022, arXiv
 2201.12023, over layers and devices in a fixed order), and small changes improve them: the objective
-is tokens a second of the whole round, which has the exchange and the bubble in it.
+is tokens a second of the whole round, which has the exchange, the bubble and the links in it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 from swarmnet.protocol.planning.cost import Costs, Round, StageCost
 from swarmnet.protocol.planning.cuts import split_layers
@@ -25,6 +25,8 @@ IN_ORDER = 32
 has several, whose sums can be made even for any cut."""
 LOOKS = 300_000
 """Machines looked at while beginnings are improved, one after the other."""
+LOOKS_TOGETHER = 4
+"""That a stage of a plan is worth where machines share links, and all stages are looked at."""
 STEPS = 10
 """Halvings in the search for the best flow."""
 FEW, FINELY = 10_000, 2
@@ -32,6 +34,8 @@ FEW, FINELY = 10_000, 2
 for so many numbers of stages, the best ones."""
 SPACING = 3
 """Of the numbers of stages that are tried for many machines."""
+FEW_HOUSES = 3
+"""Of no more, all orders along the stages are tried."""
 OUT = -1
 """In place of a stage: the machine is left out, since a round would last longer with it."""
 
@@ -82,8 +86,13 @@ def best_plan(
                 found += _begun(costs, machines, begun)
     found.sort(key=lambda s: -s.worth)
     best: _State | None = None
-    looks = LOOKS
+    looks, kinds = LOOKS, {m: i for i, m in enumerate(machines)}
+    begun_at = set()
     for state in _spread(found):
+        key = state.cut, tuple(sorted(zip(map(kinds.get, machines), state.serves, strict=True)))
+        if key in begun_at:
+            continue
+        begun_at.add(key)
         state.looks = looks
         _improve(state, may_cut=cut is None)
         looks = state.looks
@@ -115,10 +124,58 @@ def _thinned(counts: range, num_machines: int) -> list[int]:
 
 
 def _begun(costs: Costs, machines: Sequence[Machine], cut: Cut) -> list[_State]:
-    """All machines at a stage, and one machine a stage."""
+    """All machines at a stage, and one machine a stage; and houses one after the other."""
     limits = (len(machines), 1) if len(machines) <= IN_ORDER else (len(machines),)
     states = (_assigned(costs, machines, cut, most) for most in limits)
-    return [s for s in states if s is not None]
+    return [*(s for s in states if s is not None), *_by_house(costs, machines, cut)]
+
+
+def _by_house(costs: Costs, machines: Sequence[Machine], cut: Cut) -> list[_State]:
+    """The machines of a house at neighbouring stages, so that little crosses its link: houses with
+    most machines first or last, of few all orders. And the machines of one house alone."""
+    houses: dict[str | int, list[int]] = {}
+    for i, m in enumerate(machines):
+        houses.setdefault(m.house or i, []).append(i)
+    if all(len(mine) == 1 for mine in houses.values()):
+        return []
+    names = sorted(houses, key=lambda name: (len(houses[name]), str(name)))
+    orders = list(permutations(names)) if len(names) <= FEW_HOUSES else [names, names[::-1]]
+    found = []
+    for order in orders:
+        serves = _in_a_row(costs, machines, cut, [i for name in order for i in houses[name]])
+        found.append(_state(costs, machines, cut, serves))
+    if len(machines) <= IN_ORDER:
+        for mine in houses.values():
+            if 1 < len(mine) >= len(cut):
+                for most in (len(mine), 1):
+                    found.append(_assigned(costs, machines, cut, most, mine))
+    return [s for s in found if s is not None]
+
+
+def _in_a_row(
+    costs: Costs, machines: Sequence[Machine], cut: Cut, order: Sequence[int]
+) -> list[int]:
+    """The stage of each machine, where they are laid along the layers in this order, each beside so
+    much of the work as it has of all FLOP/s; the nearest stage that it fits."""
+    whole = sum(machines[i].flops_per_s for i in order)
+    ends = list(accumulate(costs.flops(*stage) for stage in cut))
+    serves, before = [OUT] * len(machines), 0.0
+    for i in order:
+        own = machines[i].flops_per_s
+        middle = (before + own / 2) / whole * ends[-1]
+        before += own
+        wanted = min(bisect_left(ends, middle), len(cut) - 1)
+        by_distance = sorted(range(len(cut)), key=lambda k: (abs(k - wanted), k))
+        serves[i] = next(
+            (k for k in by_distance if costs.rates(machines[i], *cut[k], len(cut)) is not None), OUT
+        )
+    if set(range(len(cut))) - set(serves):
+        options = [
+            [(k, 0.0) for k, x in enumerate(cut) if costs.rates(m, *x, len(cut)) is not None]
+            for m in machines
+        ]
+        _covered(options, serves, len(cut))
+    return serves
 
 
 def _proportional(costs: Costs, num_stages: int) -> Cut:
@@ -261,6 +318,8 @@ class _State:
             if stage is None:
                 return False
             stages[k] = stage
+        if any(stage.sharing is not None for stage in stages):
+            self.looks -= LOOKS_TOGETHER * len(stages)
         worth = self.costs.round(stages).tokens_per_s
         if worth <= self.worth * (1 + 1e-9):
             return False
@@ -268,9 +327,15 @@ class _State:
         return True
 
 
-def _assigned(costs: Costs, machines: Sequence[Machine], cut: Cut, most_each: int) -> _State | None:
+def _assigned(
+    costs: Costs,
+    machines: Sequence[Machine],
+    cut: Cut,
+    most_each: int,
+    among: Sequence[int] | None = None,
+) -> _State | None:
     """Each machine to the poorest stage that it fits and that has fewer than `most_each`; those
-    that fit few stages first, the quick ones before the slow ones."""
+    that fit few stages first, the quick ones before the slow ones. `among`: of these alone."""
     num_stages = len(cut)
     of_kind: dict[Machine, list[tuple[int, float]]] = {}
     for m in machines:
@@ -278,6 +343,8 @@ def _assigned(costs: Costs, machines: Sequence[Machine], cut: Cut, most_each: in
             rates = [(k, costs.rates(m, *cut[k], num_stages)) for k in range(num_stages)]
             of_kind[m] = [(k, r.flow) for k, r in rates if r is not None]
     options = [of_kind[m] for m in machines]
+    if among is not None:
+        options = [o if i in among else [] for i, o in enumerate(options)]
     order = sorted(
         (i for i in range(len(machines)) if options[i]),
         key=lambda i: (len(options[i]), -max(rate for _, rate in options[i]), i),
@@ -292,8 +359,13 @@ def _assigned(costs: Costs, machines: Sequence[Machine], cut: Cut, most_each: in
             room[k] -= 1
     if not all(flows) and not _covered(options, serves, num_stages):
         return None
+    return _state(costs, machines, cut, serves)
+
+
+def _state(costs: Costs, machines: Sequence[Machine], cut: Cut, serves: list[int]) -> _State | None:
+    """None where a stage has no machine."""
     state = _State(costs, machines, cut, serves, [])
-    for k in range(num_stages):
+    for k in range(len(cut)):
         stage = state.stage(k, cut, serves)
         if stage is None:
             return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 
 from swarmnet.protocol.planning.cost import Costs
@@ -36,6 +37,35 @@ def machines(rng: random.Random, num: int) -> tuple[Machine, ...]:
         )
         for i in range(num)
     )
+
+
+POOR, GOOD = (20e6 / 8, 100e6 / 8), (1e9 / 8, 1e9 / 8)
+"""Bytes/s up and down, of a home and of a data centre."""
+
+
+def with_uneven_links(rng: random.Random, chosen: Sequence[Machine]) -> tuple[Machine, ...]:
+    """The same machines, each behind a poor link or a good one, alone or in a house that two or
+    three of them share."""
+    found: list[Machine] = []
+    while len(found) < len(chosen):
+        num = min(rng.choice((1, 1, 2, 2, 3)), len(chosen) - len(found))
+        up, down = rng.choice((POOR, GOOD))
+        house = f"house {len(found)}" if num > 1 else ""
+        has_key, latency_s = rng.random() < 0.5, rng.uniform(0, 0.1)
+        found += [
+            replace(
+                m,
+                up_bytes_per_s=up / num,
+                down_bytes_per_s=down / num,
+                latency_s=latency_s,
+                house=house,
+                sharing=num,
+                has_key=has_key and num > 1,
+            )
+            for m in chosen[len(found) : len(found) + num]
+        ]
+    rng.shuffle(found)
+    return tuple(found)
 
 
 def needed_gb(job_layers: tuple[Layer, ...], first: int, end: int) -> float:

@@ -154,7 +154,9 @@ def test_houses_are_as_fast_as_simulated(mode: str, has_key: bool, simulated: fl
     job = replace(equal_job(1, 120, mode), layers=(Layer(1e9 / 3, 16 << 20, 0.0, 0.0),))
     job = replace(job, update=replace(job.update, codec="int8"))
     machines = [
-        Machine(f"{i}", 1e9, 2.5e6 / 4, 12.5e6 / 4, 0.01, house=str(i // 4), has_key=has_key)
+        Machine(
+            f"{i}", 1e9, 2.5e6 / 4, 12.5e6 / 4, 0.01, house=f"{i // 4}", sharing=4, has_key=has_key
+        )
         for i in range(8)
     ]
     found = Costs(job).of(((0, 1),), machines, [0] * 8)
@@ -167,7 +169,33 @@ def test_a_stage_in_one_house_exchanges_inside_it() -> None:
     of = Costs(replace(equal_job(1, 8), layers=(Layer(1e9 / 3, 10**8, 0.0, 0.0),)))
     inside = of.of(((0, 1),), house, [0] * 4)
     assert inside is not None
-    assert inside.exchange_s == pytest.approx(10**8 * 8 * 3 / 4 / 125e6)
+    assert inside.exchange_s == pytest.approx(10**8 * 8 * 3 / 4 / 125e6 + 4 * 0.001)
+
+
+@pytest.mark.parametrize(
+    ("serves", "crossing", "simulated"),
+    [((2, 3, 1, 0), 1, 15.55), ((0, 2, 1, 3), 3, 0.0), ((0, 3, 1, 2), 2, 0.0)],
+)
+def test_what_stays_in_a_house_crosses_no_link(
+    serves: tuple[int, ...], crossing: int, simulated: float
+) -> None:
+    """Two houses of two, a stage each. Simulated with these layers, 64 samples a round in
+    microbatches of 4, and 0.05 s of a device for each sample."""
+    layer = Layer(0.05 / 3, 80_000, 131_072 * 257 / 256, 131_072 * 257 / 256)
+    job = replace(equal_job(4, 16), layers=(layer,) * 4, microbatch=4, global_batch=64)
+    houses = [
+        Machine(f"{i}", 1.0, 2.5e6 / 2, 12.5e6 / 2, 0.03, house="ab"[i // 2], sharing=2)
+        for i in range(4)
+    ]
+    costs, cut = Costs(job), cut_of([1] * 4)
+    found = costs.of(cut, houses, serves)
+    assert found is not None
+    per_s = min(20.0, 2.5e6 / (layer.activation_bytes * crossing))
+    assert 64 / (found.compute_s + found.links_s) == pytest.approx(per_s)
+    if simulated:
+        assert 0.9 < 64 / found.seconds / simulated < 1.1
+    sent = [up for of_stage in costs.loads(cut, houses, serves) for _, up, _ in of_stage]
+    assert sum(sent) == pytest.approx(2 * crossing * layer.activation_bytes)
 
 
 @pytest.mark.parametrize(("mode", "part"), [("zero", 4), ("delayed", 4), ("local", 1)])

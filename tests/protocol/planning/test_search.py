@@ -10,9 +10,18 @@ import pytest
 
 from swarmnet.protocol.planning.cost import Costs
 from swarmnet.protocol.planning.search import OUT, Plan, best_plan, cut_of, first_fit
-from tests.protocol.planning.cases import GB, best_of_all, job, machines, needed_gb
+from tests.protocol.planning.cases import (
+    GB,
+    best_of_all,
+    job,
+    machines,
+    needed_gb,
+    with_uneven_links,
+)
 
 SEEDS = range(200)
+UNEVEN = (*range(1, 20), 27, 81)
+"""Of the 200 of `benchmarks/planning.py`; the best plans of the last two are in one house."""
 
 
 def check(plan: Plan, costs: Costs, chosen: tuple[object, ...]) -> None:
@@ -42,6 +51,40 @@ def test_small_swarms_lose_at_most_a_twentieth_to_the_best_of_all_plans() -> Non
             assert plan.round == costs.of(plan.cut, chosen, plan.serves)
             assert plan.round.tokens_per_s >= 0.95 * best, seed
     assert possible > len(SEEDS) / 2
+
+
+def test_so_do_swarms_with_houses_and_links_that_are_poor_or_good() -> None:
+    possible = 0
+    for seed in UNEVEN:
+        rng = random.Random(seed)
+        chosen = with_uneven_links(rng, machines(rng, rng.choice((2, 3, 4))))
+        costs = Costs(job(rng, rng.randrange(2, 6)))
+        best, plan = best_of_all(costs, chosen), best_plan(costs, chosen)
+        assert (plan is None) == (best == 0), seed
+        if plan is not None:
+            possible += 1
+            assert plan.round == costs.of(plan.cut, chosen, plan.serves)
+            assert plan.round.tokens_per_s >= 0.95 * best, seed
+    assert possible > len(UNEVEN) / 2
+
+
+def test_neighbouring_stages_are_in_one_house() -> None:
+    """Whatever the order in which the machines of two houses are named."""
+    rng = random.Random(11)
+    one = replace(
+        machines(rng, 1)[0],
+        memory=1.0,
+        up_bytes_per_s=2.5e6 / 3,
+        down_bytes_per_s=12.5e6 / 3,
+        sharing=3,
+    )
+    made = job(rng, 6, memory_limits=False)
+    made = replace(made, layers=(replace(made.layers[0], activation_bytes=1e6),) * 6)
+    chosen = [replace(one, name=f"m{i}", house="ab"[i % 2]) for i in range(6)]
+    plan = best_plan(Costs(made), chosen, num_stages=6)
+    assert plan is not None
+    by_stage = "".join(chosen[plan.replicas(k)[0]].house for k in range(6))
+    assert by_stage in ("aaabbb", "bbbaaa")
 
 
 @pytest.mark.parametrize("num_stages", [64, None])
