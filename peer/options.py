@@ -22,6 +22,7 @@ from swarmnet.runtime.options import (
     DtypeOption,
     InviteOption,
     LocalChoices,
+    PrecisionName,
     RoundsOption,
     SeedOption,
     TransportOption,
@@ -622,6 +623,11 @@ class DoctorOptions:
         Path | None,
         typer.Option(metavar="FILE", help="Check this machine against what this run.toml needs."),
     ] = None
+    device: DeviceOption = "auto"
+    precision: Annotated[
+        PrecisionName,
+        typer.Option(help="Number format of a peer's passes here. auto: as the run says."),
+    ] = "auto"
     port: Annotated[
         int, typer.Option(min=0, max=MAX_PORT, help="The port that peers will listen on.")
     ] = 0

@@ -105,7 +105,8 @@ async def run_doctor(options: DoctorOptions, console: Console) -> int:
     tell(tell_network)
     spec = spec or joined
     if spec is not None:
-        tell(await asyncio.to_thread(check_spec, spec, _existing(options.state_dir)))
+        computing = options.device, options.precision
+        tell(await asyncio.to_thread(check_spec, spec, _existing(options.state_dir), *computing))
     num_bad = sum(f.level == BAD for f in found)
     if options.as_json:
         console.print_json(json.dumps([asdict(f) for f in found]), ensure_ascii=True)
@@ -217,41 +218,61 @@ def check_disk(folder: Path) -> list[Finding]:
     return [Finding("disk", GOOD, text)]
 
 
-def check_spec(spec: RunSpec, folder: Path) -> list[Finding]:
-    """What a stage of the run needs, against what is here."""
-    import psutil
-
-    from swarmnet.training.memory.stage_table import MachineMemory, StageTable
+def check_spec(
+    spec: RunSpec, folder: Path, device: str = "auto", precision: str = "auto"
+) -> list[Finding]:
+    """What a stage of the run needs, against what is here, and how fast a peer here would be.
+    `device`, `precision`: as of `swarmnet peer`. Raises `UserError` where there is no such
+    device."""
+    from peer.planning.machines import HOME, read_links
+    from peer.planning.question import Planner, this_one
+    from swarmnet.runtime.ranks import check_wanted
+    from swarmnet.training.memory.stage_table import StageTable, memory_of
     from swarmnet.training.models.registry import split_stages
 
+    check_wanted(device, 1)
     if spec.model.kind == "custom":
         return [Finding("the run", SKIPPED, "a custom model: what it needs is not known")]
-    free, disk = psutil.virtual_memory().available, shutil.disk_usage(folder).free
     table, stages = StageTable(spec), spec.pipeline.num_stages
     cut = cut_of([len(x) for x in split_stages(table.plan, stages)])
-    here = MachineMemory(free, free, is_apart=False, precision="fp32")
+    timed = this_one(spec, precision, device)
+    planner = Planner(timed.described, read_links(HOME), precision, timed.seconds)
+    machine = planner.machine(timed.described[0], spec)
+    here, costs = memory_of(machine), planner.costs(table)
     held = [table.needed(*x, stages, here) for x in cut]
-    needs = sorted(x.device_bytes for x in held)
-    state = max(_state_bytes(table, *x) for x in cut) * CHECKPOINTS_KEPT
-    span = f"{needs[0] / MIB:,.0f} MiB" + (
-        f" to {needs[-1] / MIB:,.0f} MiB" if needs[-1] > 1.01 * needs[0] else ""
-    )
+    fits = [costs.held(*x, stages, machine) is not None for x in cut]
     policies = " or ".join(dict.fromkeys(x.activations for x in held))
+    beside = ""
+    if here.is_apart:
+        beside = f" of the GPU, and {_span([x.host_bytes for x in held], MIB)} MiB of main memory"
     text = (
-        f"{spec.name!r}: a stage takes {span} of memory where this peer is its only replica, with "
-        f"activations = {policies}, as this machine would choose"
+        f"{spec.name!r}: a stage takes {_span([x.device_bytes for x in held], MIB)} MiB of memory"
+        f"{beside} where this peer is its only replica, in {here.precision}, with activations = "
+        f"{policies}, as this machine would choose"
     )
     found = [Finding("the run", GOOD, text)]
-    if needs[0] > free:
+    if not any(fits):
         found[0] = Finding("the run", BAD, text, "this run is too large for this machine")
-    elif needs[-1] > free:
+    elif not all(fits):
         mend = "it fits some stages; see `swarmnet plan`, and choose one with --stage"
         found[0] = Finding("the run", WARNING, text, mend)
-    if state > disk:
+    rates = [costs.rates(machine, *x, stages) for x in cut]
+    tokens = [costs.job.tokens * r.compute for r in rates if r is not None]
+    if tokens:
+        text = f"about {_span(tokens)} tokens/s at a stage of {spec.name!r}, by its device"
+        found.append(Finding("speed", GOOD, f"{text} ({timed.described[0].note})"))
+    state = max(_state_bytes(table, *x) for x in cut) * CHECKPOINTS_KEPT
+    if state > shutil.disk_usage(folder).free:
         text = f"checkpoints take up to {state / GIB:.1f} GiB"
         mend = "make room, or start with --checkpoint-every 0"
         found.append(Finding("checkpoints", WARNING, text, mend))
     return found
+
+
+def _span(values: Sequence[float], unit: float = 1) -> str:
+    """The least and the most, where these differ."""
+    least, most = min(values) / unit, max(values) / unit
+    return f"{least:,.0f}" + (f" to {most:,.0f}" if most > 1.01 * least else "")
 
 
 def _state_bytes(table: StageTable, first: int, end: int) -> float:

@@ -511,6 +511,11 @@ def like_this_one(spec: RunSpec, precision: str, device: str = "auto") -> Timed:
     return _timed(spec, precision, device, "this-machine", LIKE_THIS_ONE, None)
 
 
+def this_one(spec: RunSpec, precision: str, device: str = "auto") -> Timed:
+    """This machine alone. Blocks."""
+    return _timed(spec, precision, device, "this-machine", 1, None)
+
+
 def on_this_one(spec: RunSpec, precision: str, device: str, num_peers: int) -> Timed:
     """So many peers on this machine, as `swarmnet local` starts them: they share its cores and its
     memory, and are timed as they will work, all at once. Blocks."""
@@ -524,13 +529,14 @@ def _timed(
     import psutil
     import torch
 
+    import swarmnet.training.accelerators as accelerators
     from swarmnet.runtime.computing import free_bytes_of
     from swarmnet.training.computing import DTYPES, choose_precision
     from swarmnet.training.layer_costs import measure_layers
     from swarmnet.training.models.registry import model_plan
 
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerators.kind()
     is_gpu = device != "cpu"
     dtype = DTYPES[choose_precision(spec, precision, device)]
     microbatch = spec.pipeline.microbatch
@@ -561,12 +567,15 @@ def _timed(
             speed = PRODUCT_PART * product / shared.slower
             note = "this machine's speed: half of what a matrix product has"
     host = psutil.virtual_memory().available / GB / shared.num_peers
+    maker, _, _ = accelerators.name_of(torch.device(device)).partition(",")
     one = Described(
         name,
         free_bytes_of(device) / GB / shared.num_peers if is_gpu else host,
         host,
         is_gpu,
-        card_named(torch.cuda.get_device_name()) if is_gpu else None,
+        card_named(accelerators.name_of(torch.device(device)).partition(",")[0])
+        if is_gpu
+        else None,
         speed,
         note if num_peers is None else f"{note}, with {num_peers} peers at work on it",
         links=LOOPBACK_LINKS if num_peers else None,

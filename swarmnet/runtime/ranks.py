@@ -36,7 +36,7 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     if here != accelerators.CUDA:
         num_gpus = min(num_gpus, 1)
     wanted = options.num_ranks
-    check_wanted(options, wanted or 1)
+    check_wanted(options.device, wanted or 1)
     if wanted is not None:
         check_ranks(spec, options, wanted)
         kind = here if num_gpus >= wanted else accelerators.CPU
@@ -63,17 +63,17 @@ def most_ranks(spec: RunSpec, options: PeerOptions, num_devices: int) -> int:
     return max(filter(is_possible, range(1, num_devices + 1)))
 
 
-def check_wanted(options: PeerOptions, num_devices: int) -> None:
+def check_wanted(device: str, num_devices: int) -> None:
     """Raises `UserError` where `--device` wants what this machine has not so often."""
     import swarmnet.training.accelerators as accelerators
 
     here = accelerators.kind()
-    found = accelerators.num_devices() if options.device == here else 0
+    found = accelerators.num_devices() if device == here else 0
     if here != accelerators.CUDA:
         found = min(found, 1)
-    if options.device in accelerators.KINDS and found < num_devices:
+    if device in accelerators.KINDS and found < num_devices:
         raise UserError(
-            f"--device {options.device}: this machine has {found} such devices that torch can use, "
+            f"--device {device}: this machine has {found} such devices that torch can use, "
             f"and {num_devices} are wanted; --device auto takes what there is"
         )
 

@@ -27,7 +27,7 @@ def seat_devices(spec: RunSpec, options: PeerOptions) -> list[Devices] | None:
     num_cards = 0 if options.device == accelerators.CPU else accelerators.num_devices()
     if here != accelerators.CUDA:
         num_cards = min(num_cards, 1)
-    check_wanted(options, num_ranks)
+    check_wanted(options.device, num_ranks)
     check_ranks(spec, options, num_ranks)
     if num_ranks == 1 and num_cards < 2:
         return None

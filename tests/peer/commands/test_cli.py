@@ -224,6 +224,8 @@ COMMANDS = {
         "--report",
         "--join",
         "--spec",
+        "--device",
+        "--precision",
         "--port",
         "--state-dir",
         "--transport",

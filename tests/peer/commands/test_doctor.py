@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+import swarmnet.training.accelerators as accelerators
 from peer.commands import doctor, doctor_report
 from peer.commands.doctor import BAD, GOOD, SKIPPED, WARNING
 from peer.commands.doctor_nat import check_nat, is_on
-from swarmnet.errors import Busy, Unreachable
+from swarmnet.errors import Busy, Unreachable, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import BandwidthRequest, DialBackReply, DialBackRequest
 from swarmnet.methods.method import PROBES
@@ -131,6 +132,23 @@ def test_a_run_that_is_too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     little: Any = SimpleNamespace(available=1 << 20)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
     assert only(doctor.check_spec(SPEC, tmp_path), "the run").level == BAD
+
+
+def test_a_peer_with_this_device_and_precision(tmp_path: Path) -> None:
+    """Memory and speed are the plan's, of the precision that is asked for."""
+    found = {p: doctor.check_spec(SPEC, tmp_path, "cpu", p) for p in ("auto", "bf16")}
+    assert "in fp32" in only(found["auto"], "the run").found
+    assert "in bf16" in only(found["bf16"], "the run").found
+    speed = only(found["bf16"], "speed")
+    assert speed.level == GOOD
+    assert "tokens/s at a stage" in speed.found
+    assert float(speed.found.split()[1].replace(",", "")) > 0
+
+
+def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+    missing = next(kind for kind in ("xpu", "mps", "cuda") if kind != accelerators.kind())
+    with pytest.raises(UserError, match=f"--device {missing}: this machine has 0"):
+        doctor.check_spec(SPEC, tmp_path, missing)
 
 
 @pytest.mark.parametrize(
