@@ -5,11 +5,14 @@ the replica is in its round."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.moments import Since
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.timing import PATIENCE_S
+from swarmnet.protocol.update.exchange_waits import UPLOAD_SLACK
 from swarmnet.protocol.update.replica_phase import Heard, Phase
 
 
@@ -39,6 +42,49 @@ class Contributed:
         if peer_id in others:
             self._by.add(peer_id)
         return 2 * len(self._by.intersection(others)) > len(others)
+
+
+class Newcomers:
+    """Newcomers that get the parameters of their stage with the results of an exchange.
+
+    That is the whole stage, up an uplink that carries all else too. Where it takes longer than the
+    others need for two rounds, the stage is further on when it is there, and the newcomer begins
+    anew, each time. So a replica that gives to a newcomer ends its round when that has begun the
+    next one, or when the bytes have had their time. One whose time was over is not waited for
+    again."""
+
+    def __init__(self) -> None:
+        self._getting: set[str] = set()
+        self._in_vain: set[str] = set()
+        self._since = Since()
+        """When the first of them asked."""
+        self._num_bytes = 0
+        """For all of them."""
+
+    def gets(self, peer_id: str, num_bytes: int, now: float) -> None:
+        """A newcomer is given so many bytes of the present exchange."""
+        if peer_id in self._in_vain:
+            return
+        if not self._getting:
+            self._since.begin(now)
+            self._num_bytes = 0
+        self._getting.add(peer_id)
+        self._num_bytes += num_bytes
+
+    def are_waited_for(
+        self, live: Mapping[str, Record], round_index: int, rate: float, now: float
+    ) -> bool:
+        """Whether the round is not to end here yet. `live`: the members of the stage that live.
+        `rate`: bytes/s of the own uplink; 0 where that is unknown."""
+        for peer_id in list(self._getting):
+            record = live.get(peer_id)
+            if record is None or record.state != JOINING or record.round > round_index:
+                self._getting.discard(peer_id)
+        takes_s = UPLOAD_SLACK * self._num_bytes / rate if rate else PATIENCE_S
+        if self._getting and self._since.is_older(now, min(takes_s, PATIENCE_S)):
+            self._in_vain = {p for p in self._in_vain if p in live} | self._getting
+            self._getting.clear()
+        return bool(self._getting)
 
 
 def is_fed(view: View, phase: Phase, round_index: int, now: float, num_slots: int) -> bool:

@@ -25,6 +25,7 @@ from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.protocol.update.exchange_waits import brings_state
 from swarmnet.protocol.update.lost_samples import LostSamples
+from swarmnet.protocol.update.round_end import Newcomers
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings, WaitLimits
@@ -122,6 +123,7 @@ class Exchanges:
         self.tied = TiedShards(
             gossip, replica, settings.num_stages, self.ownership, speakers, self.pace
         )
+        self._newcomers = Newcomers()
         self._exchange = PresentExchange(
             gossip,
             replica,
@@ -148,6 +150,7 @@ class Exchanges:
             self.proofs,
             self.audits,
             self.late,
+            self._newcomers,
             self._exchange,
             self._tasks,
         )
@@ -213,6 +216,18 @@ class Exchanges:
         is_usual = has_others and declared > 0 and known.is_usual
         self.pace.durations.took(took_s, is_usual=is_usual, missed=known.missed)
         self.replica.measured.exchanged(took_s)
+        await self._until_given()
+
+    async def _until_given(self) -> None:
+        """Newcomers have the parameters that they were given here, with which they begin the next
+        round; or they had the time for it."""
+        gossip, replica = self.gossip, self.replica
+        while True:
+            now, rate = asyncio.get_running_loop().time(), gossip.own.upload_bytes_per_s
+            live = {m.peer_id: m for m in gossip.view.members(replica.index, now)}
+            if not self._newcomers.are_waited_for(live, replica.round, rate, now):
+                return
+            await gossip.changed.wait(LOOK_AGAIN_S)
 
     async def _until_over(
         self, exchange: Exchange, shards: list[int], started: Since

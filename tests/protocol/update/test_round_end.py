@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update import round_end
+from swarmnet.protocol.update.exchange_waits import UPLOAD_SLACK
 from swarmnet.protocol.update.replica_phase import Heard, Phase, State
-from swarmnet.protocol.update.round_end import Contributed
+from swarmnet.protocol.update.round_end import Contributed, Newcomers
 from tests.protocol.making import counted, with_count
 
 NOW, NUM_SLOTS, NUM_ROUNDS = 100.0, 4, 20
@@ -77,3 +79,35 @@ def test_contributions_of_most_others_show_that_a_round_is_over_and_one_does_not
     assert contributed.is_over("c", 4, others)
     assert not contributed.is_over("b", 5, others), "of another round"
     assert not contributed.is_over("b", 5, [])
+
+
+def newcomer(name: str = "new", round_index: int = 3, state: str = JOINING) -> dict[str, Record]:
+    return {name: Record(name, "run", 1, 1, state=state, stage=0, round=round_index)}
+
+
+def test_a_round_waits_for_a_newcomer_until_it_has_begun_the_next_one() -> None:
+    newcomers = Newcomers()
+    assert not newcomers.are_waited_for(newcomer(), 9, 1e6, NOW), "it gets nothing from here"
+    newcomers.gets("new", 1000, NOW)
+    assert newcomers.are_waited_for(newcomer(), 9, 1000.0, NOW + 1)
+    assert newcomers.are_waited_for(newcomer(round_index=9), 9, 1000.0, NOW + 1)
+    assert not newcomers.are_waited_for(newcomer(round_index=10), 9, 1000.0, NOW + 1)
+    for others in ({}, newcomer(state=ACTIVE)):
+        newcomers.gets("new", 1000, NOW)
+        assert not newcomers.are_waited_for(others, 9, 1000.0, NOW + 1)
+
+
+def test_as_long_as_its_bytes_take_and_once() -> None:
+    newcomers = Newcomers()
+    rate, takes_s = 1000.0, UPLOAD_SLACK * 2.0
+    for _ in range(2):
+        newcomers.gets("new", 1000, NOW)
+    assert newcomers.are_waited_for(newcomer(), 9, rate, NOW + takes_s - 0.1)
+    assert not newcomers.are_waited_for(newcomer(), 9, rate, NOW + takes_s)
+    newcomers.gets("new", 1000, NOW + takes_s)
+    assert not newcomers.are_waited_for(newcomer(), 10, rate, NOW + takes_s)
+    newcomers.gets("other", 10**9, NOW)
+    assert newcomers.are_waited_for(newcomer("other"), 10, rate, NOW + PATIENCE_S - 0.1)
+    assert not newcomers.are_waited_for(newcomer("other"), 10, rate, NOW + PATIENCE_S)
+    newcomers.gets("third", 1, NOW)
+    assert newcomers.are_waited_for(newcomer("third"), 10, 0.0, NOW + PATIENCE_S - 0.1)

@@ -1,5 +1,5 @@
-"""A newcomer on slow links: the optimizer state of its shards takes many rounds, which do not wait
-for it."""
+"""A newcomer on slow links: its parameters take longer than a few rounds, which wait for them, and
+the optimizer state of its shards longer still, for which nobody waits."""
 
 from __future__ import annotations
 
@@ -157,6 +157,58 @@ def test_rounds_go_on_while_state_is_on_its_way_over_slow_uplinks() -> None:
         print(f"{num_rounds} rounds, longest {longest_s} s; has {len(here)} of {len(owned)} shards")
         assert len(here) == len(owned) > 0
         assert num_rounds >= 15
+        await simulation.population.close()
+
+    run(simulated())
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_a_newcomer_whose_parameters_take_many_rounds_comes_to_serve(mode: str) -> None:
+    """The others are of one home: rounds between them take a second, and its uplink several for a
+    stage. What they sent in vain of the round before goes up it too."""
+    up, parameters, join_s = 1.25e6, 1_000_000, 6.0
+    stage_s = 4 * parameters / up
+    scenario = Scenario(
+        seed=1,
+        peers=2,
+        stages=1,
+        house=2,
+        links=tuple(Link(up, 5 * up, 0.012) for _ in range(3)),
+        rounds=10**6,
+        until_s=join_s + 4 * stage_s + 2.0,
+        start_s=0.5,
+        global_batch=16,
+        sync_mode=mode,
+        service_s=0.5,
+        speed_ratio=1.0,
+        sizes=Sizes(num_shards=2, shard_parameters=parameters // 2, update_codec="int8"),
+        bounds=Bounds(converge_s=900.0, progress_s=900.0),
+        trace=(ChurnEvent(join_s, JOIN),),
+        check_s=1.0,
+        keep_log=False,
+    )
+
+    async def simulated() -> None:
+        simulation = Simulation(scenario)
+        members = simulation.monitor.members
+        serving = list[float]()
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                if len(members) == 3 and members[max(members)].peer.gossip.own.state == ACTIVE:
+                    serving.append(asyncio.get_running_loop().time() - join_s)
+
+        watching = asyncio.get_running_loop().create_task(watch())
+        result = await simulation.play()
+        watching.cancel()
+        assert result.broken is None
+        assert result.samples_lost == 0
+        assert serving, "it never served"
+        print(f"after {serving[0]:.1f} s; the stage takes {stage_s} s")
+        assert serving[0] <= 2 * stage_s + 2.0
+        since_s = scenario.until_s - join_s - serving[0]
+        assert len(serving) >= 10 * since_s - 2, "it did not go on serving"
         await simulation.population.close()
 
     run(simulated())

@@ -31,14 +31,14 @@ from swarmnet.methods.update import (
     SumsRequest,
     TiedSum,
 )
-from swarmnet.protocol.codecs import UpdateCodec
-from swarmnet.protocol.membership.records import LEAVING, Record
+from swarmnet.protocol.codecs import NONE, UpdateCodec, row_bytes
+from swarmnet.protocol.membership.records import JOINING, LEAVING, Record
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_turn import Turn, turn_of
 from swarmnet.protocol.update.late_tokens import joined
 from swarmnet.protocol.update.roster import Ballot
-from swarmnet.protocol.update.round_end import Contributed
+from swarmnet.protocol.update.round_end import Contributed, Newcomers
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.callers import may_contribute, shows_round
 from swarmnet.swarm.membership.gossip import Gossip
@@ -77,6 +77,7 @@ class ExchangeService:
     proofs: Proofs
     audits: UpdateAudits
     late: LateContributions
+    newcomers: Newcomers
     exchange: PresentExchange
     tasks: Tasks
 
@@ -203,6 +204,7 @@ class ExchangeService:
         remote, asked = request.remote, push.round
         turn = await self._turn(asked, j)
         self._note_late(push, j, remote)
+        self._note_newcomer(j, remote)
         if turn is Turn.LAST:
             return await self._straggler(asked, j, remote, num_tokens, gradient)
         exchange = self.exchange.now()
@@ -232,6 +234,17 @@ class ExchangeService:
         summed = self.proofs.sum_behind(asked, j)
         told = self.books.told(asked, j, remote, proof=proof, summed=summed, is_late=is_late)
         return told, values
+
+    def _note_newcomer(self, j: int, remote: str) -> None:
+        """A newcomer gets the shard whole, and is waited for. Not in a flood of names, which costs
+        the rounds nothing; nor where newcomers follow several rounds, shard by shard."""
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+        record = view.get(remote)
+        if record is None or record.state != JOINING or self.replica.plan.is_local:
+            return
+        if not view.is_flooded(now):
+            num_bytes = row_bytes(NONE, self.replica.stage.shard_sizes[j])
+            self.newcomers.gets(remote, num_bytes, now)
 
     def _note_late(self, push: ReduceRequest, j: int, remote: str) -> None:
         if push.late:
