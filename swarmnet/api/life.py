@@ -11,11 +11,13 @@ import asyncio
 import atexit
 import os
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
-from threading import Lock, Thread, current_thread
+from functools import partial
+from threading import Thread, current_thread
 from typing import Any, TypeVar
 
+from swarmnet.api.answers import Answer
 from swarmnet.api.session import Session
 from swarmnet.errors import SwarmnetError, UsageError
 from swarmnet.parsing.process import parsing
@@ -39,32 +41,40 @@ class Life:
         self._pid = os.getpid()
         self._loop = (fastest_loop() or asyncio.new_event_loop)()
         self._is_stopping = asyncio.Event()
-        self._submitting = Lock()
-        """What is submitted is so before the loop begins to end, or not at all."""
         self._task: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[Any]] = set()
+        self._asked: dict[Answer[Any], asyncio.Task[Any] | None] = {}
+        """What others wait for, and who works on it."""
         self._failure: Exception | None = None
         self._follower: Thread | None = None
         self._follower_error: Exception | None = None
-        self._opened: Future[Session] = Future()
-        self._ended: Future[None] = Future()
+        self._opened: Answer[Session] = Answer()
+        self._ended: Answer[None] = Answer()
 
     # ---- for other threads ------------------------------------------------------------------
 
-    def start(self) -> Future[Session]:
-        """What it opens; the future has the error where that fails."""
+    def start(self) -> Answer[Session]:
+        """What it opens, or the error where that fails."""
         _living[self] = None
         Thread(target=self._run, name="swarmnet", daemon=True).start()
         return self._opened
 
-    def submit(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Work with the session, on its loop; to cancel the future cancels it. Raises `UsageError`
-        where the session is closed; the future does where it is closed meanwhile."""
+    def submit(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> Answer[T]:
+        """Work with the session, on its loop. Raises `UsageError` where the session is closed; the
+        answer does where it is closed meanwhile."""
         session = self._opened.result()
-        with self._submitting:
-            if self._is_stopping.is_set():
-                raise UsageError(STOPPED)
-            return asyncio.run_coroutine_threadsafe(self._do(work, session), self._loop)
+        if self._is_stopping.is_set():
+            raise UsageError(STOPPED)
+        answer: Answer[T] = Answer()
+        self._asked[answer] = None  # first: at its end the thread answers all that is here
+        if not self._tell(partial(self._take, work, session, answer)):
+            self._asked.pop(answer, None)
+            answer.fail(UsageError(STOPPED))
+        return answer
+
+    def give_up(self, answer: Answer[Any]) -> None:
+        """Nobody waits for it any more: the work is cancelled."""
+        self._tell(partial(self._cancel_work, answer))
 
     def follow(self, work: Callable[[], None]) -> None:
         """Work beside the run, on a thread of its own; it ends with the run. Once. Those that wait
@@ -86,9 +96,9 @@ class Life:
         if self._follower_error is not None:
             raise self._follower_error
 
-    def stop(self) -> Future[None]:
-        """Begins to close the session, also one that is being opened. The future is done when all
-        is gone; it has the error that the session ended by, if any."""
+    def stop(self) -> Answer[None]:
+        """Begins to close the session, also one that is being opened. The answer comes when all is
+        gone; it is the error that the session ended by, if any."""
         self._tell(self._stop)
         return self._ended
 
@@ -99,7 +109,7 @@ class Life:
     @property
     def is_over(self) -> bool:
         """All is gone, and so is the thread."""
-        return self._ended.done()
+        return self._ended.is_given
 
     def wait_end(self) -> None:
         """Stops it and waits; Ctrl-C kills what is left. Raises the error that it ended by, or that
@@ -109,14 +119,13 @@ class Life:
             self._join_follower()
         except KeyboardInterrupt:
             self.hurry()
-            with suppress(Exception):
-                self._ended.result(KILL_WAIT_S)
+            self._ended.wait(KILL_WAIT_S)
             raise
 
     async def ended(self) -> None:
         """Likewise, on the caller's loop; cancelled, it kills what is left."""
         try:
-            await asyncio.shield(asyncio.wrap_future(self.stop()))
+            await self.stop().on_loop()
             if self._follower is not None:
                 await asyncio.to_thread(self._join_follower)
         except asyncio.CancelledError:
@@ -128,9 +137,13 @@ class Life:
         """This process has begun it, and was not forked from that one."""
         return os.getpid() == self._pid
 
-    def _tell(self, what: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed
+    def _tell(self, what: Callable[[], None]) -> bool:
+        """False where the loop is closed."""
+        try:
             self._loop.call_soon_threadsafe(what)
+        except RuntimeError:
+            return False
+        return True
 
     # ---- on its own thread ------------------------------------------------------------------
 
@@ -146,12 +159,14 @@ class Life:
         _living.pop(self, None)
         if not _living:
             parsing().close()  # its child would stay for minutes
-        if not self._opened.done():
-            self._opened.set_exception(error or SwarmnetError(STOPPED))
-        if isinstance(error, Exception) and self._opened.exception() is None:
-            self._ended.set_exception(error)
+        if not self._opened.is_given:
+            self._opened.fail(error or SwarmnetError(STOPPED))
+        for answer in list(self._asked):
+            answer.fail(UsageError(STOPPED))
+        if isinstance(error, Exception) and self._opened.error is None:
+            self._ended.fail(error)
         else:
-            self._ended.set_result(None)
+            self._ended.give(None)
 
     async def _live(self) -> None:
         loop = asyncio.get_running_loop()
@@ -168,7 +183,7 @@ class Life:
             loop.set_default_executor(ThreadPoolExecutor(1))
 
     async def _keep(self, session: Session) -> None:
-        self._opened.set_result(session)
+        self._opened.give(session)
         self._begin(self._watch(session))
         try:
             await self._is_stopping.wait()
@@ -193,22 +208,37 @@ class Life:
         task.add_done_callback(self._work.discard)
         return task
 
-    async def _do(self, work: Callable[[Session], Coroutine[Any, Any, T]], session: Session) -> T:
+    def _take(
+        self,
+        work: Callable[[Session], Coroutine[Any, Any, T]],
+        session: Session,
+        answer: Answer[T],
+    ) -> None:
         if self._is_stopping.is_set():
-            raise UsageError(STOPPED)
-        task = self._begin(work(session))
-        try:
-            return await task
-        except asyncio.CancelledError:
-            task.cancel()  # this one was cancelled, or that one
-            if self._is_stopping.is_set():
-                raise UsageError(STOPPED) from None
-            raise
+            self._asked.pop(answer, None)
+            answer.fail(UsageError(STOPPED))
+            return
+        task = self._asked[answer] = self._begin(work(session))
+        task.add_done_callback(partial(self._answer, answer))
+
+    def _answer(self, answer: Answer[T], task: asyncio.Task[T]) -> None:
+        self._asked.pop(answer, None)
+        if task.cancelled():
+            is_over = self._is_stopping.is_set()
+            answer.fail(UsageError(STOPPED) if is_over else asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            answer.fail(error)
+        else:
+            answer.give(task.result())
+
+    def _cancel_work(self, answer: Answer[Any]) -> None:
+        task = self._asked.get(answer)
+        if task is not None:
+            task.cancel()
 
     def _stop(self) -> None:
-        with self._submitting:
-            self._is_stopping.set()
-        if not self._opened.done():
+        self._is_stopping.set()
+        if not self._opened.is_given:
             self._cancel()
 
     def _cancel(self) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from swarmnet.api.answers import Answer
 from swarmnet.api.given import NOTHING, DataLike, Given, SpecLike
 from swarmnet.api.life import Life
 from swarmnet.api.runs import AsyncRun, Run
@@ -64,7 +63,7 @@ class Opening:
                 life.wait_end()
             raise
 
-    def _begin(self) -> tuple[Life, Future[Session]]:
+    def _begin(self) -> tuple[Life, Answer[Session]]:
         if self._life is not None:
             raise UsageError("it is open already, or was: call the function again")
         self._life = Life(self._session)
@@ -94,7 +93,7 @@ class Opening:
     async def __aenter__(self) -> AsyncRun:
         life, opened = self._begin()
         try:
-            session = await asyncio.wrap_future(opened)
+            session = await opened.on_loop()
             self._followed(Run(life, session))
             return AsyncRun(life, session)
         except BaseException:

@@ -3,10 +3,10 @@ goes to the thread of its `Life`."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -180,7 +180,7 @@ class Run(_Opened):
                         return
                     yield from new
             finally:
-                writing.cancel()
+                self._life.give_up(writing)
 
         return read()
 
@@ -190,15 +190,15 @@ class Run(_Opened):
             return self._call(lambda session: session.history.after(num_read))
         except UsageError:
             if not self._life.is_over:
-                self._life.stop().exception()  # it is on its way
+                self._life.stop().wait()  # it is on its way
             return history.rest(num_read)
 
     def _call(self, work: Work[T]) -> T:
-        future = self._life.submit(work)
+        answer = self._life.submit(work)
         try:
-            return future.result()
+            return answer.result()
         except BaseException:
-            future.cancel()
+            self._life.give_up(answer)
             raise
 
 
@@ -317,7 +317,7 @@ class AsyncRun(_Opened):
                     for piece in new:
                         yield piece
             finally:
-                writing.cancel()
+                self._life.give_up(writing)
 
         return read()
 
@@ -325,11 +325,17 @@ class AsyncRun(_Opened):
         try:
             return await self._call(lambda session: session.history.after(num_read))
         except UsageError:
-            await asyncio.wait([asyncio.wrap_future(self._life.stop())])
+            with suppress(Exception):
+                await self._life.stop().on_loop()
             return self._session.history.rest(num_read)
 
     async def _call(self, work: Work[T]) -> T:
-        return await asyncio.wrap_future(self._life.submit(work))
+        answer = self._life.submit(work)
+        try:
+            return await answer.on_loop()
+        except BaseException:
+            self._life.give_up(answer)
+            raise
 
 
 async def _more(pieces: History[str], num_read: int, _: Session) -> tuple[list[str], int]:
