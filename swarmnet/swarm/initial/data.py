@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from swarmnet.batch import Batch
+from swarmnet.causes import Failures
 from swarmnet.errors import Busy, DataError, NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.methods.state import DATA_PART, DATA_SIZES, DataPartRequest, DataSizes, DataSource
 from swarmnet.ports import (
@@ -29,7 +30,7 @@ from swarmnet.ports import (
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership.data_holders import MAX_ASKED_SIZES, Givers, in_order
 from swarmnet.protocol.moments import Since
-from swarmnet.protocol.timing import ANSWER_S, BULK_S
+from swarmnet.protocol.timing import ANSWER_S, BULK_S, UPKEEP_S
 from swarmnet.swarm.calls import ServingQueue, call, serve
 from swarmnet.swarm.downloads import Downloads
 from swarmnet.swarm.membership.gossip import Gossip
@@ -120,7 +121,10 @@ class DataService:
         self._given = shared.given
         self._queue = ServingQueue(1, MAX_WAITING)
         self._givers = Givers()
-        self._downloads = Downloads(rng)
+        self._failures = Failures()
+        """Why those that were asked give nothing."""
+        self._downloads = Downloads(rng, self._failures)
+        self._told_why = Since()
         self._sizes: dict[str, tuple[SourceSize, ...]] = {}
         """What each of those that may be asked says how much the data are."""
         self._said: set[str] = set()
@@ -165,8 +169,11 @@ class DataService:
         data = await self._earlier(coming)
         if data is None and not self._shared.at_once:
             await asyncio.sleep(self._rng.uniform(0.0, BEGIN_WITHIN_S))
+        self._told_why.begin(asyncio.get_running_loop().time())
         while data is None:
             data = await self._from_others(coming)
+            if data is None:
+                self._say_why()
         self._late.put(data)
         self._given = data
         log.warning("the run's data are here: this peer feeds too, and gives them to members")
@@ -205,6 +212,12 @@ class DataService:
                 self._givers.gave_nothing(giver, asyncio.get_running_loop().time(), pause_s)
         return None
 
+    def _say_why(self) -> None:
+        """Now and then, where nobody gives the data: what it was, of whom, and what to do."""
+        now = asyncio.get_running_loop().time()
+        if self._failures and self._told_why.is_due(now, UPKEEP_S):
+            log.warning("the run's data are not here yet: %s", self._failures.told())
+
     async def _earlier(self, coming: ComingData) -> SharableData | None:
         """What is on the disk already."""
         try:
@@ -228,10 +241,11 @@ class DataService:
         try:
             reply = await call(self._transport, giver, DATA_SIZES, Message(), timeout_s=ANSWER_S)
         except SwarmnetError as e:
-            log.debug("%s does not say how much its data are: %s", giver[-8:], e)
+            self._failures.add(e, giver)
             now = asyncio.get_running_loop().time()
             self._givers.gave_nothing(giver, now, LOOK_LESS_S)
             return
+        self._failures.answered(giver)
         self._sizes[giver] = tuple(
             SourceSize(s.fingerprint, s.num_documents, s.num_tokens, s.num_bytes)
             for s in reply.body.sources

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from swarmnet.errors import WrongRun
+from swarmnet.causes import told
+from swarmnet.errors import Busy, Refused, RemoteError, WrongRun
 from swarmnet.methods.state import DATA_PART, DataPartRequest
 from swarmnet.ports import SharableData, SourceSize
 from swarmnet.protocol.membership.data_holders import ENOUGH_HOLDERS
+from swarmnet.protocol.timing import UPKEEP_S
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.data import SharedData
@@ -250,4 +252,34 @@ def test_only_members_are_given_data(spec: RunSpec) -> None:
             with pytest.raises(WrongRun):
                 await stranger.call("first", method, message, timeout_s=10.0)
 
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("data_sizes", Refused("not to you")), ("data_part", Busy("serving others", backlog_s=1.0))],
+)
+def test_a_joiner_that_gets_no_data_says_why(
+    method: str, error: RemoteError, spec: RunSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of whom, and what to do; not before a minute is over, for it may pass."""
+    caplog.set_level(logging.INFO, "swarmnet.data")
+
+    async def fails(_: Request[Any]) -> Message[Any]:
+        raise error
+
+    def said() -> list[str]:
+        return [line for line in caplog.messages if "not here yet" in line]
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("a-giver-of-data", stage=0, shared=giving(swarm.data))
+        swarm.start("last", stage=1, feeds=False)
+        swarm.hub.transports["a-giver-of-data"].handle(method, fails)
+        swarm.start("second", stage=0, shared=fetching(spec))
+        await asyncio.sleep(UPKEEP_S / 2)
+        assert not said()
+        await swarm.until(lambda: bool(said()), 2 * UPKEEP_S)
+        assert said() == [f"the run's data are not here yet: {told(error)}"]
+
+    error.peer_id = "a-giver-of-data"
     in_virtual_time(scenario, spec)
