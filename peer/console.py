@@ -3,27 +3,74 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
+import time
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import IO, TYPE_CHECKING, Any, cast
 
+from swarmnet.files import is_full
 from swarmnet.printable import printable
+from swarmnet.protocol.trouble import Trouble
 
 if TYPE_CHECKING:  # slow to import, and of no use to a command that prints nothing
     from rich.console import Console
 
+log = logging.getLogger("swarmnet.peer")
 
-def make_console(kind: type[Console] | None = None, width: int | None = None) -> Console:
-    """On standard output, in its encoding: frames are drawn with what that has. Brackets in what is
-    printed are no markup. `width`: columns where there is no terminal to ask."""
+
+def make_console(
+    kind: type[Console] | None = None, width: int | None = None, out: IO[str] | None = None
+) -> Console:
+    """On standard output, or `out`, in its encoding: frames are drawn with what that has. Brackets
+    in what is printed are no markup. `width`: columns where there is no terminal to ask."""
     from rich.console import Console
 
-    kind = _plain(kind or Console)
-    console = kind(file=sys.stdout, highlight=False, markup=False)
+    kind, out = _plain(kind or Console), out or sys.stdout
+    console = kind(file=out, highlight=False, markup=False)
     if console.is_terminal or width is None:
         return console
-    return kind(file=sys.stdout, highlight=False, markup=False, width=width)
+    return kind(file=out, highlight=False, markup=False, width=width)
+
+
+class _Patient:
+    """Implements the text file that it is beside."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._trouble = Trouble()
+        self._is_lost = False
+        """What was written last."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+    def write(self, text: str) -> int:
+        self._is_lost = not self._try(lambda: self._out.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._try(self._out.flush) and not self._is_lost and self._trouble.is_over():
+            log.warning("there is room for what is printed again")
+
+    def _try(self, do: Callable[[], object]) -> bool:
+        try:
+            do()
+        except OSError as e:
+            if not is_full(e):
+                raise
+            more = self._trouble.failed(time.monotonic())
+            if more is not None:
+                log.warning("no room for what is printed (%s); all else goes on%s", e, more)
+            return False
+        return True
+
+
+def patient(out: IO[str]) -> IO[str]:
+    """The same, for what goes on while a disk is full: what is printed meanwhile is lost, and a
+    line is logged when that begins, and when it ends."""
+    return cast(IO[str], _Patient(out))
 
 
 def never_fail() -> None:

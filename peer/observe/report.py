@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from peer.console import make_console
+from peer.console import make_console, patient
 from peer.log import sum_up
 from peer.observe.dashboard.hub import Hub, Offers, state_of
 from peer.observe.metrics import MetricsFile
@@ -74,7 +75,7 @@ class Reporter:
     ) -> None:
         self.spec = spec
         self.monitor = monitor_of(spec)
-        self.screen = Screen(make_console(PeerConsole, PLAIN_WIDTH), mode)
+        self.screen = Screen(make_console(PeerConsole, PLAIN_WIDTH, patient(sys.stdout)), mode)
         self._is_shared = mode == "shared"
         self.metrics = metrics
         self.hub = hub

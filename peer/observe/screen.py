@@ -86,8 +86,8 @@ class Screen:
             self._live = None
 
     def _speak(self, speak: Callable[[], None]) -> None:
-        """A terminal that is gone, a pipe that nobody reads or a full disk behind it ends what is
-        said, and not the peer."""
+        """A terminal that is gone, or a pipe that nobody reads, ends what is said, and not the
+        peer."""
         if self._is_mute:
             return
         try:

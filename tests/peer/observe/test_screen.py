@@ -93,7 +93,7 @@ def test_where_a_run_has_no_end_none_is_shown() -> None:
 
 
 class Broken(io.StringIO):
-    """Like a pipe that nobody reads, or a full disk."""
+    """Like a pipe that nobody reads, or a full disk. Python tells of one when it is flushed."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Broken(io.StringIO):
     def write(self, text: str) -> int:
         if self.error is not None:
             raise self.error
-        return len(text)
+        return super().write(text)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,31 @@ def test_who_cannot_print_says_so_once_and_goes_on(
             screen.draw("a table")
         assert sys.stderr is own_stderr, "what is logged goes to a screen that is gone"
     assert len([r for r in caplog.records if "nothing more is printed" in r.message]) == 1
+
+
+def test_on_a_disk_that_fills_and_empties_it_goes_on_printing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a peer, and of `swarmnet local`; other commands fail."""
+    out = Broken(OSError(28, "No space left on device"))
+    monkeypatch.setattr(sys, "stdout", out)
+    with (
+        caplog.at_level(logging.WARNING, logger="swarmnet.peer"),
+        Reporter(SPEC).screen as screen,
+    ):
+        for _ in range(2):
+            screen.say("before")
+            out.error = out.later
+            for _ in range(100):
+                screen.say("meanwhile")
+            out.error = None
+        screen.say("after")
+    printed = out.getvalue().splitlines()
+    assert printed == ["before", "before", "after"]
+    says = [record.getMessage() for record in caplog.records]
+    assert len(says) == 4
+    assert all("no room for what is printed" in line for line in says[::2])
+    assert says[1] == says[3] == "there is room for what is printed again"
 
 
 def test_what_is_left_of_an_owners_month_is_shown() -> None:
