@@ -221,10 +221,9 @@ def _with_own_place(environment: dict[str, str]) -> dict[str, str]:
 @contextlib.contextmanager
 def run_folder(base: Path | None = None) -> Iterator[Path]:
     """A temporary folder for the peers of one run. Removed at the end, except after a failure, when
-    its logs stay; folders of dead predecessors are removed first."""
-    base = base or Path(tempfile.gettempdir())
-    remove_stale_folders(base)
-    folder = Path(tempfile.mkdtemp(prefix=f"swarmnet-local-{os.getpid()}-", dir=base))
+    its logs stay; folders of dead predecessors are removed first. Raises `UserError` where there is
+    no place for one."""
+    folder = _temporary_folder(base)
     try:
         yield folder
     except (UserError, asyncio.CancelledError, KeyboardInterrupt):
@@ -236,6 +235,18 @@ def run_folder(base: Path | None = None) -> Iterator[Path]:
                 shutil.rmtree(child, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folder(base: Path | None) -> Path:
+    try:
+        base = base or Path(tempfile.gettempdir())
+        remove_stale_folders(base)
+        return Path(tempfile.mkdtemp(prefix=f"swarmnet-local-{os.getpid()}-", dir=base))
+    except OSError as e:
+        raise UserError(
+            f"no temporary folder for the peers can be made: {e.strerror or e}; set TMPDIR to a "
+            "folder with room"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -129,6 +129,22 @@ def test_the_folder_is_removed_after_success(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_where_there_is_no_place_for_a_folder_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "No such file or directory; set TMPDIR"
+    with pytest.raises(UserError, match=line), run_folder(tmp_path / "gone"):
+        pytest.fail("there is none")
+
+    def none_usable() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", none_usable)
+    line = "No usable temporary directory found in .*; set TMPDIR"
+    with pytest.raises(UserError, match=line), run_folder():
+        pytest.fail("there is none")
+
+
 def test_a_log_is_bounded_while_its_peer_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
