@@ -16,12 +16,21 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from peer.commands import doctor
+from peer.commands import doctor, stop
 from peer.commands.dashboard import show_live
 from peer.commands.generate import generate_text
 from peer.commands.invites import issue_invite
 from peer.commands.status import show_status
-from peer.options import DashboardOptions, DoctorOptions, InviteOptions, StatusOptions, TextOptions
+from peer.options import (
+    DashboardOptions,
+    DoctorOptions,
+    InviteOptions,
+    PlanOptions,
+    StatusOptions,
+    StopOptions,
+    TextOptions,
+)
+from peer.planning import live
 from swarmnet.causes import TABLE, Failures, cause_of, told
 from swarmnet.errors import (
     REMOTE_ERRORS,
@@ -229,6 +238,20 @@ async def is_examined(hub: MemoryHub, folder: Path) -> str:
     return "; ".join(f"{f.found}: {f.mend}" for f in findings)
 
 
+async def stops(hub: MemoryHub, folder: Path) -> str:
+    key = folder / "owner.key"
+    Identity.load_or_create(key)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stop, "check_owner", lambda *_: None)  # that is known without asking
+        await stop.stop_run(StopOptions(key, (ADDRESS,)))
+    return ""
+
+
+async def plans(hub: MemoryHub, folder: Path) -> str:
+    await live.show_live(PlanOptions(join=(ADDRESS,)), Console(file=io.StringIO()))
+    return ""
+
+
 class Disk(InlineWorker):
     """In place of a thread."""
 
@@ -254,6 +277,11 @@ COMMANDS: dict[str, tuple[Command, tuple[str, ...]]] = {
     "export asks for the model": (exports, ("saved", "fetch_parameters")),
     "generate asks for the run": (generates, FIRST),
     "generate asks for a text": (generates, ("generate",)),
+    "stop asks for the run": (stops, FIRST),
+    "stop asks who is there": (stops, ("gossip",)),
+    "stop tells the peers": (stops, ("stop",)),
+    "plan asks for the run": (plans, FIRST),
+    "plan asks who is there": (plans, ("gossip",)),
     "doctor asks for the run": (is_examined, FIRST),
     "doctor asks for help": (is_examined, ("dial_back", "look_back", "bandwidth", "relay_reserve")),
 }
@@ -262,6 +290,8 @@ IN_OTHER_WORDS = {
     ("export asks for the model", "past"): "updates while the model was on its way",
 }
 """Rounds that pass under a download are its own cause."""
+SAYS_NOTHING = ("stop tells the peers", "wrong")
+"""The answer to an order has no form, so none is wrong."""
 
 
 @pytest.fixture
@@ -327,6 +357,8 @@ def test_a_command_names_the_cause_the_peer_and_what_to_do(
     warned: pytest.LogCaptureFixture,
     hub_of_net: list[MemoryHub],
 ) -> None:
+    if (name, code) == SAYS_NOTHING:
+        return
     command, methods = COMMANDS[name]
     said, error = said_by(command, hub_of_net, tmp_path, methods, FAILS[code])
     text = " ".join([said, *(record.getMessage() for record in warned.records)])
