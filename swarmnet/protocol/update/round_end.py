@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping
 
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.membership.view import View
-from swarmnet.protocol.moments import Since
+from swarmnet.protocol.moments import LONG_AGO, Deadline, Since
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update.exchange_waits import UPLOAD_SLACK
+from swarmnet.protocol.update.members import MAX_DOUBLINGS, RESTS
 from swarmnet.protocol.update.replica_phase import Heard, Phase
 
 
@@ -50,23 +51,29 @@ class Newcomers:
     That is the whole stage, up an uplink that carries all else too. Where it takes longer than the
     others need for two rounds, the stage is further on when it is there, and the newcomer begins
     anew, each time. So a replica that gives to a newcomer ends its round when that has begun the
-    next one, or when the bytes have had their time. One whose time was over is not waited for
-    again."""
+    next one, or when the bytes have had their time.
+
+    Names are free, and whoever has one can come and be slow. So after each wait nobody is waited
+    for in `RESTS` times as long, and after each in vain, one upon the other, in twice as long."""
 
     def __init__(self) -> None:
         self._getting: set[str] = set()
-        self._in_vain: set[str] = set()
-        self._since = Since()
-        """When the first of them asked."""
+        self._asked = Since()
+        """When the first of them did."""
         self._num_bytes = 0
         """For all of them."""
+        self._waiting: Since | None = None
+        """None while nobody is waited for."""
+        self._rest = Deadline(LONG_AGO)
+        self._in_vain = 0
+        """The last waits that were."""
 
     def gets(self, peer_id: str, num_bytes: int, now: float) -> None:
         """A newcomer is given so many bytes of the present exchange."""
-        if peer_id in self._in_vain:
+        if not self._rest.is_over(now):
             return
         if not self._getting:
-            self._since.begin(now)
+            self._asked.begin(now)
             self._num_bytes = 0
         self._getting.add(peer_id)
         self._num_bytes += num_bytes
@@ -81,10 +88,17 @@ class Newcomers:
             if record is None or record.state != JOINING or record.round > round_index:
                 self._getting.discard(peer_id)
         takes_s = UPLOAD_SLACK * self._num_bytes / rate if rate else PATIENCE_S
-        if self._getting and self._since.is_older(now, min(takes_s, PATIENCE_S)):
-            self._in_vain = {p for p in self._in_vain if p in live} | self._getting
-            self._getting.clear()
-        return bool(self._getting)
+        is_overdue = self._asked.is_older(now, min(takes_s, PATIENCE_S))
+        if self._getting and not is_overdue:
+            self._waiting = self._waiting or Since(now)
+            return True
+        if self._waiting is not None:
+            self._in_vain = self._in_vain + 1 if self._getting else 0
+            times = RESTS << min(self._in_vain, MAX_DOUBLINGS)
+            self._rest = Deadline.after(now, times * self._waiting.s(now))
+            self._waiting = None
+        self._getting.clear()
+        return False
 
 
 def is_fed(view: View, phase: Phase, round_index: int, now: float, num_slots: int) -> bool:

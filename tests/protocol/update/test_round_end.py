@@ -12,6 +12,7 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update import round_end
 from swarmnet.protocol.update.exchange_waits import UPLOAD_SLACK
+from swarmnet.protocol.update.members import RESTS
 from swarmnet.protocol.update.replica_phase import Heard, Phase, State
 from swarmnet.protocol.update.round_end import Contributed, Newcomers
 from tests.protocol.making import counted, with_count
@@ -85,29 +86,53 @@ def newcomer(name: str = "new", round_index: int = 3, state: str = JOINING) -> d
     return {name: Record(name, "run", 1, 1, state=state, stage=0, round=round_index)}
 
 
+RATE = 1000.0
+
+
 def test_a_round_waits_for_a_newcomer_until_it_has_begun_the_next_one() -> None:
-    newcomers = Newcomers()
-    assert not newcomers.are_waited_for(newcomer(), 9, 1e6, NOW), "it gets nothing from here"
-    newcomers.gets("new", 1000, NOW)
-    assert newcomers.are_waited_for(newcomer(), 9, 1000.0, NOW + 1)
-    assert newcomers.are_waited_for(newcomer(round_index=9), 9, 1000.0, NOW + 1)
-    assert not newcomers.are_waited_for(newcomer(round_index=10), 9, 1000.0, NOW + 1)
-    for others in ({}, newcomer(state=ACTIVE)):
+    for others in ({}, newcomer(state=ACTIVE), newcomer(round_index=10)):
+        newcomers = Newcomers()
+        assert not newcomers.are_waited_for(newcomer(), 9, RATE, NOW), "it gets nothing from here"
         newcomers.gets("new", 1000, NOW)
-        assert not newcomers.are_waited_for(others, 9, 1000.0, NOW + 1)
+        assert newcomers.are_waited_for(newcomer(), 9, RATE, NOW)
+        assert newcomers.are_waited_for(newcomer(round_index=9), 9, RATE, NOW + 1)
+        assert not newcomers.are_waited_for(others, 9, RATE, NOW + 1)
 
 
-def test_as_long_as_its_bytes_take_and_once() -> None:
+def test_no_longer_than_its_bytes_take() -> None:
     newcomers = Newcomers()
-    rate, takes_s = 1000.0, UPLOAD_SLACK * 2.0
+    takes_s = UPLOAD_SLACK * 2.0
     for _ in range(2):
         newcomers.gets("new", 1000, NOW)
-    assert newcomers.are_waited_for(newcomer(), 9, rate, NOW + takes_s - 0.1)
-    assert not newcomers.are_waited_for(newcomer(), 9, rate, NOW + takes_s)
-    newcomers.gets("new", 1000, NOW + takes_s)
-    assert not newcomers.are_waited_for(newcomer(), 10, rate, NOW + takes_s)
-    newcomers.gets("other", 10**9, NOW)
-    assert newcomers.are_waited_for(newcomer("other"), 10, rate, NOW + PATIENCE_S - 0.1)
-    assert not newcomers.are_waited_for(newcomer("other"), 10, rate, NOW + PATIENCE_S)
-    newcomers.gets("third", 1, NOW)
-    assert newcomers.are_waited_for(newcomer("third"), 10, 0.0, NOW + PATIENCE_S - 0.1)
+    assert newcomers.are_waited_for(newcomer(), 9, RATE, NOW + takes_s - 0.1)
+    assert not newcomers.are_waited_for(newcomer(), 9, RATE, NOW + takes_s)
+    for num_bytes, rate in ((10**9, RATE), (1, 0.0)):
+        newcomers = Newcomers()
+        newcomers.gets("new", num_bytes, NOW)
+        assert newcomers.are_waited_for(newcomer(), 9, rate, NOW + PATIENCE_S - 0.1)
+        assert not newcomers.are_waited_for(newcomer(), 9, rate, NOW + PATIENCE_S)
+
+
+def waits(newcomers: Newcomers, now: float) -> bool:
+    """For one that asks now."""
+    newcomers.gets("new", 1000, now)
+    return newcomers.are_waited_for(newcomer(), 9, RATE, now)
+
+
+def test_who_keeps_coming_and_is_slow_takes_a_small_part_of_the_time() -> None:
+    newcomers, now = Newcomers(), NOW
+    for rest in (RESTS, RESTS):  # each begins the next round a second after it was waited for
+        assert waits(newcomers, now)
+        now += 1.0
+        assert not newcomers.are_waited_for(newcomer(round_index=10), 9, RATE, now)
+        assert not waits(newcomers, now + rest - 0.1)
+        now += rest
+    for rest in (2 * RESTS, 4 * RESTS, 8 * RESTS):  # and these never do
+        assert waits(newcomers, now)
+        now += UPLOAD_SLACK
+        assert not newcomers.are_waited_for(newcomer(), 9, RATE, now)
+        assert not waits(newcomers, now + rest * UPLOAD_SLACK - 0.1)
+        now += rest * UPLOAD_SLACK
+    assert waits(newcomers, now)
+    assert not newcomers.are_waited_for(newcomer(round_index=10), 9, RATE, now + 1.0)
+    assert waits(newcomers, now + 1.0 + RESTS)
