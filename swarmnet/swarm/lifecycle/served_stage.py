@@ -162,7 +162,9 @@ class ServedStage:
             return []
         loop = asyncio.get_running_loop()
         view, alone = self.gossip.view, Since(loop.time())
+        self._sync.begins()
         while not replica.synced:
+            self._sync.say_why()
             updates.attend()
             donors = self._sync.donors()
             if donors:
@@ -272,6 +274,7 @@ class ServedStage:
         fetching = asyncio.get_running_loop().create_task(updates.fetch_all(sync))
         try:
             while not replica.synced and sync.donors():
+                sync.say_why()
                 if fetching.done():
                     fetching.result()
                 if await updates.settles(replica.round):

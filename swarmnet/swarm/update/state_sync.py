@@ -15,9 +15,12 @@ from dataclasses import dataclass
 
 import xxhash
 
+from swarmnet.causes import Failures
 from swarmnet.errors import Busy, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.methods.state import FETCH_PARAMETERS, FetchReply, FetchRequest
 from swarmnet.protocol.membership.records import JOINING, Record
+from swarmnet.protocol.moments import Since
+from swarmnet.protocol.timing import UPKEEP_S
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.calls import call, serve
 from swarmnet.swarm.downloads import Downloads
@@ -46,6 +49,9 @@ class StateSync:
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self._waiting = 0
         self._downloads = Downloads(self.rng)
+        self._failures = Failures()
+        """Why donors did not give what they were asked for, the last time."""
+        self._told_why = Since()
         serve(self.gossip.transport, FETCH_PARAMETERS, self._on_fetch)
 
     # ---- donor ------------------------------------------------------------------------------
@@ -143,9 +149,33 @@ class StateSync:
                     await self.gossip.changed.wait(LOOK_AGAIN_S)
             return False
 
+    def begins(self) -> None:
+        """Somebody begins to fetch the stage."""
+        self._failures = Failures()
+        self._told_why.begin(asyncio.get_running_loop().time())
+
+    def say_why(self) -> None:
+        """Now and then, where it takes long: what it was, of whom, and what to do."""
+        donors = {d.peer_id for d in self.donors()}
+        failures = Failures([e for e in self._failures if e.peer_id in donors])
+        now = asyncio.get_running_loop().time()
+        if failures and self._told_why.is_due(now, UPKEEP_S):
+            line = "stage %d: its parameters are not here yet: %s"
+            log.warning(line, self.replica.index, failures.told())
+
     async def ask(self, donor: Record, round_index: int, j: int) -> Array:
         """A shard from one donor, checked against the digest in its record. Raises
         `SwarmnetError`."""
+        try:
+            values = await self._ask(donor, round_index, j)
+        except SwarmnetError as e:
+            e.peer_id = donor.peer_id
+            self._failures.add(e)
+            raise
+        self._failures.answered(donor.peer_id)
+        return values
+
+    async def _ask(self, donor: Record, round_index: int, j: int) -> Array:
         reply = await call(
             self.gossip.transport,
             donor.peer_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from swarmnet.errors import Busy, Unreachable
+from swarmnet.causes import told
+from swarmnet.errors import Busy, RemoteError, Unreachable, Unsupported
 from swarmnet.methods.state import FetchRequest
 from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.timing import UPKEEP_S
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.replica.transitions import Transitions
@@ -262,5 +265,38 @@ def test_common_parameters_stay_as_they_are_while_a_newcomer_begins_with_them(
         await swarm.until(lambda: bool(common.get("joiner")))
         [(r, shards)] = common["joiner"].items()
         assert shards == common["donor-0"][r]
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("mode", ["zero", "local"])
+@pytest.mark.parametrize("error", [Busy("serving others"), Unsupported("no such method")])
+def test_a_newcomer_that_is_given_nothing_says_why(
+    error: RemoteError, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of whom, and what to do. The run stands still, so no update brings it the parameters."""
+    caplog.set_level(logging.INFO, "swarmnet.state_sync")
+    sync = {"mode": mode} | ({"local_steps": 2} if mode == "local" else {})
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=20, sync=sync)
+    error.peer_id = "the-donor"
+
+    async def fails(_: Request[Any]) -> Message[Any]:
+        raise error
+
+    def said() -> list[str]:
+        return [line for line in caplog.messages if "not here yet" in line]
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("feeder")
+        swarm.start("the-donor", feeds=False)
+        await swarm.until_round(4)
+        swarm.kill("feeder")
+        for method in ("fetch_parameters", "reduce"):
+            swarm.hub.transports["the-donor"].handle(method, fails)
+        swarm.start("newcomer", feeds=False)
+        await asyncio.sleep(UPKEEP_S / 2)
+        assert not said()
+        await swarm.until(lambda: bool(said()), 2 * UPKEEP_S)
+        assert said() == [f"stage 0: its parameters are not here yet: {told(error)}"]
 
     in_virtual_time(scenario, spec)
