@@ -5,7 +5,7 @@ the replica is in its round."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.membership.view import View
@@ -51,43 +51,49 @@ class Newcomers:
     That is the whole stage, up an uplink that carries all else too. Where it takes longer than the
     others need for two rounds, the stage is further on when it is there, and the newcomer begins
     anew, each time. So a replica that gives to a newcomer ends its round when that has begun the
-    next one, or when the bytes have had their time.
+    next one, or when the bytes have left and had the time that they take.
 
     Names are free, and whoever has one can come and be slow. So after each wait nobody is waited
     for in `RESTS` times as long, and after each in vain, one upon the other, in twice as long."""
 
     def __init__(self) -> None:
-        self._getting: set[str] = set()
+        self._getting: dict[str, dict[int, int]] = {}
+        """Bytes of each shard, by peer."""
         self._asked = Since()
         """When the first of them did."""
-        self._num_bytes = 0
-        """For all of them."""
         self._waiting: Since | None = None
         """None while nobody is waited for."""
         self._rest = Deadline(LONG_AGO)
         self._in_vain = 0
         """The last waits that were."""
 
-    def gets(self, peer_id: str, num_bytes: int, now: float) -> None:
-        """A newcomer is given so many bytes of the present exchange."""
+    def gets(self, peer_id: str, shard: int, num_bytes: int, now: float) -> None:
+        """A newcomer is given a shard of the present exchange."""
         if not self._rest.is_over(now):
             return
         if not self._getting:
             self._asked.begin(now)
-            self._num_bytes = 0
-        self._getting.add(peer_id)
-        self._num_bytes += num_bytes
+        self._getting.setdefault(peer_id, {})[shard] = num_bytes
 
     def are_waited_for(
-        self, live: Mapping[str, Record], round_index: int, rate: float, now: float
+        self,
+        live: Mapping[str, Record],
+        round_index: int,
+        queued_to: Callable[[str], int],
+        rate: float,
+        now: float,
     ) -> bool:
         """Whether the round is not to end here yet. `live`: the members of the stage that live.
-        `rate`: bytes/s of the own uplink; 0 where that is unknown."""
+        `queued_to`: bytes for a peer that have not left yet. `rate`: bytes/s of the own uplink; 0
+        where that is unknown."""
         for peer_id in list(self._getting):
             record = live.get(peer_id)
             if record is None or record.state != JOINING or record.round > round_index:
-                self._getting.discard(peer_id)
-        takes_s = UPLOAD_SLACK * self._num_bytes / rate if rate else PATIENCE_S
+                del self._getting[peer_id]
+        num_bytes = sum(sum(shards.values()) for shards in self._getting.values())
+        takes_s = UPLOAD_SLACK * num_bytes / rate if rate else 0.0
+        if any(map(queued_to, self._getting)):
+            takes_s = PATIENCE_S
         is_overdue = self._asked.is_older(now, min(takes_s, PATIENCE_S))
         if self._getting and not is_overdue:
             self._waiting = self._waiting or Since(now)

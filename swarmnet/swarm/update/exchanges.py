@@ -221,11 +221,11 @@ class Exchanges:
     async def _until_given(self) -> None:
         """Newcomers have the parameters that they were given here, with which they begin the next
         round; or they had the time for it."""
-        gossip, replica = self.gossip, self.replica
+        gossip, replica, queued_to = self.gossip, self.replica, self.transport.traffic.queued_to
         while True:
             now, rate = asyncio.get_running_loop().time(), gossip.own.upload_bytes_per_s
             live = {m.peer_id: m for m in gossip.view.members(replica.index, now)}
-            if not self._newcomers.are_waited_for(live, replica.round, rate, now):
+            if not self._newcomers.are_waited_for(live, replica.round, queued_to, rate, now):
                 return
             await gossip.changed.wait(LOOK_AGAIN_S)
 

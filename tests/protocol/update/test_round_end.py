@@ -89,50 +89,72 @@ def newcomer(name: str = "new", round_index: int = 3, state: str = JOINING) -> d
 RATE = 1000.0
 
 
+def waits(
+    newcomers: Newcomers,
+    now: float,
+    live: dict[str, Record] | None = None,
+    rate: float = RATE,
+    queued: int = 0,
+) -> bool:
+    here = newcomer() if live is None else live
+    return newcomers.are_waited_for(here, 9, lambda peer_id: queued, rate, now)
+
+
 def test_a_round_waits_for_a_newcomer_until_it_has_begun_the_next_one() -> None:
     for others in ({}, newcomer(state=ACTIVE), newcomer(round_index=10)):
         newcomers = Newcomers()
-        assert not newcomers.are_waited_for(newcomer(), 9, RATE, NOW), "it gets nothing from here"
-        newcomers.gets("new", 1000, NOW)
-        assert newcomers.are_waited_for(newcomer(), 9, RATE, NOW)
-        assert newcomers.are_waited_for(newcomer(round_index=9), 9, RATE, NOW + 1)
-        assert not newcomers.are_waited_for(others, 9, RATE, NOW + 1)
+        assert not waits(newcomers, NOW), "it gets nothing from here"
+        newcomers.gets("new", 0, 1000, NOW)
+        assert waits(newcomers, NOW)
+        assert waits(newcomers, NOW + 1, newcomer(round_index=9))
+        assert not waits(newcomers, NOW + 1, others)
 
 
 def test_no_longer_than_its_bytes_take() -> None:
     newcomers = Newcomers()
     takes_s = UPLOAD_SLACK * 2.0
-    for _ in range(2):
-        newcomers.gets("new", 1000, NOW)
-    assert newcomers.are_waited_for(newcomer(), 9, RATE, NOW + takes_s - 0.1)
-    assert not newcomers.are_waited_for(newcomer(), 9, RATE, NOW + takes_s)
-    for num_bytes, rate in ((10**9, RATE), (1, 0.0)):
-        newcomers = Newcomers()
-        newcomers.gets("new", num_bytes, NOW)
-        assert newcomers.are_waited_for(newcomer(), 9, rate, NOW + PATIENCE_S - 0.1)
-        assert not newcomers.are_waited_for(newcomer(), 9, rate, NOW + PATIENCE_S)
+    for shard in (0, 1, 0, 1):
+        newcomers.gets("new", shard, 1000, NOW)
+    assert waits(newcomers, NOW + takes_s - 0.1)
+    assert not waits(newcomers, NOW + takes_s)
+    newcomers = Newcomers()
+    newcomers.gets("new", 0, 10**9, NOW)
+    assert waits(newcomers, NOW + PATIENCE_S - 0.1)
+    assert not waits(newcomers, NOW + PATIENCE_S)
 
 
-def waits(newcomers: Newcomers, now: float) -> bool:
-    """For one that asks now."""
-    newcomers.gets("new", 1000, now)
-    return newcomers.are_waited_for(newcomer(), 9, RATE, now)
+def test_where_no_rate_is_known_until_they_have_left() -> None:
+    newcomers = Newcomers()
+    newcomers.gets("new", 0, 1000, NOW)
+    assert waits(newcomers, NOW + PATIENCE_S - 0.1, rate=0.0, queued=1)
+    assert not waits(newcomers, NOW + PATIENCE_S, rate=0.0, queued=1)
+    newcomers = Newcomers()
+    newcomers.gets("new", 0, 1000, NOW)
+    assert not waits(newcomers, NOW, rate=0.0)
+    newcomers.gets("new", 0, 1000, NOW)
+    assert waits(newcomers, NOW, rate=0.0, queued=1), "what took no time needs no rest"
+
+
+def asks(newcomers: Newcomers, now: float) -> bool:
+    """Whether one that asks now is waited for."""
+    newcomers.gets("new", 0, 1000, now)
+    return waits(newcomers, now)
 
 
 def test_who_keeps_coming_and_is_slow_takes_a_small_part_of_the_time() -> None:
     newcomers, now = Newcomers(), NOW
     for rest in (RESTS, RESTS):  # each begins the next round a second after it was waited for
-        assert waits(newcomers, now)
+        assert asks(newcomers, now)
         now += 1.0
-        assert not newcomers.are_waited_for(newcomer(round_index=10), 9, RATE, now)
-        assert not waits(newcomers, now + rest - 0.1)
+        assert not waits(newcomers, now, newcomer(round_index=10))
+        assert not asks(newcomers, now + rest - 0.1)
         now += rest
     for rest in (2 * RESTS, 4 * RESTS, 8 * RESTS):  # and these never do
-        assert waits(newcomers, now)
+        assert asks(newcomers, now)
         now += UPLOAD_SLACK
-        assert not newcomers.are_waited_for(newcomer(), 9, RATE, now)
-        assert not waits(newcomers, now + rest * UPLOAD_SLACK - 0.1)
+        assert not waits(newcomers, now)
+        assert not asks(newcomers, now + rest * UPLOAD_SLACK - 0.1)
         now += rest * UPLOAD_SLACK
-    assert waits(newcomers, now)
-    assert not newcomers.are_waited_for(newcomer(round_index=10), 9, RATE, now + 1.0)
-    assert waits(newcomers, now + 1.0 + RESTS)
+    assert asks(newcomers, now)
+    assert not waits(newcomers, now + 1.0, newcomer(round_index=10))
+    assert asks(newcomers, now + 1.0 + RESTS)

@@ -244,7 +244,7 @@ class ExchangeService:
             return
         if not view.is_flooded(now):
             num_bytes = row_bytes(NONE, self.replica.stage.shard_sizes[j])
-            self.newcomers.gets(remote, num_bytes, now)
+            self.newcomers.gets(remote, j, num_bytes, now)
 
     def _note_late(self, push: ReduceRequest, j: int, remote: str) -> None:
         if push.late:
