@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -252,7 +251,7 @@ async def peer_session(
         words = arguments_for(replace(choices, invite=""), PeerChoices)
         try:
             child = await processes.start(PEER, ["--plain", *words], keeps_state=True)
-            ready = await processes.wait_ready(child, timeout_s=math.inf)
+            ready = await processes.wait_ready(child, _say)
             look = with_invite(join, choices.invite)
             observer = await look(list(ready.addresses), choices.transport)
             try:

@@ -16,19 +16,21 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import UserError
 from swarmnet.files import older
+from swarmnet.protocol.moments import Since
+from swarmnet.protocol.timing import UPKEEP_S
 from swarmnet.runtime.joining.ready import Ready, read_ready_file
 from swarmnet.runtime.options import NOTIFY_VARIABLE
 from swarmnet.system import try_lock
 
 PEER_COMMAND = (sys.executable, "-m", "peer", "peer")
-READY_WAIT_S = 120.0
-"""Longest start of a peer."""
+READY_SAY_S = UPKEEP_S
+"""Between two lines about a peer that is still starting."""
 READY_LOOK_S = 0.05
 STOP_STEPS: tuple[tuple[signal.Signals, float], ...] = (
     (signal.SIGINT, 15.0),
@@ -130,22 +132,21 @@ class PeerProcesses:
         """Of a child that has it in `folder`."""
         return self.folder / name
 
-    async def wait_ready(self, child: ChildPeer, timeout_s: float = READY_WAIT_S) -> Ready:
-        """Waits until a child listens. Raises `UserError` with what the child said, or
-        `SwarmnetError` where it said nothing in time."""
+    async def wait_ready(self, child: ChildPeer, say: Callable[[str], None]) -> Ready:
+        """Waits until a child listens, for as long as it lives: a machine may be busy. Says now and
+        then that it waits. Raises `UserError` with what the child said where it ends before."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        while loop.time() < until:
+        told = Since(loop.time())
+        while True:
             ready = read_ready_file(child.ready_file)
             if ready is not None:
                 return ready
             if not child.alive:
                 child.reported = True
                 raise UserError(_last_words(child))
+            if told.is_due(loop.time(), READY_SAY_S):
+                say(f"{child.name} is still starting; what it says is in {child.log}")
             await asyncio.sleep(READY_LOOK_S)
-        raise SwarmnetError(
-            f"{child.name} did not listen within {timeout_s:.0f} s; see {child.log}"
-        )
 
     def newly_dead(self) -> list[ChildPeer]:
         """Children that have ended since the last question."""

@@ -59,7 +59,7 @@ class LocalSwarm:
         say(f"starting {choices.num_peers} peers{several}")
         own = [*seat_arguments(seats[0]), *self.more]
         first = await processes.start("peer-1", first_arguments(choices, *own))
-        self.address = (await processes.wait_ready(first)).address
+        self.address = (await processes.wait_ready(first, say)).address
         say(f"join it from this machine: swarmnet peer --join {self.address}")
         for num_seats in seats[1:]:
             await self._start_joiner(num_seats, self.address)

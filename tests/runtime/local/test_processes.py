@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import swarmnet
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import UserError
 from swarmnet.files import older
 from swarmnet.runtime.local.processes import PeerProcesses, remove_stale_folders, run_folder
 from tests.peer.fakes import fake_command, until
@@ -25,7 +25,7 @@ def test_a_child_that_listens_to_nothing_is_killed_in_bounded_time(tmp_path: Pat
         command = fake_command(tmp_path, "stubborn")
         processes = PeerProcesses(tmp_path, command, stop_steps=QUICK_STEPS)
         child = await processes.start("peer-1", ["--spec", "x"])
-        await processes.wait_ready(child)
+        await processes.wait_ready(child, print)
         await processes.stop()
         assert child.how_it_ended() == "was ended by SIGKILL"
 
@@ -36,7 +36,7 @@ def test_stopping_that_is_cut_short_still_ends_the_children(tmp_path: Path) -> N
     async def scenario() -> None:
         processes = PeerProcesses(tmp_path, fake_command(tmp_path, "stubborn"))
         child = await processes.start("peer-1", ["--spec", "x"])
-        await processes.wait_ready(child)
+        await processes.wait_ready(child, print)
         stopping = asyncio.ensure_future(processes.stop())
         await asyncio.sleep(0)
         stopping.cancel()
@@ -47,18 +47,25 @@ def test_stopping_that_is_cut_short_still_ends_the_children(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_a_child_that_never_listens_is_given_up(tmp_path: Path) -> None:
+def test_a_child_is_waited_for_as_long_as_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmnet.runtime.local.processes.READY_SAY_S", 0.1)
+    said: list[str] = []
+
     async def scenario() -> None:
         command = (sys.executable, "-c", "import time; time.sleep(60)")
         processes = PeerProcesses(tmp_path, command, stop_steps=[(signal.SIGTERM, 60.0)])
         child = await processes.start("peer-1", [])
-        try:
-            with pytest.raises(SwarmnetError, match="did not listen within"):
-                await processes.wait_ready(child, timeout_s=0.1)
-        finally:
-            await processes.stop()
+        waiting = asyncio.ensure_future(processes.wait_ready(child, said.append))
+        await until(lambda: len(said) > 1)
+        assert not waiting.done()
+        await processes.stop()
+        with pytest.raises(UserError, match=r"peer-1 was ended by SIGTERM before it listened"):
+            await waiting
 
     asyncio.run(scenario())
+    assert set(said) == {f"peer-1 is still starting; what it says is in {tmp_path}/peer-1.log"}
 
 
 def test_a_death_is_told_once(tmp_path: Path) -> None:
@@ -84,7 +91,7 @@ def test_a_child_finds_the_packages_where_this_process_has_them(
         processes = PeerProcesses(tmp_path, (sys.executable, "-S", "-c", program))
         child = await processes.start("peer-1", [])
         with pytest.raises(UserError, match=str(swarmnet.__file__)):
-            await processes.wait_ready(child)
+            await processes.wait_ready(child, print)
 
     asyncio.run(scenario())
 
@@ -99,7 +106,7 @@ def test_a_child_gets_its_environment_and_a_state_folder_only_where_it_has_none(
         processes = PeerProcesses(tmp_path, command, environment={"WORD": "secret"})
         child = await processes.start("peer-1", [], keeps_state=keeps_state)
         with pytest.raises(UserError) as error:
-            await processes.wait_ready(child)
+            await processes.wait_ready(child, print)
         return str(error.value)
 
     own = asyncio.run(said(keeps_state=False))
