@@ -10,6 +10,7 @@ from rich.console import Console
 
 from peer.observe.table import WholeTable
 from peer.options import PlanOptions
+from swarmnet.protocol.codecs import leaves_out
 from swarmnet.protocol.planning.exchange import codec_in, number_bytes
 from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
@@ -199,6 +200,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         "4 for the gradient under way + 4 x min(R, N) / N for how far parameters are ahead "
         "(auto: where it chooses delayed)"
     )
+    every_round = "zero" if sync.mode == "local" else sync.mode
+    of_local = f", with {_sizes('local', sync.update_codec)}" * leaves_out(sync.update_codec)
     first = spec.sync_warmup_rounds
     warm_up = f"; both in each of the first {first} rounds, the warm-up of this run" * bool(first)
     return [
@@ -209,9 +212,9 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         "stage: one that is alone holds all of it, once; "
         f"{p.total + without:g} without ZeRO (Rajbhandari et al., 2020: 16 in mixed precision).",
         "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a "
-        f"round, with {_sizes(sync.mode, sync.update_codec)}; local the same every H = "
-        f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}"
-        f"{MUON_SENT * is_muon}. "
+        f"round, with {_sizes(every_round, sync.update_codec)}; local the same every H = "
+        f"{sync.local_steps} rounds{of_local}; gossip four numbers every H rounds, to one partner"
+        f"{warm_up}{MUON_SENT * is_muon}. "
         "Activations and their gradients come on top.",
         f"Optimizer state lies {store}, or where --optimizer-memory says. The table has the part "
         "of a replica with average upload bandwidth; one with a faster uplink holds more.",

@@ -147,6 +147,20 @@ def test_what_the_sync_modes_hold_and_send(
     assert f"= {state:.2f}, with R = 2" in CliRunner().invoke(app, command).stdout
 
 
+def test_few_numbers_are_those_of_local_alone(tmp_path: Path) -> None:
+    """In modes of every round `topk` would be `int4`, and the sentence says both."""
+    lines = 'mode = "local"\nlocal_steps = 10\ncodec = "topk"\ntopk_density = 0.05'
+    spec = with_sync(tmp_path, lines)
+    command = ["plan", "--spec", str(spec), "--explain", "--replicas", "4"]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    each = 4 + 4 + 8 + 4 + 4 * 2 / 4 + 2 + 4 / 4  # what results leave out, the primary has
+    for stage in json.loads(result.stdout)["stages"]:
+        assert stage["state"] == pytest.approx(each * stage["num_parameters"])
+    said = " ".join(CliRunner().invoke(app, command).stdout.split())
+    assert "round, with g = 0.562 (gradients)" in said
+    assert "every H = 10 rounds, with g = 0.0898 (gradients), r = 0.0898 (results)" in said
+
+
 @pytest.mark.parametrize("mode", ["zero", "gossip"])
 def test_a_file_that_names_no_codec_is_planned_with_the_one_it_would_be_started_with(
     mode: str, tmp_path: Path
