@@ -177,13 +177,20 @@ def deaths() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("moment", [2, *range(5, len(MOMENTS), 2)])
+@pytest.mark.parametrize(
+    ("mode", "moment"),
+    [
+        *(("zero", m) for m in (2, *range(5, len(MOMENTS), 2))),
+        *(("delayed", m) for m in range(3, len(MOMENTS), 4)),
+    ],
+)
 def test_muons_owners_may_die_at_any_moment(
-    folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, mode: str, moment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a primary dies before it gives its result out, a backup makes the rest of the step."""
+    """Where a primary dies before it gives its result out, a backup makes the rest of the step.
+    Delayed, it knows how far the parameters are ahead of the step before."""
     monkeypatch.setattr(UpdateAudits, "draws", lambda *_: False)  # else it is made anyway
-    all_but_one_die(folder, "zero", 2, moment, "muon")
+    all_but_one_die(folder, mode, 2, moment, "muon")
 
 
 def test_somebody_makes_the_rest_of_a_step_whose_primary_died(
