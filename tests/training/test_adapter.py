@@ -18,7 +18,7 @@ from swarmnet.ports import LossResult
 from swarmnet.run_identity import to_json
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
-from swarmnet.training.attention import blocks
+from swarmnet.training.attention import packed
 from swarmnet.training.attention.documents import PackedSequence
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.activation_choice import known_activations
@@ -259,8 +259,8 @@ def test_documents_alone_and_a_mask_have_one_gradient(
 
     model_plan(spec)  # a small model of the family is tried once
     monkeypatch.setattr(PackedSequence, "attend", counted)
-    for kinds in (("cpu",), ()):
-        monkeypatch.setattr(blocks, "FUSED", kinds)
+    for ways in ({"cpu": PackedSequence}, {}):
+        monkeypatch.setattr(packed, "PACKED", ways)
         made.append(gradient_of(spec, Computing()))
     torch.testing.assert_close(*made, rtol=1e-5, atol=1e-5)
     config = spec.model.config
