@@ -8,6 +8,7 @@ batch, one torch thread a process, the update (AdamW, global clipping) included:
   (a) one process
   (b) torch.distributed.pipelining, Schedule1F1B, two stages over gloo
   (c) swarmnet, two stages x one replica: two real peer processes over libp2p
+  (d) as (b), with torch's zero-bubble schedule, ScheduleInterleavedZeroBubble
 
 Tokens a second of the median round. The ways are timed in turn, `--repeat` times, since the
 machine may not be quiet; the ratio is that of the medians. `--profile` samples the peers of (c)
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of tests/
@@ -96,12 +98,16 @@ def one_process(rounds: int, out: Path) -> None:
             tell(file, r)
 
 
-def torch_pipeline(rank: int, port: int, rounds: int, out: Path) -> None:
-    """One rank of torch.distributed.pipelining."""
+def torch_pipeline(rank: int, port: int, rounds: int, out: Path, *, splits: bool) -> None:
+    """One rank of torch.distributed.pipelining. `splits`: backward passes in two parts."""
     import torch
     import torch.distributed as dist
     from torch import nn
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.pipelining import (
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleInterleavedZeroBubble,
+    )
 
     torch.set_num_threads(1)
     from swarmnet.spec import parse_spec
@@ -119,7 +125,13 @@ def torch_pipeline(rank: int, port: int, rounds: int, out: Path) -> None:
     module = nn.Sequential(*(build_layer(plan, layer, spec.seed) for layer in layers))
     per_round = spec.pipeline.global_batch // spec.pipeline.microbatch
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, per_round, loss_fn=plan.loss, scale_grads=False)
+    schedule: Schedule1F1B | ScheduleInterleavedZeroBubble
+    if splits:
+        schedule = ScheduleInterleavedZeroBubble(
+            [stage], per_round, loss_fn=plan.loss, scale_grads=False
+        )
+    else:
+        schedule = Schedule1F1B(stage, per_round, loss_fn=plan.loss, scale_grads=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
     size = spec.pipeline.microbatch
     tokens = spec.pipeline.global_batch * spec.sequence_length
@@ -156,7 +168,7 @@ def tell(file: object, r: int) -> None:
     print(line, file=file, flush=True)  # type: ignore[call-overload]
 
 
-# ---- the three ways ----------------------------------------------------------------------------
+# ---- the four ways ----------------------------------------------------------------------------
 
 
 def child(*arguments: object) -> subprocess.Popen[bytes]:
@@ -171,13 +183,14 @@ def time_one(folder: Path, rounds: int, profile: bool) -> list[float]:
     return intervals(rounds_of(out))
 
 
-def time_torch(folder: Path, rounds: int, profile: bool) -> list[float]:
+def time_torch(folder: Path, rounds: int, profile: bool, role: str = "rank") -> list[float]:
+    """`role`: of both ranks, without their number."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     outs = [folder / f"torch-{rank}.jsonl" for rank in range(2)]
     ranks = [
-        child("--role", f"rank{k}", "--port", port, "--rounds", rounds, "--out", outs[k])
+        child("--role", f"{role}{k}", "--port", port, "--rounds", rounds, "--out", outs[k])
         for k in range(2)
     ]
     for process in ranks:
@@ -303,6 +316,7 @@ WAYS: dict[str, tuple[str, Callable[[Path, int, bool], list[float]]]] = {
     "a": ("one process", time_one),
     "b": ("torch 1F1B, 2 stages, gloo", time_torch),
     "c": ("swarmnet, 2 stages, libp2p", time_swarm),
+    "d": ("torch zero-bubble, 2 stages, gloo", partial(time_torch, role="zero")),
 }
 
 
@@ -310,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--ways", default="abc")
+    parser.add_argument("--ways", default="abdc")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--role", default="")
     parser.add_argument("--port", type=int, default=0)
@@ -318,8 +332,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.role == "one":
         return one_process(options.rounds, options.out)
-    if options.role.startswith("rank"):
-        return torch_pipeline(int(options.role[4:]), options.port, options.rounds, options.out)
+    if options.role[:4] in ("rank", "zero"):
+        return torch_pipeline(
+            int(options.role[4:]),
+            options.port,
+            options.rounds,
+            options.out,
+            splits=options.role.startswith("zero"),
+        )
     tokens = 32 * 256
     seconds: dict[str, list[float]] = {way: [] for way in options.ways}
     with tempfile.TemporaryDirectory() as name:
@@ -329,14 +349,15 @@ def main() -> None:
                 folder = Path(name) / f"{way}{k}"
                 folder.mkdir()
                 seconds[way] += WAYS[way][1](folder, options.rounds, options.profile and last)
-    print(f"\n{'':32}{'tokens/s':>10}{'min':>8}{'max':>8}")
+    print(f"\n{'':38}{'tokens/s':>10}{'min':>8}{'max':>8}")
     medians = {}
     for way, values in seconds.items():
         medians[way] = statistics.median(values)
         rates = [tokens / medians[way], tokens / max(values), tokens / min(values)]
-        print(f"({way}) {WAYS[way][0]:28}" + f"{rates[0]:10.0f}{rates[1]:8.0f}{rates[2]:8.0f}")
-    if "b" in medians and "c" in medians:
-        print(f"\n(c) / (b) = {medians['b'] / medians['c']:.3f}")
+        print(f"({way}) {WAYS[way][0]:34}" + f"{rates[0]:10.0f}{rates[1]:8.0f}{rates[2]:8.0f}")
+    for one, other in (("c", "b"), ("c", "d"), ("d", "b")):
+        if one in medians and other in medians:
+            print(f"({one}) / ({other}) = {medians[other] / medians[one]:.3f}")
     return None
 
 
