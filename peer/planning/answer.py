@@ -209,7 +209,7 @@ def links_choice(answer: Answer, alone_per_s: float) -> Choice | None:
     return Choice(
         "swarmnet peer",
         "--stage, as the table has them",
-        "links decided which machine takes which stage: chosen by compute alone "
+        "links decided which machine takes which stage: chosen by compute alone it may be "
         f"{compared(alone_per_s, answer.tokens_per_s)}",
     )
 

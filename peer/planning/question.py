@@ -370,7 +370,7 @@ def without_keys(found: Found) -> Found | None:
 
 def by_compute_alone(found: Found) -> float:
     """Tokens/s of the same stages, where machines were chosen for them as if all links were alike;
-    0 where they are."""
+    0 where they are. Of machines that are as quick either may come first: the worse choice."""
     links = [(m.up_bytes_per_s, m.down_bytes_per_s, m.latency_s, m.house) for m in found.machines]
     if len(set(links)) < 2:
         return 0.0
@@ -379,9 +379,14 @@ def by_compute_alone(found: Found) -> float:
         replace(m, up_bytes_per_s=up, down_bytes_per_s=down, latency_s=0.0, house="", sharing=1)
         for m in found.machines
     ]
-    plan = best_plan(found.costs, alike, cut=found.plan.cut)
-    made = None if plan is None else found.costs.of(plan.cut, found.machines, plan.serves)
-    return 0.0 if made is None else made.tokens_per_s
+    rates = []
+    for step in (1, -1):
+        plan = best_plan(found.costs, alike[::step], cut=found.plan.cut)
+        if plan is not None:
+            made = found.costs.of(plan.cut, found.machines[::step], plan.serves)
+            assert made is not None  # memory does not depend on links
+            rates.append(made.tokens_per_s)
+    return min(rates, default=0.0)
 
 
 def _given(found: Found, precision: str, *, is_open: bool, is_cut_given: bool) -> list[Choice]:

@@ -322,6 +322,28 @@ def test_a_house_is_planned_with_a_key_and_told_what_that_is_worth(fp32: Path) -
     assert {r["up_per_day"] for r in one_house["rows"]} == {0.0}
 
 
+def test_links_decide_which_machine_takes_which_stage(fp32: Path, tmp_path: Path) -> None:
+    """A middle stage sends both ways. Of two that are as quick, it gets the one with the link."""
+    kind = (
+        '[[machine]]\nname = "{}"\nhost_memory_gb = 16\ntflops = 2\ncount = {}\n'
+        "up_mbit = {}\ndown_mbit = {}\nlatency_ms = 10\n"
+    )
+    fp32.write_text(fp32.read_text().replace("num_stages = 2", "num_stages = 3"))
+    machines = tmp_path / "machines.toml"
+    told = []
+    for up in (5, 1000):
+        text = kind.format("wired", 1, 1000, 1000) + kind.format("home", 2, up, max(up, 100))
+        machines.write_text(text)
+        found = answered(fp32, "--machines", str(machines))
+        told.append([c["why"] for c in found["choices"] if c["value"].startswith("--stage,")])
+        if up == 5:
+            rows = {row["stage"]: row["machine"] for row in found["rows"]}
+            assert rows == {0: "home", 1: "wired", 2: "home"}
+    assert len(told[0]) == 1
+    assert told[0][0].startswith("links decided which machine takes which stage")
+    assert told[1] == []
+
+
 CARDS = ("--machines", "24GB-gpu*2")
 
 
