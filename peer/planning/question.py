@@ -578,9 +578,7 @@ def _timed(
         free_bytes_of(device) / GB / shared.num_peers if is_gpu else host,
         host,
         is_gpu,
-        card_named(accelerators.name_of(torch.device(device)).partition(",")[0])
-        if is_gpu
-        else None,
+        card_named(maker) if is_gpu else None,
         speed,
         note if num_peers is None else f"{note}, with {num_peers} peers at work on it",
         links=LOOPBACK_LINKS if num_peers else None,
