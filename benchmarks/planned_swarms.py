@@ -66,7 +66,8 @@ def random_scenario(seed: int) -> Scenario:
             codec=rng.choice(("none", "int8")),
             update_codec=rng.choice(("none", "int8")),
         ),
-        sync_mode=rng.choice((ZERO, DELAYED, LOCAL)),
+        sync_mode=(mode := rng.choice((ZERO, DELAYED, LOCAL))),
+        owes_weights=mode == ZERO and rng.random() < 0.5,
         local_steps=5,
         replication=2,
         bounds=Bounds(progress_s=3600.0),
@@ -91,7 +92,9 @@ def job_of(scenario: Scenario) -> Job:
         update=Update(
             scenario.sync_mode, sizes.update_codec, scenario.replication, scenario.local_steps
         ),
-        memory=lambda first, end, num_stages, memory: Held(0, 0, "keep", 4, computes_again=False),
+        memory=lambda first, end, num_stages, memory: Held(
+            0, 0, "keep", 4, computes_again=False, splits=scenario.owes_weights and first > 0
+        ),
         backward=1 / FORWARD_PART - 1,
     )
 

@@ -18,6 +18,10 @@ meanwhile (`delayed` and `auto`), filling and draining take no time, and R stays
 as long as the busiest link of its replicas. In these two modes it runs beside the next round; in
 all others the round waits for it, and in `local` for those that are in time (`late`).
 
+Of a backward pass that has two parts a stage waits for the first one only: P is shorter by the
+second parts of all stages, and what the poorest stage has left is made while those before it make
+their last passes. So fill and drain of K equal stages are (K - 1) t / 3 (ZB-H1; Qi et al., 2024).
+
 Machines of a house share its link, over which goes what leaves the house (`houses`).
 """
 
@@ -56,6 +60,7 @@ from swarmnet.protocol.planning.houses import (
 from swarmnet.protocol.planning.houses import exchange_s as exchange_of_houses_s
 from swarmnet.protocol.planning.late import Late, waited_s
 from swarmnet.protocol.planning.model import Cut, Held, Job, Machine
+from swarmnet.protocol.planning.owed import most_owed
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, least_quorum, least_to_lead
 
 EXCHANGE_WAYS = ("gradient", "sum", "norm", "result")
@@ -84,6 +89,10 @@ class StageCost:
     sharing: Sharing | None = None
     """What depends on the other stages, where machines share links; the numbers above are as if
     all crossed these, and each machine had an even part."""
+    left: float = 0.0
+    """Of what its devices do for a microbatch, the part that they may leave for later."""
+    most_left: float = 0.0
+    """Microbatches of which they may have left it, by memory."""
     ways_s: float = 0.0
     """Of `exchange_s`, what is not the bytes of a link."""
 
@@ -233,8 +242,19 @@ class Costs:
                 Late(m, r, s) for m, r, s in zip(replicas, rates, behind_s, strict=True) if s
             ),
             sharing=sharing,
+            left=self._left(first, end, num_stages, replicas),
+            most_left=min(
+                held.in_flight for m in replicas if (held := self.held(first, end, num_stages, m))
+            ),
             ways_s=ways_s,
         )
+
+    def _left(self, first: int, end: int, num_stages: int, replicas: Sequence[Machine]) -> float:
+        """As `StageCost.left`. The gradients of inputs take as long as a forward pass."""
+        found = [self.held(first, end, num_stages, m) for m in replicas]
+        num_splitting = sum(held is not None and held.splits for held in found)
+        backward = self.job.backward
+        return max(0.0, backward - 1) / (1 + backward) * num_splitting / len(replicas)
 
     def _sharing(
         self, first: int, end: int, at_work: Sequence[tuple[Machine, Rates, tuple[float, float]]]
@@ -381,13 +401,14 @@ class Costs:
         poorest = min(stages, key=lambda s: s.flow)
         passages = [each * s.num_replicas / s.flow for s in stages]
         own = each * poorest.num_replicas / poorest.flow
-        ragged = sum(each / s.slowest * (1 - 1 / s.num_replicas) for s in stages)
+        ragged = sum(each / s.slowest * (1 - 1 / s.num_replicas) * (1 - s.left) for s in stages)
         ways = sum(  # forth and back, at the mean latency of both ends
             (1 - part) * (a.latency_s + b.latency_s) + part * 2 * INSIDE_LATENCY_S
             for (a, b), part in zip(pairwise(stages), inside, strict=True)
         )
-        fill = sum(passages) - own
-        passage = own + fill + ways
+        left = [each * s.num_replicas / s.compute * s.left for s in stages]
+        fill = sum(passages) - own - self._left_s(stages, passages, left, ways)
+        passage = sum(passages) - sum(left) + ways
         wanted = IN_FLIGHT_PER_REPLICA * sum(s.num_replicas for s in stages)
         window = max(1.0, min(job.num_microbatches, wanted))
         steady = max(samples / poorest.flow, own)
@@ -409,6 +430,28 @@ class Costs:
             update_s=max(s.update_s for s in stages),
             tokens=samples * job.tokens,
         )
+
+    def _left_s(
+        self,
+        stages: Sequence[StageCost],
+        passages: Sequence[float],
+        left: Sequence[float],
+        ways: float,
+    ) -> float:
+        """By how much a round is shorter since gradients of weights are left for later. `left`: of
+        a microbatch at each stage, seconds.
+
+        The poorest stage gets its last microbatch and gives it back earlier by what the others
+        leave, and makes what it has left itself while those before it make their last passes."""
+        if not any(left):
+            return 0.0
+        job, least = self.job, min(s.flow for s in stages)
+        poorest = max(k for k, s in enumerate(stages) if s.flow <= least * (1 + 1e-9))
+        back = job.backward / (1 + job.backward)
+        drain = sum(back * t - w for t, w in zip(passages[:poorest], left, strict=False))
+        drain += ways / 2 * poorest / max(1, len(stages) - 1)
+        num = min(most_owed(poorest), stages[poorest].most_left, job.num_microbatches)
+        return sum(left) - left[poorest] + min(drain, num * left[poorest])
 
     def loads(
         self, cut: Cut, machines: Sequence[Machine], serves: Sequence[int]

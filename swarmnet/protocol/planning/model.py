@@ -74,6 +74,9 @@ class Held:
     """Microbatches that it would let in."""
     computes_again: bool
     """Forward, in the backward pass."""
+    splits: bool = False
+    """Of a backward pass the gradient of the inputs goes on at once, and those of weights are made
+    when nothing else is to be done (`owed`)."""
     ranks: int = 1
     """Of the peer, each with a card of its own; memory is that of one card."""
     local: str = ""

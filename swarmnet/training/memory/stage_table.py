@@ -340,6 +340,7 @@ class StageTable:
             policy,
             in_flight,
             computes_again,
+            splits=self._splits(first, memory, num_ranks, policy),
             ranks=num_ranks,
             local=local,
             weights=weights,
@@ -347,6 +348,12 @@ class StageTable:
             between_s=between_s,
             moved_s=self._moved_s(first, end, memory, num_ranks, local, weights),
         )
+
+    def _splits(self, first: int, memory: MachineMemory, num_ranks: int, policy: str) -> bool:
+        """As `Held.splits`: where `Stage` may owe gradients of weights."""
+        is_plain = num_ranks == 1 and not memory.is_apart and memory.precision != FP16.name
+        is_whole = self.plan.has_base or policy != "keep" or self.spec.sync.mode != ZERO
+        return first > 0 and is_plain and not is_whole
 
     def _between_s(
         self,

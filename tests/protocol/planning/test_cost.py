@@ -9,10 +9,12 @@ import pytest
 
 from swarmnet.protocol.planning.cost import Costs, Round
 from swarmnet.protocol.planning.exchange import Home, crossing_bytes, exchanged_bytes
-from swarmnet.protocol.planning.flow import Rates
+from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA, Rates
 from swarmnet.protocol.planning.late import Late, waited_s
 from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
+from swarmnet.protocol.planning.own_order import own_order
 from swarmnet.protocol.planning.search import best_plan, cut_of
+from swarmnet.protocol.planning.timeline import StageTimes, spans_of
 from swarmnet.protocol.sync_modes import LEAST_QUORUM
 from swarmnet.protocol.update.robust import MIN_CONTRIBUTORS
 
@@ -42,6 +44,65 @@ def test_the_bubble_is_that_of_gpipe(stages: int, microbatches: int) -> None:
     assert found.bubble_s / found.seconds == pytest.approx(part)
     assert found.compute_s == pytest.approx(microbatches)
     assert found.tokens_per_s == pytest.approx(10 * microbatches / (microbatches + stages - 1))
+
+
+def splitting(job: Job) -> Job:
+    """With backward passes in two parts, but at the first stage."""
+    return replace(
+        job,
+        memory=lambda first, end, num_stages, memory: Held(
+            0, 0, "keep", 64, computes_again=False, splits=first > 0
+        ),
+    )
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 4), (4, 8), (8, 32)])
+@pytest.mark.parametrize("latency_s", [0.0, 1 / 3])
+def test_backward_passes_in_two_parts_are_those_of_the_own_order(
+    stages: int, microbatches: int, latency_s: float
+) -> None:
+    """Fill and drain take a third of what they do with whole passes."""
+    costs = Costs(splitting(equal_job(stages, microbatches)))
+    machines = [replace(FAST, latency_s=latency_s)] * stages
+    found = costs.of(cut_of([1] * stages), machines, range(stages))
+    assert found is not None
+    assert found.bubble_s == pytest.approx((stages - 1) / 3)
+    times = [StageTimes(1 / 3, 1 / 3, 1 / 3)] * stages
+    window = int(IN_FLIGHT_PER_REPLICA * stages) + 1
+
+    def hop_s(source: int, target: int, is_back: bool) -> float:
+        return latency_s
+
+    order = own_order(times, microbatches, window, hop_s, is_split=True)
+    spans = spans_of(order, times, hop_s)
+    assert found.seconds == pytest.approx(max(lane[-1].end_s for lane in spans))
+
+
+def test_two_parts_gain_nothing_at_one_stage_or_with_adapters() -> None:
+    for job, stages in ((equal_job(1, 8), 1), (replace(equal_job(4, 8), backward=1.0), 4)):
+        rounds = [
+            Costs(each).of(cut_of([1] * stages), [FAST] * stages, range(stages))
+            for each in (job, splitting(job))
+        ]
+        assert rounds[0] == rounds[1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "slots", "whole", "owing"),
+    [(2, 4, 5.714, 6.667), (4, 4, 3.829, 5.565), (4, 8, 4.912, 6.076)],
+)
+def test_two_parts_are_as_fast_as_simulated(
+    stages: int, slots: int, whole: float, owing: float
+) -> None:
+    """Samples/s of the swarms of `tests/simulation/test_swarm.py -k owed`, of 0.6 s a
+    microbatch."""
+    job = equal_job(stages, slots)
+    job = replace(job, microbatch=4, global_batch=4 * slots)
+    machines = [replace(FAST, flops_per_s=4e9 / 0.6, latency_s=0.001)] * stages
+    for each, simulated in ((job, whole), (splitting(job), owing)):
+        found = Costs(each).of(cut_of([1] * stages), machines, range(stages))
+        assert found is not None
+        assert 0.9 < 4 * slots / found.seconds / simulated < 1.1
 
 
 def test_each_shard_takes_its_time_where_the_round_waits_for_it() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from swarmnet.protocol.sync_modes import DELAYED
 from swarmnet.spec import RunSpec
+from swarmnet.training.computing import Computing
 from swarmnet.training.memory.activation_choice import (
     FREE_PART,
     joined,
@@ -25,6 +26,7 @@ from swarmnet.training.models.registry import (
     stage_matrix_parameters,
     stage_parameter_ranges,
 )
+from swarmnet.training.stage import build_stage
 from tests.training.specs import small_spec
 
 GB = 1e9
@@ -197,3 +199,30 @@ def test_the_state_is_divided_over_the_cards_of_a_peer() -> None:
 
     assert left(1) == 0.0
     assert left(2) == pytest.approx((2 * FREE_PART - 1) * free)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_backward_passes_have_two_parts_where_a_stage_owes_gradients(
+    mode: str, precision: str
+) -> None:
+    spec = small_spec(pipeline={"num_stages": 3})
+    spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"mode": mode})})
+    table = StageTable(spec)
+    here = MachineMemory(GB, GB, is_apart=False, precision=precision)
+    apart = replace(here, is_apart=True)
+    for index, (first, end) in enumerate(ranges(spec)):
+        stage = build_stage(spec, index, computing=Computing(precision))  # type: ignore[arg-type]
+        held = table.held(first, end, 3, here)
+        assert held is not None
+        assert held.activations == "keep"
+        assert held.splits == (stage.owed is not None)
+        assert held.splits == (index > 0 and mode == "zero" and precision != "fp16")
+        on_gpu = table.held(first, end, 3, apart)
+        assert on_gpu is not None
+        assert not on_gpu.splits
+    if mode == "zero":
+        tight = table.held(*ranges(spec)[1], 3, replace(here, device_bytes=4e5))
+        assert tight is not None
+        assert tight.activations == "blocks"
+        assert not tight.splits
