@@ -312,6 +312,11 @@ def peers_table(peers: Sequence[PeerRow]) -> RenderableType:
         Column("direct", [f"{r.direct_links}/{r.links}" for r in rows], goes=6),
         Column("re-routes", [str(r.rerouted) for r in rows], goes=8),
     ]
+    if any(r.busiest_expert for r in rows):
+        busiest = [f"{r.busiest_expert:.1f} x" if r.busiest_expert else "-" for r in rows]
+        drops = [f"{100 * r.expert_drops:.1f} %" if r.busiest_expert else "-" for r in rows]
+        columns.append(Column("busiest expert", busiest, goes=10))
+        columns.append(Column("no room", drops, goes=9))
     if any(r.household for r in rows):
         houses = [short_id(r.household) if r.household else "-" for r in rows]
         columns.append(Column("household", houses, goes=3))

@@ -51,6 +51,7 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.records import HeldOut as Measured
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline import experts
 from swarmnet.protocol.pipeline.held_out import told
 from swarmnet.protocol.resource_limits import TOLD, told_allowances
 from swarmnet.protocol.slots import slot_plan
@@ -244,7 +245,7 @@ class RunMonitor:
         return events
 
     def _has_room(self, total: str) -> bool:
-        if total.startswith(TOLD):  # not a count since the start
+        if total.startswith((TOLD, experts.TOLD)):  # not a count since the start
             return False
         if total in self._totals or total in COUNTED or total in SHOWN_TOTALS:
             return True
@@ -578,6 +579,7 @@ def _peer_row(r: Record, live: bool) -> PeerRow:
         paused=printable(r.paused),
         allowances=told_allowances(r.totals),
         household=r.house,
+        **experts.told_experts(r.totals),
     )
 
 

@@ -20,6 +20,7 @@ from peer.observe.dashboard.server import listen, serving
 from peer.observe.metrics import MetricsFile
 from peer.observe.report import Reporter
 from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.pipeline import experts
 from tests.dashboard.browser import browser, overflow, page, until
 from tests.dashboard.making import Played, feeder, held_out, replica, spec_of
 from tests.processes.running import SPARING, Machine, machine, tiny_run
@@ -175,6 +176,20 @@ def test_spec_replay_and_join_line_are_taken_away(
                 opened.get_by_text(name).click()
             assert loaded.value.suggested_filename == file
         opened.locator('tr[data-peer="a"]').get_by_text("1,234").wait_for(timeout=WAIT_MS)
+
+
+def test_routers_are_shown_where_there_are_any(served: Served, chrome: Any) -> None:
+    played = Played()
+    served.look(played, replica("a", 0), replica("b", 1))
+    with page(chrome) as opened:
+        opened.goto(served.open(live_app(played.hub, LOOPBACK)))
+        opened.locator('tr[data-peer="b"]').wait_for(timeout=WAIT_MS)
+        assert not opened.locator("#peers th").get_by_text("busiest expert").is_visible()
+        told = experts.told_totals([((0.7, 0.1, 0.1, 0.1), 0.125)])
+        served.look(played, replica("a", 0, totals=told), replica("b", 1))
+        opened.locator('tr[data-peer="a"]').get_by_text("2.8 ×").wait_for(timeout=WAIT_MS)
+        assert opened.locator('tr[data-peer="a"]').get_by_text("12.5 %").is_visible()
+        assert opened.locator("#peers th").get_by_text("busiest expert").is_visible()
 
 
 def test_what_is_not_offered_is_not_shown(served: Served, chrome: Any) -> None:

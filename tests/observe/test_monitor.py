@@ -37,6 +37,7 @@ from swarmnet.protocol.membership.records import (
     RoundCount,
 )
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline import experts
 from swarmnet.protocol.resource_limits import told_totals
 from swarmnet.protocol.sync_modes import Switch
 from tests.protocol.making import counted
@@ -561,4 +562,13 @@ def test_what_owners_allow_is_told_of_each_peer_and_summed_up_of_none() -> None:
     onlooker.look(record("a", totals={**totals, "sent_bytes": 7}), record("b", stage=1))
     model = onlooker.monitor.view_model()
     assert [p.allowances for p in model.peers] == [(("sent this month", 120, 300),), ()]
+    assert model.totals == {"sent_bytes": 7}
+
+
+def test_routers_are_told_of_each_peer_and_summed_up_of_none() -> None:
+    onlooker = Onlooker()
+    told = experts.told_totals([((0.25,) * 4, 0.0), ((0.7, 0.1, 0.1, 0.1), 0.125), ((), 0.0)])
+    onlooker.look(record("a", totals={**told, "sent_bytes": 7}), record("b", stage=1))
+    model = onlooker.monitor.view_model()
+    assert [(p.busiest_expert, p.expert_drops) for p in model.peers] == [(2.8, 0.125), (0.0, 0.0)]
     assert model.totals == {"sent_bytes": 7}

@@ -11,6 +11,7 @@ from statistics import fmean
 from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
 from swarmnet.protocol.moments import Since
+from swarmnet.protocol.pipeline import experts
 from swarmnet.protocol.update.lost_samples import Loss
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
@@ -116,6 +117,8 @@ class Openings:
         await replica.measure_digests()
         if computed := replica.ledger.take_finished():
             self.gossip.add_total("samples_computed", computed)
+        routers = ((r.shares, r.dropped) for r in replica.stage.routed)
+        self.gossip.set_totals(experts.told_totals(routers))
         own = self.gossip.own
         joined = own.state == JOINING
         history = self.recovery.history()

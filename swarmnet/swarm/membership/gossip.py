@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -164,6 +164,10 @@ class Gossip:
     def add_total(self, name: str, amount: int = 1) -> None:
         """Adds to one of the own record's totals."""
         self.own_record.add_total(name, amount)
+
+    def set_totals(self, values: Mapping[str, int]) -> None:
+        """Replaces these of the own record's totals."""
+        self.own_record.set_totals(values)
 
     def worked(self, peer_id: str) -> None:
         """A peer was seen at work (see `protocol.membership.reputation`). Where it counts only now,

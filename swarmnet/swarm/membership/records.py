@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,6 +141,12 @@ class OwnRecord:
         totals = self._record.totals
         self.amend(totals={**totals, name: totals.get(name, 0) + amount})
         self._publishing.changed()
+
+    def set_totals(self, values: Mapping[str, int]) -> None:
+        """Replaces these of the totals, which are no counts. It is no news for the own view."""
+        if not values.items() <= self._record.totals.items():
+            self.amend(totals={**self._record.totals, **values})
+            self._publishing.changed()
 
     def amend(self, **changes: Any) -> None:
         """Changes fields without a new version: they travel with the next change, or heartbeat."""

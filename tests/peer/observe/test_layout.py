@@ -144,6 +144,17 @@ def test_households_are_shown_where_there_are_any() -> None:
     assert "household" not in drawn(100)
 
 
+def test_routers_are_shown_where_there_are_any() -> None:
+    peers = [
+        replace(row, busiest_expert=2.8 * (k < 2), expert_drops=0.125)
+        for k, row in enumerate(MODEL.peers)
+    ]
+    text = drawn(200, replace(MODEL, peers=tuple(peers)))
+    assert "busiest expert" in text
+    assert text.count("2.8 x") == text.count("12.5 %") == 2
+    assert "busiest expert" not in drawn(200)
+
+
 def test_wider_terminals_show_more() -> None:
     assert "re-routes" in drawn(160)
     assert "sent" in drawn(100)

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from swarmnet.ports import RouterReport
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
+from swarmnet.protocol.pipeline.experts import told_experts
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.lifecycle.opening import Openings, Renamed, Speed
@@ -62,6 +64,24 @@ def test_a_newcomer_becomes_active_and_owns_shards_from_the_next_exchange_on() -
             assert opened.gossip.own.active_from == first, "it stays"
             assert opened.gossip.own.digests == opened.pair.replica.digests
             await opened.close()
+
+    run(scenario())
+
+
+def test_the_record_has_what_routers_did_in_the_last_round() -> None:
+    async def scenario() -> None:
+        opened = Opened(b"\1")
+        await opened.open(3)
+        assert told_experts(opened.gossip.own.totals) == {"busiest_expert": 0, "expert_drops": 0}
+        for round_index, most in ((4, 0.5), (5, 0.25)):
+            shares = (most, *((1 - most) / 3,) * 3)
+            opened.pair.replica.stage.routed = (RouterReport("layer", shares, most / 2, 1.0),)
+            await opened.open(round_index)
+            assert told_experts(opened.gossip.own.totals) == {
+                "busiest_expert": 4 * most,
+                "expert_drops": most / 2,
+            }
+        await opened.close()
 
     run(scenario())
 

@@ -206,6 +206,8 @@ function replaceIfChanged(box, nodes) {
 
 // ---- peers -------------------------------------------------------------------------------------
 
+const hasExperts = (p) => p.busiest_expert > 0;
+// Heading, what sorts, what is shown, and of which peers one has to be there for the column to be.
 const COLUMNS = [
   ["peer", (p) => p.peer_id, (p) => shortId(p.peer_id)],
   ["stage", (p) => p.stage, (p) => (p.stage >= 0 ? String(p.stage) : "–")],
@@ -220,6 +222,8 @@ const COLUMNS = [
   ["direct", (p) => p.direct_links, (p) => `${p.direct_links}/${p.links}`],
   ["computed", (p) => p.samples_computed ?? 0, (p) => int(p.samples_computed ?? 0)],
   ["re-routes", (p) => p.rerouted, (p) => int(p.rerouted)],
+  ["busiest expert", (p) => p.busiest_expert ?? 0, (p) => (hasExperts(p) ? `${p.busiest_expert.toFixed(1)} ×` : "–"), hasExperts],
+  ["no room", (p) => p.expert_drops ?? 0, (p) => (hasExperts(p) ? `${(100 * p.expert_drops).toFixed(1)} %` : "–"), hasExperts],
   ["since", (p) => p.started_unix_s, (p) => since(run.now() - p.started_unix_s)],
   ["version", (p) => p.agent, (p) => p.agent || "–"],
 ];
@@ -267,6 +271,8 @@ function drawPeers() {
   });
   const body = document.querySelector("#peers tbody");
   const shown = found.slice(0, MAX_ROWS);
+  const isLeftOut = COLUMNS.map(([, , , has]) => Boolean(has) && !found.some(has));
+  document.querySelectorAll("#peers th").forEach((th, i) => { th.hidden = isLeftOut[i]; });
   const wanted = new Set(shown.map((p) => p.peer_id));
   for (const [id, row] of rows) if (!wanted.has(id)) { row.remove(); rows.delete(id); }
   let at = body.firstElementChild;
@@ -281,7 +287,10 @@ function drawPeers() {
     if (row !== at) body.insertBefore(row, at);
     else at = at.nextElementSibling;
     row.className = peer.live ? "" : "gone";
-    COLUMNS.forEach(([, , text], i) => setText(row.children[i], text(peer)));
+    COLUMNS.forEach(([, , text], i) => {
+      setText(row.children[i], text(peer));
+      row.children[i].hidden = isLeftOut[i];
+    });
     row.children[2].className = `s-${String(peer.state).replace(/[^a-z]/g, "")}`;
     row.children[0].title = peer.peer_id;
   }
