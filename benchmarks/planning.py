@@ -22,12 +22,14 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for what is of tests/
 
 from swarmnet.protocol.planning.cost import Costs  # noqa: E402
+from swarmnet.protocol.planning.model import Machine  # noqa: E402
 from swarmnet.protocol.planning.search import best_plan  # noqa: E402
 from tests.protocol.planning.cases import (  # noqa: E402
     best_of_all,
@@ -41,7 +43,10 @@ NUM_SWARMS, NUM_CASES = 20, 200
 NUM_MACHINES, NUM_STAGES, NUM_LAYERS = 1000, 64, 130
 
 
-LINKS = {"even": lambda rng, chosen: chosen, "uneven": with_uneven_links}
+LINKS: dict[str, Callable[[random.Random, tuple[Machine, ...]], tuple[Machine, ...]]] = {
+    "even": lambda rng, chosen: chosen,
+    "uneven": with_uneven_links,
+}
 
 
 def large() -> None:

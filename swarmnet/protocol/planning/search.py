@@ -87,9 +87,10 @@ def best_plan(
     found.sort(key=lambda s: -s.worth)
     best: _State | None = None
     looks, kinds = LOOKS, {m: i for i, m in enumerate(machines)}
-    begun_at = set()
+    begun_at = set[tuple[Cut, tuple[tuple[int, int], ...]]]()
     for state in _spread(found):
-        key = state.cut, tuple(sorted(zip(map(kinds.get, machines), state.serves, strict=True)))
+        kind_of = (kinds[m] for m in machines)
+        key = state.cut, tuple(sorted(zip(kind_of, state.serves, strict=True)))
         if key in begun_at:
             continue
         begun_at.add(key)
@@ -139,8 +140,10 @@ def _by_house(costs: Costs, machines: Sequence[Machine], cut: Cut) -> list[_Stat
     if all(len(mine) == 1 for mine in houses.values()):
         return []
     names = sorted(houses, key=lambda name: (len(houses[name]), str(name)))
-    orders = list(permutations(names)) if len(names) <= FEW_HOUSES else [names, names[::-1]]
-    found = []
+    orders: Sequence[Sequence[str | int]] = [names, names[::-1]]
+    if len(names) <= FEW_HOUSES:
+        orders = list(permutations(names))
+    found: list[_State | None] = []
     for order in orders:
         serves = _in_a_row(costs, machines, cut, [i for name in order for i in houses[name]])
         found.append(_state(costs, machines, cut, serves))
