@@ -65,6 +65,9 @@ from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, least_quo
 
 EXCHANGE_WAYS = ("gradient", "sum", "norm", "result")
 """Messages of an exchange that wait for each other."""
+MAX_REMEMBERED, MAX_STAGES = 32, 1 << 14
+"""Replicas of a stage whose cost is remembered, and such stages, and rounds of them. A search asks
+for most of them many times."""
 LOOKS_AT_LATE = 2
 """How long rounds are depends on who is late, and that on how long they are."""
 
@@ -145,6 +148,14 @@ class Costs:
         default_factory=dict
     )
     _held: dict[object, Held | None] = field(default_factory=dict)
+    _kinds: dict[Machine, int] = field(default_factory=dict)
+    _known: dict[int, tuple[Machine, int]] = field(default_factory=dict)
+    """By the id of a machine, which is kept for it, its kind."""
+    _stages: dict[tuple[int, ...], StageCost | None] = field(default_factory=dict)
+    _rounds: dict[tuple[int, ...], tuple[tuple[StageCost, ...], Round]] = field(
+        default_factory=dict
+    )
+    """By the ids of stages, which are kept for them."""
 
     def __post_init__(self) -> None:
         layers = self.job.layers
@@ -215,6 +226,26 @@ class Costs:
         self, first: int, end: int, num_stages: int, replicas: Sequence[Machine]
     ) -> StageCost | None:
         """None where it has no replica, or one that it does not fit into."""
+        if len(replicas) > MAX_REMEMBERED:
+            return self._stage(first, end, num_stages, replicas)
+        of_kinds = sorted(self._kind(m) for m in replicas)
+        key = (first, end, num_stages, *of_kinds)
+        if key not in self._stages:
+            if len(self._stages) >= MAX_STAGES:
+                self._stages.clear()
+            self._stages[key] = self._stage(first, end, num_stages, replicas)
+        return self._stages[key]
+
+    def _kind(self, machine: Machine) -> int:
+        known = self._known.get(id(machine))
+        if known is None:
+            kind = self._kinds.setdefault(machine, len(self._kinds))
+            known = self._known[id(machine)] = machine, kind
+        return known[1]
+
+    def _stage(
+        self, first: int, end: int, num_stages: int, replicas: Sequence[Machine]
+    ) -> StageCost | None:
         found = [self.rates(m, first, end, num_stages) for m in replicas]
         rates = [r for r in found if r is not None]
         if not replicas or len(rates) < len(replicas):
@@ -384,6 +415,15 @@ class Costs:
 
     def round(self, stages: Sequence[StageCost]) -> Round:
         """Of all stages in order."""
+        key = tuple(map(id, stages))
+        known = self._rounds.get(key)
+        if known is None:
+            if len(self._rounds) >= MAX_STAGES:
+                self._rounds.clear()
+            known = self._rounds[key] = tuple(stages), self._found(stages)
+        return known[1]
+
+    def _found(self, stages: Sequence[StageCost]) -> Round:
         inside = [0.0] * (len(stages) - 1)
         if any(s.sharing is not None for s in stages):
             stages, inside = _together(stages)
