@@ -562,6 +562,7 @@ def data_risk(live: Iterable[Record]) -> str:
 
 def _peer_row(r: Record, live: bool) -> PeerRow:
     state = "paused" if r.paused else r.state
+    busiest_expert, expert_drops = experts.told_experts(r.totals)
     return PeerRow(
         peer_id=r.peer_id,
         stage=r.stage,
@@ -579,7 +580,8 @@ def _peer_row(r: Record, live: bool) -> PeerRow:
         paused=printable(r.paused),
         allowances=told_allowances(r.totals),
         household=r.house,
-        **experts.told_experts(r.totals),
+        busiest_expert=busiest_expert,
+        expert_drops=expert_drops,
     )
 
 

@@ -25,10 +25,8 @@ def told_totals(routers: Iterable[tuple[Sequence[float], float]]) -> dict[str, i
     }
 
 
-def told_experts(totals: Mapping[str, int]) -> dict[str, float]:
-    """What `told_totals` took in, by the word of the peer, as `PeerRow` names it. Zeros of a stage
-    without experts."""
-    return {
-        "busiest_expert": totals.get(BUSIEST, 0) / PARTS,
-        "expert_drops": min(totals.get(DROPPED, 0), PARTS) / PARTS,
-    }
+def told_experts(totals: Mapping[str, int]) -> tuple[float, float]:
+    """What `told_totals` took in, by the word of the peer: how often the busiest expert of a layer
+    was chosen over an even share, and the part of choices without room. Zeros of a stage without
+    experts."""
+    return totals.get(BUSIEST, 0) / PARTS, min(totals.get(DROPPED, 0), PARTS) / PARTS

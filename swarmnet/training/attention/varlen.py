@@ -80,10 +80,9 @@ class VarlenSequence:
         """Likewise, by a mask, which all layers of the pass share."""
         if self._mask is None:
             self._mask = mask_of(self._documents_BS, q_BSHE.dtype)
-        heads = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
-        return F.scaled_dot_product_attention(
-            *heads, attn_mask=self._mask, enable_gqa=True
-        ).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, enable_gqa=True)
+        return attended.transpose(1, 2)
 
 
 @functools.cache
