@@ -59,10 +59,10 @@ class PeerRow:
     household: str = ""
     """The key of the household that it is of. Empty: of none."""
     busiest_expert: float = 0.0
-    """Of its stage's layers with experts, in the last round: how often the busiest expert of one
-    was chosen, over an even share. 0: it has no experts."""
+    """How often the busiest expert of a layer of its stage was chosen in the last round, over an
+    even share. 0: it has no experts."""
     expert_drops: float = 0.0
-    """Likewise: the part of a layer's choices for which its experts had no room, 0 to 1."""
+    """Part of the choices in a layer of its stage for which experts had no room, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
