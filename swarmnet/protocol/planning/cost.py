@@ -443,7 +443,7 @@ class Costs:
         own = each * poorest.num_replicas / poorest.flow
         ragged = sum(each / s.slowest * (1 - 1 / s.num_replicas) * (1 - s.left) for s in stages)
         ways = sum(  # forth and back, at the mean latency of both ends
-            (1 - part) * (a.latency_s + b.latency_s) + part * 2 * INSIDE_LATENCY_S
+            (1 - part) * (a.latency_s + b.latency_s) + part * (INSIDE_LATENCY_S + INSIDE_LATENCY_S)
             for (a, b), part in zip(pairwise(stages), inside, strict=True)
         )
         left = [each * s.num_replicas / s.compute * s.left for s in stages]

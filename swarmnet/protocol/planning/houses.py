@@ -21,9 +21,10 @@ Bytes: TypeAlias = tuple[float, float]
 """Of a sample at a boundary of two stages: of its activation, of the gradient that comes back."""
 
 INSIDE_BYTES_PER_S = 125e6
-"""Between two machines of a house, assumed: 1 Gbit/s."""
+"""Between two machines of a house, assumed: 1 Gbit/s. Without it what stays in a house is for
+nothing (tests/protocol/planning/test_cost.py)."""
 INSIDE_LATENCY_S = 0.001
-"""Likewise, one way."""
+"""Likewise, one way (tests/protocol/planning/test_cost.py)."""
 LOOKS_AT_HOUSES = 3
 """What crosses a link depends on which replicas get how much, and that on what links carry."""
 
