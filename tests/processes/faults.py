@@ -2,7 +2,9 @@
 nothing is flushed, its channels close as those of any killed process do.
 
 A moment is `NAME[:round=N][:nth=N]`: the `nth` time (1 where not said) that it comes in round `N`
-or a later one (0 where not said). Several moments, between commas: the first that comes.
+or a later one (0 where not said). Several moments, between commas: the first that comes. Of several
+processes with one folder only the first that comes to a moment dies there: who is the primary of
+shards, or feeds first, follows from what the machine has just measured.
 
 | name | where the process dies |
 |---|---|
@@ -22,6 +24,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from swarmnet.methods.state import FETCH_PARAMETERS
@@ -72,6 +75,9 @@ class Faults:
     moments: list[Moment]
     peer: Peer
     die: Callable[[], None] = kill_this_process
+    folder: Path | None = None
+    """Of the processes that share these moments, with the names of those that came; None: no other
+    process has them."""
 
     def arm(self) -> None:
         names = {m.name for m in self.moments}
@@ -106,8 +112,18 @@ class Faults:
             if moment.name == name and now >= moment.round:
                 moment.nth -= 1
                 if moment.nth == 0:
-                    return True
+                    return self._is_first(name)
         return False
+
+    def _is_first(self, name: str) -> bool:
+        """No other process has come to this moment."""
+        if self.folder is None:
+            return True
+        try:
+            (self.folder / f"died-in-{name}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def _after(self, port: Any, method: str, name: str) -> None:
         inner = getattr(port, method)
@@ -160,14 +176,15 @@ class Faults:
         transport.call = wrapped
 
 
-def arm(text: str) -> None:
-    """In a peer's process, before it has begun: it dies at one of these moments."""
+def arm(text: str, folder: str | None = None) -> None:
+    """In a peer's process, before it has begun: it dies at one of these moments. `folder`: of
+    `Faults`."""
     moments, inner = parse_moments(text), run.compose
 
     def armed(*arguments: Any, **named: Any) -> Peer:
         peer = inner(*arguments, **named)
         run.compose = inner  # further seats are not armed
-        Faults(moments, peer).arm()
+        Faults(moments, peer, folder=Path(folder) if folder else None).arm()
         return peer
 
     run.compose = armed

@@ -139,6 +139,13 @@ def sockets_in(folder: Path) -> list[Path]:
     return [p for p in folder.rglob("*") if p.is_socket() or p.name.startswith("swarmnet-")]
 
 
+def _ends(lines: Sequence[str], count: int) -> list[str]:
+    """So many of the first lines, and of the last."""
+    if len(lines) <= 2 * count:
+        return list(lines)
+    return [*lines[:count], f"… {len(lines) - 2 * count} more lines …", *lines[-count:]]
+
+
 @dataclass
 class Command:
     """One `swarmnet` process."""
@@ -163,8 +170,9 @@ class Command:
 
     def describe(self) -> str:
         code = self.process.poll()
-        tail = "\n  ".join([*self.output().splitlines()[-5:], *self.errors()[-30:]])
-        return f"{self.name} ({'alive' if code is None else f'exit code {code}'})\n  {tail}"
+        said = [*_ends(self.output().splitlines(), 4), *_ends(self.errors(), 12)]
+        lines = "\n  ".join(said)
+        return f"{self.name} ({'alive' if code is None else f'exit code {code}'})\n  {lines}"
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Complete lines of its `--metrics` with this event."""
@@ -278,13 +286,16 @@ class Machine:
         *,
         everywhere: Sequence[str] = (),
     ) -> list[Command]:
-        """A first peer and others that join it, with further arguments each. `kill_at`: the moment
-        (`tests.processes.faults`) at which a joiner kills itself, by its number from 1.
-        `everywhere`: arguments of all. They say what they do on their stderr."""
+        """A first peer and others that join it, with further arguments each. `kill_at`: the moments
+        (`tests.processes.faults`) at which a peer kills itself, by its number (the first has 0), if
+        it is the first to come to it. `everywhere`: arguments of all. They say what they do on
+        their stderr."""
         more = ("--debug", *everywhere)
-        arm = "from tests.processes.faults import arm; arm({!r})"
-        before = {i: arm.format(moment) for i, moment in (kill_at or {}).items()}
-        first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0", *more)
+        arm = f"from tests.processes.faults import arm; arm({{!r}}, {str(self.folder)!r})"
+        before = {i: arm.format(moments) for i, moments in (kill_at or {}).items()}
+        first = self.start_peer(
+            "peer-0", "--spec", str(spec), "--stage", "0", *more, before=before.get(0, "")
+        )
         self.until_ready(first)
         data = str(self.folder / "text.txt")
         join = ("--join", first.address, "--data", data, *more)

@@ -60,29 +60,33 @@ def test_a_run_survives_deaths_at_one_instant(
 
 
 @pytest.mark.parametrize(
-    ("stages", "moments"),
+    "moments",
     [
         pytest.param(
-            "010101",
-            {2: "forward:round=4:nth=2", 3: "backward:round=9:nth=2", 4: "push:round=14:nth=2"},
+            (("forward:round=4:nth=2", "push:round=14:nth=2"), ("backward:round=9:nth=2",)),
             id="in forward, in backward, as contributor",
         ),
         pytest.param(
-            "010101",
-            {2: "aggregate:round=4:nth=2", 3: "mirror:round=9:nth=2", 4: "feed:round=14:nth=3"},
+            (("aggregate:round=4:nth=2", "feed:round=14:nth=3"), ("mirror:round=9:nth=2",)),
             id="as primary that aggregates, as primary that mirrors, as feeder",
         ),
     ],
 )
 def test_a_run_survives_a_death_at_an_exact_moment(
-    running: Machine, stages: str, moments: dict[int, str]
+    running: Machine, moments: Sequence[Sequence[str]]
 ) -> None:
-    path = _many_shards(tiny_run(running.folder, rounds=ROUNDS))
-    peers = running.start_swarm(path, [("--stage", stage) for stage in stages[1:]], moments)
-    _assert_killed(running, [peers[i] for i in moments])
-    survivors = [p for i, p in enumerate(peers) if i not in moments]
-    _assert_a_good_end(running, peers[0], peers, survivors)
-    assert not peers[0].events("shard_reset"), "moments of the optimizer were lost"
+    """`moments`: at each, of the replicas of a stage the first that comes to it dies."""
+    stages = "010101"
+    path = tiny_run(running.folder, rounds=ROUNDS)
+    kill_at = {i: ",".join(moments[int(stage)]) for i, stage in enumerate(stages)}
+    peers = running.start_swarm(path, [("--stage", stage) for stage in stages[1:]], kill_at)
+    num_dead = sum(map(len, moments))
+    running.until(lambda: sum(p.process.poll() is not None for p in peers) >= num_dead)
+    victims = [p for p in peers if p.process.poll() is not None]
+    _assert_killed(running, victims)
+    survivors = [p for p in peers if p not in victims]
+    _assert_a_good_end(running, survivors[0], peers, survivors)
+    assert not survivors[0].events("shard_reset"), "moments of the optimizer were lost"
 
 
 def test_a_run_survives_the_death_of_a_donor(running: Machine) -> None:
