@@ -113,6 +113,9 @@ async def find_other_run(
     it answers; None where there is none."""
     by_address = {a: b for b in beside if b.run_id != run_id for a in b.addresses}
     own = transport.peer_id
+    others = [a for a in by_address if peer_of(a) != own]
+    if not others:
+        return None
 
     async def ask(address: str) -> tuple[Beside, str]:
         peer_id = await transport.dial(address, timeout_s=ASK_TIMEOUT_S)
@@ -122,7 +125,7 @@ async def find_other_run(
         return by_address[address], address
 
     try:
-        return await race(ask, [a for a in by_address if peer_of(a) != own])
+        return await race(ask, others)
     except NoneAnswers as e:
         log.debug("no other run is alive here: %s", e)
         return None
