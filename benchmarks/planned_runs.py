@@ -21,7 +21,7 @@ from peer.planning.question import Found, Planner, asked, on_this_one
 from swarmnet.training.memory.plan import PRECISIONS
 from swarmnet.training.memory.stage_table import memory_of
 
-ROUNDS, WARM_ROUNDS = 8, 3
+ROUNDS, WARM_ROUNDS = 9, 3
 PEAK_ROUNDS = 3
 LONGEST_S = 900.0
 PEAK_FOLDER = "SWARMNET_PEAK_FOLDER"
@@ -87,7 +87,7 @@ class Shape:
     mode: str = "zero"
     sync_codec: str = "none"
     lora: bool = False
-    width: int = 128
+    width: int = 256
     layers: int = 4
 
 
