@@ -7,8 +7,10 @@ import codecs
 import errno
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 
 from swarmnet.errors import UserError
 
@@ -22,6 +24,8 @@ WIDE_MARKS = {
 """Byte order marks of encodings that are not UTF-8, the longer ones first: one begins another."""
 
 
+WITH_ROOM = "name a state_dir, or set TMPDIR to a folder, with room"
+"""What a program can do where what it gives has no room."""
 COMMENT = re.compile(r"(?:^|\s)#.*")
 
 
@@ -43,6 +47,49 @@ def write_whole(path: Path, data: bytes | str) -> None:
         with suppress(OSError):  # else it takes the room that others want
             beside.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def told_if_not_written(folder: Path, mend: str) -> Iterator[None]:
+    """What fails to be written there becomes a `UserError`, which ends with `mend`."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"cannot write to {folder}: {e.strerror or e}; {mend}") from None
+
+
+class GivenFile:
+    """A new file, of what a program gives piece by piece. That it cannot be written is a
+    `UserError`; errors of the program's own stay what they are."""
+
+    def __init__(self, path: Path, mend: str) -> None:
+        """`mend`: what a person can do where there is no room."""
+        self._folder, self._mend = path.parent, mend
+        with self._told():
+            self._file = path.open("wb")
+
+    def write(self, data: bytes) -> None:
+        with self._told():
+            self._file.write(data)
+
+    def __enter__(self) -> GivenFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            with self._told():
+                self._file.close()  # which writes the rest
+            return
+        with suppress(OSError):  # the first error is the one to tell
+            self._file.close()
+
+    def _told(self) -> AbstractContextManager[None]:
+        return told_if_not_written(self._folder, self._mend)
 
 
 def append_whole(descriptor: int, data: bytes) -> None:

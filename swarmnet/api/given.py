@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet.errors import DataError, SpecError, UsageError
+from swarmnet.files import WITH_ROOM, GivenFile, told_if_not_written
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import (
     DEFAULT_TEXT_FIELD,
@@ -64,7 +65,7 @@ SOURCE = "the spec"
 def spec_file(spec: SpecLike | None, given: Given, folder: Path) -> Path:
     """The file of a run that peers begin from: the given one, or one that is written into `folder`.
     None: the default run. Reads the data once, and blocks for as long as that takes. Raises
-    `SpecError` or `DataError`."""
+    `SpecError` or `DataError`, and `UserError` where the folder cannot be written."""
     if given.loss is not None and given.layers is None:
         raise UsageError("loss goes with model: the layers of a run")
     if spec is None:
@@ -90,9 +91,11 @@ def spec_file(spec: SpecLike | None, given: Given, folder: Path) -> Path:
     spec_of_values(values, source)  # what is wrong is known here, by its own name
     written = folder / SPEC_FILE
     try:
-        written.write_text(json.dumps(values))
+        text = json.dumps(values)
     except (TypeError, ValueError, RecursionError) as error:
         raise SpecError(f"{source}: plain values only, as in a run.toml ({error})") from None
+    with told_if_not_written(folder, WITH_ROOM):
+        written.write_text(text)
     return written
 
 
@@ -147,9 +150,9 @@ def _with_data(
     messages_field = table.get("messages_field", "")
     field = messages_field or table.get("text_field", DEFAULT_TEXT_FIELD)
     num = 0
-    with path.open("w", encoding="utf-8") as file:
+    with GivenFile(path, WITH_ROOM) as file:
         for num, sample in enumerate(data, 1):
-            file.write(_line(sample, num, str(field), is_dialogue=bool(messages_field)) + "\n")
+            file.write(_line(sample, num, str(field), is_dialogue=bool(messages_field)))
     if not num:
         raise DataError("data: there is no sample")
     return {**values, "data": {**table, "paths": [str(path)]}}
@@ -161,7 +164,7 @@ def _samples(data: DataLike) -> Iterator[Any]:
     return (data[k] for k in range(len(data)))
 
 
-def _line(sample: Any, num: int, field: str, *, is_dialogue: bool) -> str:
+def _line(sample: Any, num: int, field: str, *, is_dialogue: bool) -> bytes:
     """Of JSON. `num`: of the sample, from 1."""
     if not isinstance(sample, Mapping):
         kind = type(sample).__name__
@@ -174,6 +177,6 @@ def _line(sample: Any, num: int, field: str, *, is_dialogue: bool) -> str:
         what = "list of messages" if is_dialogue else "text"
         raise DataError(f"data: sample {num} has no {what} in {field!r}")
     try:
-        return json.dumps({field: value}, ensure_ascii=False)
+        return f"{json.dumps({field: value}, ensure_ascii=False)}\n".encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"data: sample {num}: {error}") from None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from swarmnet.errors import DataError, SpecError, one_line
+from swarmnet.files import WITH_ROOM, GivenFile, told_if_not_written
 from swarmnet.training.models.base import TensorSpec, check_layer
 from swarmnet.training.models.given_layers import (
     GivenArrays,
@@ -77,7 +78,8 @@ def model_table(
             f"makes {width} numbers"
         )
     model = GivenModel(given, loss or cross_entropy, inputs, targets, arrays)
-    builder = write_model(model, folder, [path for path in sys.path if path])
+    with told_if_not_written(folder, WITH_ROOM):
+        builder = write_model(model, folder, [path for path in sys.path if path])
     options = {"model": structure_of(model, digest)}
     return {"kind": "custom", "builder": f"{builder}:build", "options": options}
 
@@ -137,7 +139,7 @@ def _written(
     shapes: list[tuple[int, ...]] = []
     kinds: list[str] = []
     largest, num, digest = [0, 0], 0, hashlib.sha256()
-    with paths[0].open("wb") as first, paths[1].open("wb") as second:
+    with GivenFile(paths[0], WITH_ROOM) as first, GivenFile(paths[1], WITH_ROOM) as second:
         for num, pair in enumerate(pairs, 1):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise DataError(f"data: sample {num} is no pair of an input and a target")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from swarmnet.api.given import NOTHING, Given, spec_file
-from swarmnet.errors import DataError, SpecError
+from swarmnet.api.layers import FILES
+from swarmnet.errors import DataError, SpecError, UserError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec, parse_spec, read_values
@@ -121,3 +123,45 @@ def test_several_sources_are_no_place_for_samples(tmp_path: Path) -> None:
     values["data"] = {"source": [{"paths": ["python-stdlib"]}]}
     with pytest.raises(SpecError, match=r"leave \[\[data.source\]\] out"):
         spec_file(values, Given([{"text": "x"}]), tmp_path)
+
+
+FULL_DISK = "/dev/full"
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "run.json"])
+@pytest.mark.skipif(not Path(FULL_DISK).exists(), reason="Linux only")
+def test_a_full_disk_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(FULL_DISK)
+    with pytest.raises(UserError, match=r"cannot write to .*: No space left .*set TMPDIR to a fol"):
+        spec_file(DEFAULT, Given([{"text": text} for text in TEXTS]), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["inputs", "targets"])
+@pytest.mark.skipif(not Path(FULL_DISK).exists(), reason="Linux only")
+def test_a_disk_that_is_full_with_pairs_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / {"inputs": FILES[0], "targets": FILES[1]}[name]).symlink_to(FULL_DISK)
+    pairs = [(torch.zeros(4), 0), (torch.ones(4), 1)] * 20
+    values = read_values(DEFAULT)
+    values.pop("model"), values.pop("data")
+    with pytest.raises(UserError, match=r"cannot write to .*: No space left"):
+        spec_file(values, Given(pairs, [torch.nn.Linear(4, 2)]), tmp_path)
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    given = Given([{"text": text} for text in TEXTS])
+    with pytest.raises(UserError, match=r"cannot write to .*gone: No such file"):
+        spec_file(DEFAULT, given, tmp_path / "gone")
+
+
+def test_an_error_of_the_programs_own_data_stays_what_it_is(tmp_path: Path) -> None:
+    def samples() -> Iterator[dict[str, Any]]:
+        yield {"text": "one"}
+        raise OSError(5, "my disk")
+
+    with pytest.raises(OSError, match="my disk"):
+        spec_file(DEFAULT, Given(samples()), tmp_path)
+
+
+def test_text_that_is_no_unicode_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sample 1"):
+        spec_file(DEFAULT, Given([{"text": "a\ud800"}]), tmp_path)
