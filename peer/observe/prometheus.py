@@ -65,6 +65,8 @@ COUNTED = {
     "contributions_dropped": "Contributions refused because they were not finite.",
     "contributions_clipped": "Contributions made smaller by robust aggregation.",
     "checkpoints": "Checkpoints saved.",
+    "checkpoints_failed": "Times that saving began to fail, on a full disk, say.",
+    "checkpoints_resumed": "Times that saving worked again.",
     "diverged": "Times that this peer went over to another result after a partition.",
 }
 """Of the own record's totals."""

@@ -176,6 +176,8 @@ COUNTED = {
     "shard_reset": "shard_reset",
     "shard_promoted": "shard_promoted",
     "checkpoints": CHECKPOINT_SAVED,
+    "checkpoints_failed": "checkpoints_failed",
+    "checkpoints_resumed": "checkpoints_resumed",
     "contributions_clipped": "contributions_clipped",
 }
 """Names of `Counted` events, by the key of `Record.totals` whose growth they tell."""
@@ -189,6 +191,8 @@ MEANINGS = {
     "shard_reset": "All holders of a shard's optimizer state were lost; it began afresh.",
     "shard_promoted": "The peer became primary of shards, because the one before was lost.",
     CHECKPOINT_SAVED: "The peer saved a checkpoint.",
+    "checkpoints_failed": "The peer cannot save checkpoints any more: its disk is full, say.",
+    "checkpoints_resumed": "The peer saves checkpoints again.",
     "contributions_clipped": "Contributions were cut to the median norm.",
 }
 """Of `Counted` events, by name."""

@@ -31,6 +31,8 @@ COUNTED_SENTENCES = {
     "shard_promoted": "peer {peer} took over {count} shards",
     "contributions_clipped": "peer {peer} cut {count} gradients to the median norm: "
     "far larger than the others'",
+    "checkpoints_failed": "peer {peer} cannot save checkpoints; see its disk and its log",
+    "checkpoints_resumed": "peer {peer} saves checkpoints again",
     "checkpoint_saved": "peer {peer} saved a checkpoint",
 }
 

@@ -353,6 +353,8 @@ def test_event_names_are_those_of_the_contract() -> None:
         "diverged",
         "retracted",
         "checkpoint_saved",
+        "checkpoints_failed",
+        "checkpoints_resumed",
         "contributions_clipped",
         "contribution_dropped",
     }

@@ -201,6 +201,7 @@ class Checkpointing:
                             await self._write(snapshot)
                         self._failure = ""
                         if self._trouble.is_over():
+                            self.gossip.add_total("checkpoints_resumed")
                             log.warning("checkpoints are written again: round %d", snapshot.round)
                         return
                     await self.gossip.changed.wait(LOOK_AGAIN_S)
@@ -208,6 +209,7 @@ class Checkpointing:
                 self._failure = str(e)
                 more = self._trouble.failed(asyncio.get_running_loop().time())
                 if more is not None:
+                    self.gossip.add_total("checkpoints_failed")
                     log.warning("no checkpoint of round %d: %s%s", replica.round, e, more)
 
     async def _is_worse(self, snapshot: Snapshot, replica: Replica) -> bool:

@@ -506,6 +506,7 @@ def test_a_full_disk_does_not_stop_training(
             start(swarm, tmp_path, f"peer-{i}", FullDisk(tmp_path / f"peer-{i}", spec))
         await swarm.until_round(ROUNDS)
         assert swarm.total("checkpoints") == 0
+        assert swarm.total("checkpoints_failed") == 2, "which all onlookers see"
         trainer = replay(spec, swarm.counted, ROUNDS)
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
 
@@ -533,6 +534,7 @@ def test_a_disk_that_fills_and_empties_is_a_line_each(
         is_full.clear()
         await swarm.until_round(ROUNDS)
         await swarm.until(lambda: swarm.total("checkpoints") >= 2, limit_s=100.0)
+        assert swarm.total("checkpoints_failed") == swarm.total("checkpoints_resumed") == 2
 
     with caplog.at_level(logging.WARNING, logger="swarmnet"):
         in_virtual_time(scenario, spec)
