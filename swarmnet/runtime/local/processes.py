@@ -208,8 +208,16 @@ def _last_words(child: ChildPeer) -> str:
     """A child's own one-line error where it gave one, else how it ended."""
     if own := child.own_error():
         return own
-    said = f": {tail[-1]}" if (tail := child.log_tail()) else ""
+    said = f": {tail[-1]}" if (tail := child.log_tail()) else _why_silent(child.log.parent)
     return f"{child.name} {child.how_it_ended()} before it listened{said}"
+
+
+def _why_silent(folder: Path) -> str:
+    """What a child has said is lost where its log has no room."""
+    with contextlib.suppress(OSError):
+        if not shutil.disk_usage(folder).free:
+            return f": the disk of {folder} is full"
+    return ""
 
 
 def _with_own_place(environment: dict[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,24 @@ def test_a_child_is_waited_for_as_long_as_it_lives(
 
     asyncio.run(scenario())
     assert set(said) == {f"peer-1 is still starting; what it says is in {tmp_path}/peer-1.log"}
+
+
+@pytest.mark.parametrize(("free", "said"), [(0, ": the disk of .* is full"), (1, "$")])
+def test_a_full_disk_that_took_the_log_is_named(
+    free: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    async def scenario() -> None:
+        processes = PeerProcesses(tmp_path, (sys.executable, "-c", "raise SystemExit(1)"))
+        child = await processes.start("peer-1", [])
+        with pytest.raises(
+            UserError, match=f"peer-1 ended with exit code 1 before it listened{said}"
+        ):
+            await processes.wait_ready(child, print)
+
+    asyncio.run(scenario())
 
 
 def test_a_death_is_told_once(tmp_path: Path) -> None:
