@@ -51,6 +51,17 @@ class _FewOfAKind(logging.Filter):
         return [f"{last}{more}" for more, last in found if more]
 
 
+class _NotOfSearches(logging.Filter):
+    """A search in hivemind's table that ends before its time leaves a task that waits for nothing
+    (`hivemind/dht/traverse.py`). asyncio says so of each when it is collected."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name != "asyncio":
+            return True
+        text = record.getMessage()
+        return not (text.startswith("Task was destroyed") and "coro=<Event.wait()" in text)
+
+
 class _Stderr(logging.Handler):
     """Writes to what `sys.stderr` is at the time, which a live screen replaces."""
 
@@ -72,14 +83,19 @@ def log_to_stderr(debug: bool) -> None:
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
-    logging.lastResort = _handler(OTHERS)
-    logging.lastResort.setLevel(logging.WARNING)
+    others = _handler(OTHERS)
+    others.setLevel(logging.WARNING)
+    if not debug:
+        others.addFilter(_NotOfSearches())
+        others.addFilter(_FewOfAKind())
+    logging.lastResort = others
 
 
 def sum_up(now: float) -> None:
     """Says how many lines of a kind were left out a while ago, where no line has said so since.
     `now`: seconds, monotonic clock. To be called now and then."""
-    for handler in logging.getLogger("swarmnet").handlers:
+    handlers = logging.getLogger("swarmnet").handlers
+    for handler in [*handlers, *filter(None, [logging.lastResort])]:
         for few in handler.filters:
             for line in few.sums(now) if isinstance(few, _FewOfAKind) else ():
                 complain(printable(line))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -182,6 +183,30 @@ def test_what_others_cause_again_and_again_fills_no_log(capsys: pytest.CaptureFi
     assert f"broke the \\x1bprotocol\\n ({1000 - told} more in the last minute)" in summed
     sum_up(time.monotonic() + 2 * SUM_UP_S)
     assert not capsys.readouterr().err
+
+
+def test_what_libraries_log_is_bounded_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a search that hivemind leaves behind is no line."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
+    run_command(["export", "--out", "x", "--state-dir", "/no/such"])  # the log is a command's now
+    capsys.readouterr()
+
+    async def leaves_one() -> None:
+        asyncio.create_task(asyncio.Event().wait())  # noqa: RUF006
+        await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(leaves_one())
+    library = logging.getLogger("some.library")
+    for i in range(1000):
+        library.warning("something %d", i)
+    lines = capsys.readouterr().err.splitlines()
+    assert LINES_AT_ONCE <= len(lines) < 100
+    assert all(line.startswith("some.library: something") for line in lines)
+    sum_up(time.monotonic() + SUM_UP_S)
+    assert f"({1000 - len(lines)} more in the last minute)" in capsys.readouterr().err
 
 
 FORBIDDEN = {
