@@ -31,6 +31,8 @@ from swarmnet.spec import RunSpec
 log = logging.getLogger("swarmnet.peer")
 
 ID_CHARACTERS = 8
+MAX_BEFORE = 1024
+"""Events that wait for the first round."""
 CHARTS = {
     "loss/training": "Training loss of the round, nats per token.",
     "loss/held out": "Held-out loss, nats per token.",
@@ -63,6 +65,10 @@ class Charts:
         self._rounds = spec.optimizer.rounds
         self._client: Client | None = None
         self._round = 0
+        self._before: list[Event] = []
+        """What happened before the first round ended, which says where in the chart that was, and
+        which rounds are made again."""
+        self._has_begun = False
         self._num_lost = 0
         """Since this peer started."""
         self._trouble = Trouble()
@@ -83,11 +89,12 @@ class Charts:
 
     def close(self) -> None:
         """Writes what waits. Idempotent."""
-        client, self._client = self._client, None
-        if client is None:
-            return
         try:
-            client.close()
+            if self._before:
+                self._begin(None)
+            client, self._client = self._client, None
+            if client is not None:
+                client.close()
         except Exception as e:  # of whatever library
             self._failed(e)
 
@@ -106,10 +113,26 @@ class Charts:
             self._round = event.round
         elif not isinstance(event, (HeldOut, *TOLD)):
             return
+        elif not self._has_begun:
+            self._before = [*self._before, event][-MAX_BEFORE:]
+            return
         if self._client is None:
-            step = event.round if isinstance(event, (RoundFinished, HeldOut)) else None
-            self._client = self._opens(self.name, step)
+            self._begin(event.round if isinstance(event, RoundFinished) else None)
+        self._draw(event, model)
+
+    def _begin(self, first: int | None) -> None:
+        """`first`: the first round that is written, where that is known."""
+        self._client = self._opens(self.name, first)
+        self._has_begun = True
+        before, self._before = self._before, []
+        for event in before:
+            self._draw(event, None)
+
+    def _draw(self, event: Event, model: ViewModel | None) -> None:
+        """`model`: of rounds."""
+        assert self._client is not None
         if isinstance(event, RoundFinished):
+            assert model is not None
             self._client.scalars(event.round, event.time_unix_s, _of_round(event, model))
         elif isinstance(event, HeldOut):
             values = {"loss/held out": event.loss, "loss/bits per byte": event.bits_per_byte}

@@ -20,7 +20,7 @@ from swarmnet.errors import UsageError, UserError
 from swarmnet.observe import chart_clients
 from swarmnet.observe.chart_clients import Client, OnThread, client_of
 from swarmnet.observe.charts import Charts
-from swarmnet.observe.events import HeldOut, PeerLost, RoundFinished
+from swarmnet.observe.events import HeldOut, PeerJoined, PeerLost, RoundFinished
 from swarmnet.runtime.options import default_spec_path
 from swarmnet.spec import load_spec
 from tests.peer.observe.test_layout import MODEL
@@ -43,6 +43,7 @@ def test_a_run_is_one_chart_over_restarts(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     for rounds, loss in ((range(10), 5.0), (range(6, 14), 4.0)):  # it went on from round 6
         charts = Charts(f"tensorboard:{tmp_path}", SPEC)
+        charts.write([PeerJoined(0.5, "12D3KooWabcdefgh", 1)], MODEL)
         for r in rounds:
             charts.write([finished(r, loss)], MODEL)
         charts.write(
@@ -58,9 +59,18 @@ def test_a_run_is_one_chart_over_restarts(tmp_path: Path) -> None:
     assert [e.value for e in found.Scalars("loss/held out")] == [4.5]
     assert next(e.value for e in found.Scalars("stages/replicas of 1")) == 2.0
     assert {"run/peers", "run/tokens per s"} <= set(found.Tags()["scalars"])
-    text = found.Tensors("events/text_summary")[-1]
-    assert text.step == 13
-    assert b"peer abcdefgh was lost (stage 1)" in text.tensor_proto.string_val[0]
+    texts = found.Tensors("events/text_summary")
+    assert [text.step for text in texts] == [0, 9, 6, 13], "who joined again stands where that was"
+    assert b"peer abcdefgh was lost (stage 1)" in texts[-1].tensor_proto.string_val[0]
+
+
+def test_what_happens_where_no_round_ends_is_written_too(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    charts = Charts(f"tensorboard:{tmp_path}", SPEC)
+    charts.write([PeerJoined(0.5, "12D3KooWabcdefgh", 1)], MODEL)
+    charts.close()
+    (text,) = read(tmp_path / charts.name).Tensors("events/text_summary")
+    assert b"joined" in text.tensor_proto.string_val[0]
 
 
 def test_what_cannot_be_written_is_a_line_and_so_is_its_end(
