@@ -8,7 +8,8 @@ The first command is a piece, and may be given again: it goes on with the same r
 last piece ended, and adds to the same samples. `--peers` lasting peers train the tiniest model over
 real libp2p on loopback. Newcomers join them, serve, and leave: one after the other in one process,
 of which a new one begins every so many, and some as processes of their own (`--as-processes`, of
-all joins). Every second one leaves at once, without handing over.
+all joins). Every second one leaves at once, without handing over. A newcomer mostly waits, so
+`--at-once` of them come next to each other. Then rounds pass without newcomers, up to `--rounds`.
 
 Every `--every` seconds there is a sample of each process that stays: the lasting peers, their
 network daemons, and this process, which watches the run as `swarmnet local` does. A sample has the
@@ -16,9 +17,11 @@ memory that is its own (`RssAnon`), open files and threads; of a peer and of thi
 tasks, the records in the view, peers of which addresses are known, and all entries of all tables;
 of a peer, the bytes of its state folder.
 
-Of each piece the samples of the beginning are left out (`--warm-up` joins and as many rounds). What
-a process then grows by for each round and for each newcomer is fitted to both at once, with a level
-of its own for each piece, and for each daemon that takes another's place. Samples next to each
+Of each piece the samples of the beginning are left out (`--warm-up` newcomers; in a piece without
+newcomers, as many rounds). What a process then grows by for each round and for each newcomer is
+fitted to both at once, with a level of its own for each piece, and for each daemon that takes
+another's place. Where both come at one pace the two slopes stand for each other: a piece without
+newcomers (`--joins 0`) tells them apart. Samples next to each
 other are alike, so the fit is to means of blocks of samples. A slope comes with its interval of
 95 %. It holds (`yes`) where the upper end is below the bound, 100 bytes a round (1 MB in 10,000)
 and 1 kB a newcomer; it does not (`NO`) where the lower end is above; else there are too few
@@ -55,7 +58,7 @@ from swarmnet.system import end_with_parent  # noqa: E402
 from tests.swarm.tables import table_sizes  # noqa: E402
 
 RESULTS, PLOT = HERE.parent / "results", "soak.svg"
-SAMPLES, PROGRESS, SPEC, JOINED = "samples.jsonl", "progress.json", "run.toml", "joined.json"
+SAMPLES, PROGRESS, SPEC = "samples.jsonl", "progress.json", "run.toml"
 IN_ONE_PROCESS = 25
 """Newcomers, until another process takes over: what is left of them there is not measured."""
 JOIN_S, LEAVE_S = 600.0, 60.0
@@ -149,7 +152,7 @@ async def lasting(name: str, folder: Path, join: Sequence[str], every_s: float) 
     await run_peer(options, [*extras(OutputOptions(plain=True), None, None), tell])
 
 
-async def joiners(folder: Path, address: str, number: int, stay_s: float) -> None:
+async def joiners(name: str, folder: Path, address: str, number: int, stay_s: float) -> None:
     """So many peers, one after the other, which join, serve and leave."""
     from swarmnet.protocol.membership.records import ACTIVE
     from swarmnet.runtime.run import RunningPeer, run_peer
@@ -189,7 +192,11 @@ async def joiners(folder: Path, address: str, number: int, stay_s: float) -> Non
                 await asyncio.sleep(0)
                 life.cancel()  # a second time: at once
             await asyncio.wait((life,), timeout=LEAVE_S)
-        write(folder / JOINED, {"done": done})
+        write(joined_file(folder, name), {"done": done})
+
+
+def joined_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.joined.json"
 
 
 def state_dir(folder: Path, name: str) -> Path:
@@ -222,6 +229,18 @@ class Progress:
     piece: int = 0
     joins: int = 0
     as_processes: int = 0
+
+
+@dataclass
+class Left:
+    """Newcomers that are still to come, for all streams of them."""
+
+    number: int
+
+    def take(self, most: int) -> int:
+        some = min(most, self.number)
+        self.number -= some
+        return some
 
 
 @dataclass
@@ -264,41 +283,49 @@ class Piece:
             address = address or ready["addresses"][0]
         return address
 
-    async def in_one_process(self, address: str, number: int) -> None:
-        while number > 0:
-            some = min(number, IN_ONE_PROCESS)
-            (self.folder / JOINED).unlink(missing_ok=True)
-            before = self.joins
-            words = ("--join", address, "--joins", str(some), "--stay", str(self.options.stay))
-            child = await self.role("joiners", "joiners", *words)
-            while child.returncode is None:
-                await asyncio.sleep(LOOK_S)
-                self.joins = before + read(self.folder / JOINED).get("done", 0)
-            self.joins = before + read(self.folder / JOINED).get("done", 0)
-            if self.joins == before:
-                raise SystemExit(f"nobody joins; see {self.folder / 'joiners.log'}")
-            number -= self.joins - before
+    async def newcomers(self, address: str, left: Left, stream: int) -> None:
+        """One after the other, until none is left."""
+        options, name = self.options, f"joiners-{stream}"
+        while some := left.take(IN_ONE_PROCESS):
+            came = await self.in_one_process(address, name, some)
+            left.number += some - came
+            while self.as_processes * options.joins < options.as_processes * self.joins:
+                self.as_processes += 1
+                await self.as_process(address, f"newcomer-{stream}", self.as_processes % 2 == 0)
+                left.take(1)
 
-    async def in_processes(self, address: str, number: int) -> None:
-        for n in range(number):
-            ready = self.folder / "newcomer.json"
-            ready.unlink(missing_ok=True)
-            with tempfile.TemporaryDirectory() as state:
-                ties = ("--parent-pid", str(os.getpid()), "--ready-file", str(ready))
-                words = ("--join", address, "--state-dir", state, "--host", LOOPBACK, "--plain")
-                more = ("--no-feed", "--threads", "1", "--checkpoint-every", "0")
-                command = ("-m", "peer", "peer", *ties, *words, *more)
-                child = await self.start("newcomer", *command)
-                for _ in range(int(JOIN_S / LOOK_S)):
-                    if read(ready) or child.returncode is not None:
-                        break
-                    await asyncio.sleep(LOOK_S)
-                await asyncio.sleep(self.options.stay)
-                if child.returncode is None:
-                    child.send_signal(signal.SIGKILL if n % 2 else signal.SIGINT)
-                await asyncio.wait_for(child.wait(), LEAVE_S)
-            self.joins += 1
-            self.as_processes += 1
+    async def in_one_process(self, address: str, name: str, some: int) -> int:
+        """Returns how many came."""
+        file, seen, is_over = joined_file(self.folder, name), 0, False
+        file.unlink(missing_ok=True)
+        words = ("--join", address, "--joins", str(some), "--stay", str(self.options.stay))
+        child = await self.role(name, "joiners", *words)
+        while not is_over:
+            is_over = child.returncode is not None
+            done = read(file).get("done", 0)
+            self.joins, seen = self.joins + done - seen, done
+            await asyncio.sleep(LOOK_S)
+        if not seen:
+            raise SystemExit(f"nobody joins; see {self.folder / name}.log")
+        return seen
+
+    async def as_process(self, address: str, name: str, is_killed: bool) -> None:
+        ready = self.folder / f"{name}.json"
+        ready.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as state:
+            ties = ("--parent-pid", str(os.getpid()), "--ready-file", str(ready))
+            words = ("--join", address, "--state-dir", state, "--host", LOOPBACK, "--plain")
+            more = ("--no-feed", "--threads", "1", "--checkpoint-every", "0")
+            child = await self.start(name, "-m", "peer", "peer", *ties, *words, *more)
+            for _ in range(int(JOIN_S / LOOK_S)):
+                if read(ready) or child.returncode is not None:
+                    break
+                await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self.options.stay)
+            if child.returncode is None:
+                child.send_signal(signal.SIGKILL if is_killed else signal.SIGINT)
+            await asyncio.wait_for(child.wait(), LEAVE_S)
+        self.joins += 1
 
     async def watch(self, observer: Any, monitor: Any) -> None:
         """What `swarmnet local` does, and a sample now and then, until cancelled."""
@@ -353,8 +380,10 @@ class Piece:
 
     async def work(self, address: str) -> None:
         options = self.options
-        await self.in_one_process(address, options.joins - options.as_processes)
-        await self.in_processes(address, options.as_processes)
+        left = Left(options.joins)
+        async with asyncio.TaskGroup() as group:
+            for n in range(options.at_once):
+                group.create_task(self.newcomers(address, left, n + 1))
         while True:
             await asyncio.sleep(options.every)
             if self.rounds >= options.rounds:
@@ -444,8 +473,9 @@ def slopes(rows: Sequence[dict[str, Any]], warm_up: int) -> tuple[Slope, Slope] 
         life.append((row["round"], row["joins"], 1e6 * row["mb"]))
     lives = []
     for life in kept.values():
-        (first_round, first_joins, _), *_ = life
-        lives.append([x for x in life if max(x[0] - first_round, x[1] - first_joins) >= warm_up])
+        first_joins = life[0][1]
+        number = 1 if life[-1][1] > first_joins else 0
+        lives.append([x for x in life if x[number] - life[0][number] >= warm_up])
     size = max(1, sum(map(len, lives)) // BLOCKS)
     blocks = []
     for life in filter(None, lives):
@@ -576,6 +606,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--joins", type=int, default=100)
     parser.add_argument("--as-processes", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--peers", type=int, default=3)
     parser.add_argument("--every", type=float, default=5.0)
     parser.add_argument("--stay", type=float, default=1.0)
@@ -598,7 +629,9 @@ def main() -> None:
             if options.role == "lasting":
                 asyncio.run(lasting(options.name, folder, join, options.every))
             else:
-                asyncio.run(joiners(folder, options.join, options.joins, options.stay))
+                asyncio.run(
+                    joiners(options.name, folder, options.join, options.joins, options.stay)
+                )
         except (KeyboardInterrupt, asyncio.CancelledError):
             pass
         return
