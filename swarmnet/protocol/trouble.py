@@ -21,6 +21,11 @@ class Trouble:
     """Seconds, of the caller's clock; None while it goes well."""
     num_untold: int = 0
 
+    @property
+    def lasts(self) -> bool:
+        """It has failed, and not gone well since."""
+        return self.said_at is not None
+
     def failed(self, now: float) -> str | None:
         """What a line about it ends with; None where none is due."""
         if self.said_at is not None and now < self.said_at + SAY_AGAIN_S:
@@ -33,7 +38,7 @@ class Trouble:
 
     def is_over(self) -> bool:
         """It has gone well. True where a line has told otherwise before."""
-        was_told = self.said_at is not None
+        was_told = self.lasts
         self.said_at = None
         self.num_untold = 0
         return was_told

@@ -15,13 +15,16 @@ from swarmnet.protocol.trouble import (
 def test_a_trouble_is_told_rarely() -> None:
     trouble = Trouble()
     assert not trouble.is_over()
+    assert not trouble.lasts
     assert trouble.failed(5.0) == ""
     assert [trouble.failed(6.0 + i) for i in range(7)] == [None] * 7
     told = trouble.failed(5.0 + SAY_AGAIN_S)
     assert told is not None
     assert "7 times" in told
     assert trouble.failed(6.0 + SAY_AGAIN_S) is None
+    assert trouble.lasts
     assert trouble.is_over()
+    assert not trouble.lasts
     assert not trouble.is_over()
     assert trouble.failed(7.0 + SAY_AGAIN_S) == ""
 

@@ -207,9 +207,10 @@ class Checkpointing:
                     await self.gossip.changed.wait(LOOK_AGAIN_S)
             except (SwarmnetError, OSError) as e:
                 self._failure = str(e)
+                if not self._trouble.lasts:
+                    self.gossip.add_total("checkpoints_failed")
                 more = self._trouble.failed(asyncio.get_running_loop().time())
                 if more is not None:
-                    self.gossip.add_total("checkpoints_failed")
                     log.warning("no checkpoint of round %d: %s%s", replica.round, e, more)
 
     async def _is_worse(self, snapshot: Snapshot, replica: Replica) -> bool:
