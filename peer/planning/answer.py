@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -63,7 +64,8 @@ class Loss:
     """What it costs that one machine is gone."""
 
     machine: str
-    stage: int
+    stages: list[int]
+    """Of its peers."""
     tokens_per_s: float
     """Of those that are left; 0 where training stands still until another one joins."""
     needs_move: bool
@@ -84,6 +86,11 @@ class Answer:
     wanted_tokens: float
     hours: float
     """To that many."""
+    up_per_round: float
+    """Bytes, of the machine that sends most, with all its peers."""
+    down_per_round: float
+    """Of the one that gets most."""
+    up_per_day: float
     joiner_bytes: float
     joiner_s: float
     """At the stage where that takes longest."""
@@ -103,14 +110,13 @@ class Answer:
         stages = max(r.stage for r in self.rows) + 1
         counts = [sum(r.count for r in self.rows if r.stage == k) for k in range(stages)]
         each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
-        up = max(r.up_per_day for r in self.rows)
         parts = {k: s for k, s in self.round_s.items() if k != "seconds"}
         most = max(parts, key=lambda k: parts[k])
         share = 100 * parts[most] / self.round_s["seconds"]
         return (
             f"fits: {_many(stages, 'stage')} x {each} {'replica' if each == '1' else 'replicas'}, "
-            f"about {_number(self.tokens_per_s)} tokens/s; up to {size(up)} of data up a day and "
-            f"machine; {share:.0f} % of a round is {most}"
+            f"about {_number(self.tokens_per_s)} tokens/s; up to {size(self.up_per_day)} of data "
+            f"up a day and machine; {share:.0f} % of a round is {most}"
             + (f"; first machine short of memory: {self.first_short}" if self.first_short else "")
         )
 
@@ -119,13 +125,10 @@ class Answer:
         parts = ", ".join(
             f"{name} {_seconds(s)}" for name, s in self.round_s.items() if name != "seconds"
         )
-        up, down = (
-            max(getattr(r, f"{way}_per_round") for r in self.rows) for way in ("up", "down")
-        )
         out = [
             f"a round: {self.samples:,} samples, {self.tokens:,} tokens, "
-            f"{_seconds(self.round_s['seconds'])}: {parts}; {size(up)} up and {size(down)} "
-            "down at the busiest machine",
+            f"{_seconds(self.round_s['seconds'])}: {parts}; {size(self.up_per_round)} up and "
+            f"{size(self.down_per_round)} down at the busiest machine",
             f"{_number(self.wanted_tokens)} tokens: {_hours(self.hours)} "
             f"({_number(self.tokens_per_day)} tokens a day)",
             f"a newcomer downloads {size(self.joiner_bytes)}, about {_seconds(self.joiner_s)}",
@@ -140,15 +143,16 @@ class Answer:
 
 def _told(losses: list[Loss]) -> list[Loss]:
     """The worst one, and the least bad."""
-    order = sorted(losses, key=lambda x: (x.tokens_per_s, x.stage, x.machine))
+    order = sorted(losses, key=lambda x: (x.tokens_per_s, x.stages, x.machine))
     return order if len(order) < 3 else [order[0], order[-1]]
 
 
 def _loss_line(loss: Loss, now: float) -> str:
-    which = f"without one {loss.machine} of stage {loss.stage}"
+    stages = ", ".join(map(str, loss.stages))
+    which = f"without one {loss.machine} of {_many(len(loss.stages), 'stage')[2:]} {stages}"
     if not loss.tokens_per_s:
-        return f"{which}: training stands still until another one joins that stage"
-    moved = ", after another one has moved there" * loss.needs_move
+        return f"{which}: training stands still until another one joins"
+    moved = ", after others have moved" * loss.needs_move
     return f"{which}: {compared(loss.tokens_per_s, now)}{moved}"
 
 
@@ -160,8 +164,10 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
     per_day = now.tokens_per_s * DAY_S * presence
     seconds = _work_s(found, wanted_tokens) / presence
     joiner_bytes, joiner_s = _joining(found)
+    sent = _sent(found)
+    up, down, up_per_day = (max(of.values()) for of in _of_machines(found, sent))
     return Answer(
-        rows=_rows(found),
+        rows=_rows(found, sent),
         tokens_per_s=now.tokens_per_s,
         tokens_per_day=per_day,
         round_s={
@@ -177,6 +183,9 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
         tokens=now.tokens,
         wanted_tokens=wanted_tokens,
         hours=seconds / HOUR_S,
+        up_per_round=up,
+        down_per_round=down,
+        up_per_day=up_per_day,
         joiner_bytes=joiner_bytes,
         joiner_s=joiner_s,
         one_more=0.0 if more is None else more.plan.round.tokens_per_s,
@@ -189,8 +198,9 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
 
 def household_choice(answer: Answer, without: Found) -> Choice | None:
     """What the key of a household is worth; None where nothing. `without`: the plan without one."""
-    rate, up = without.plan.round.tokens_per_s, max(r.up_per_day for r in _rows(without))
-    if rate >= answer.tokens_per_s and up <= max(r.up_per_day for r in answer.rows):
+    rate = without.plan.round.tokens_per_s
+    up = max(_of_machines(without, _sent(without))[2].values())
+    if rate >= answer.tokens_per_s and up <= answer.up_per_day:
         return None  # each stage is in one house
     return Choice(
         "swarmnet peer",
@@ -262,10 +272,9 @@ def _presence(found: Found) -> float:
     return min(1.0, min(here for _, here in least) / min(flow for flow, _ in least))
 
 
-def _rows(found: Found) -> list[Row]:
-    costs, plan = found.costs, found.plan
-    rows: list[Row] = []
-    rounds = DAY_S / plan.round.seconds
+def _sent(found: Found) -> dict[int, tuple[float, float]]:
+    """By the index of a machine, the bytes of a round over its link, up and down."""
+    costs, plan, sent = found.costs, found.plan, dict[int, tuple[float, float]]()
     loads = costs.loads(plan.cut, found.machines, plan.serves)
     for k, (first, end) in enumerate(plan.cut):
         indices = plan.replicas(k)
@@ -276,12 +285,40 @@ def _rows(found: Found) -> list[Row]:
         rates = [
             rate * at_work.get(m, 1.0) for m, (rate, _, _) in zip(replicas, loads[k], strict=True)
         ]
-        seen: dict[tuple[Machine, float, float], int] = {}
-        for m, rate, (_, sent, received), (up, down) in zip(
-            replicas, rates, loads[k], exchanged, strict=True
+        for i, rate, (_, out, into), (up, down) in zip(
+            indices, rates, loads[k], exchanged, strict=True
         ):
             samples = costs.job.global_batch * rate / sum(rates)
-            up_round, down_round = samples * sent + up, samples * received + down
+            sent[i] = samples * out + up, samples * into + down
+    return sent
+
+
+def _of_machines(
+    found: Found, sent: dict[int, tuple[float, float]]
+) -> tuple[dict[str | int, float], dict[str | int, float], dict[str | int, float]]:
+    """Bytes up and down in a round, and up in a day, of each machine with all its peers. `sent`: as
+    of `_sent`."""
+    up, down, per_day = (defaultdict[str | int, float](float) for _ in range(3))
+    for i, (up_round, down_round) in sent.items():
+        machine = found.described[i].seat_of or i
+        up[machine] += up_round
+        down[machine] += down_round
+        per_day[machine] += up_round * _rounds_a_day(found, found.machines[i])
+    return up, down, per_day
+
+
+def _rounds_a_day(found: Found, machine: Machine) -> float:
+    return DAY_S / found.plan.round.seconds * machine.hours / 24
+
+
+def _rows(found: Found, sent: dict[int, tuple[float, float]]) -> list[Row]:
+    """`sent`: as of `_sent`."""
+    costs, plan = found.costs, found.plan
+    rows: list[Row] = []
+    for k, (first, end) in enumerate(plan.cut):
+        seen: dict[tuple[Machine, float, float], int] = {}
+        for i in plan.replicas(k):
+            m, (up_round, down_round) = found.machines[i], sent[i]
             kind = replace(m, house=""), up_round, down_round
             if kind in seen:
                 seen[kind] += 1
@@ -290,7 +327,7 @@ def _rows(found: Found) -> list[Row]:
             held = costs.held(first, end, len(plan.cut), m)
             assert held is not None
             memory = memory_of(m)
-            day = rounds * m.hours / 24
+            day = _rounds_a_day(found, m)
             rows.append(
                 Row(
                     m.name,
@@ -368,24 +405,28 @@ def _joining(found: Found) -> tuple[float, float]:
 
 
 def _losses(found: Found) -> list[Loss]:
-    """Of each kind of machine at each stage."""
+    """Of each kind of machine at each stage, or with peers of the same stages."""
     costs, plan = found.costs, found.plan
-    seen: set[tuple[str, int]] = set()
+    peers: dict[str | int, list[int]] = {}
+    for i, one in enumerate(found.described):
+        peers.setdefault(one.seat_of or i, []).append(i)
+    seen: set[tuple[str, tuple[int, ...]]] = set()
     losses = []
-    for i, stage in enumerate(plan.serves):
-        name = found.machines[i].name
-        if stage == OUT or (name, stage) in seen:
+    for gone in peers.values():
+        stages = sorted({plan.serves[i] for i in gone} - {OUT})
+        name = found.machines[gone[0]].name.removeprefix("seat of ").removeprefix("card of ")
+        if not stages or (name, tuple(stages)) in seen:
             continue
-        seen.add((name, stage))
-        rest = [m for j, m in enumerate(found.machines) if j != i]
-        serves = [s for j, s in enumerate(plan.serves) if j != i]
+        seen.add((name, tuple(stages)))
+        rest = [m for j, m in enumerate(found.machines) if j not in gone]
+        serves = [s for j, s in enumerate(plan.serves) if j not in gone]
         stay = costs.of(plan.cut, rest, serves)
         rate, moves = 0.0 if stay is None else stay.tokens_per_s, False
         if stay is None and rest and len(rest) <= FEW_MACHINES:
             again = best_plan(costs, rest, cut=plan.cut)
             if again is not None:
                 rate, moves = again.round.tokens_per_s, True
-        losses.append(Loss(name, stage, rate, moves))
+        losses.append(Loss(name, stages, rate, moves))
     return losses
 
 

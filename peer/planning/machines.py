@@ -29,6 +29,7 @@ from peer.planning.cards import (
 )
 from swarmnet.errors import UsageError, one_line
 from swarmnet.files import text_of
+from swarmnet.protocol.planning.houses import INSIDE_BYTES_PER_S, INSIDE_LATENCY_S
 from swarmnet.protocol.planning.model import Machine
 
 GB, MBIT = 1e9, 1e6 / 8
@@ -105,7 +106,9 @@ class Described:
     household: str = ""
     """The house that it is in; empty: none."""
     sharing: int = 1
-    """Machines that share its link."""
+    """Peers that share its link."""
+    seat_of: str = ""
+    """The machine that has this peer and others; empty where it is alone there."""
 
     def precision(self, wanted: str) -> str:
         """Of its passes, as it would choose it. `wanted`: fp32, bf16, fp16 or auto."""
@@ -126,7 +129,7 @@ class Described:
             up_bytes_per_s=own.up / self.sharing,
             down_bytes_per_s=own.down / self.sharing,
             latency_s=own.latency_s,
-            house=self.household,
+            house=self.household or (self.seat_of if self.sharing > 1 else ""),
             sharing=self.sharing,
             has_key=bool(self.household),
             hours=self.hours,
@@ -156,20 +159,29 @@ class Described:
         usual = self.card or CARDS[PLAIN_GPU]
         return GB * (self.between_gb_s or USABLE_LINK * (usual.between_gb_s or usual.host_gb_s))
 
-    def divided(self, num_peers: int, links: Links, *, by_cards: bool) -> Described:
-        """One of so many peers on the machine that share it evenly: with a card each, or with a
-        part of its device. `links`: of machines that have none of their own."""
+    def divided(
+        self, num_peers: int, links: Links, machine: str, *, by_cards: bool
+    ) -> list[Described]:
+        """So many peers on the machine, that share it evenly: with a card each, or with a part of
+        its device. They reach each other as in a house, or by its link where that is quicker.
+        `links`: of machines that have none of their own; `machine`: no other one's name."""
         own = self.links or links
-        return replace(
+        each = Links(own.up / num_peers, own.down / num_peers, own.latency_s)
+        quick = min(each.up, each.down) > INSIDE_BYTES_PER_S and own.latency_s < INSIDE_LATENCY_S
+        is_home = bool(self.household) or not quick
+        one = replace(
             self,
             name=f"{'card' if by_cards else 'seat'} of {self.name}",
             device_gb=self.device_gb if by_cards else self.device_gb / num_peers,
             host_gb=self.free_host_bytes / GB / num_peers,
             is_free=True,
-            links=Links(own.up / num_peers, own.down / num_peers, own.latency_s),
+            links=own if is_home else each,
             cards=1 if by_cards else self.cards,
             part=1.0 if by_cards else self.part / num_peers,
+            sharing=num_peers if is_home else 1,
+            seat_of=machine,
         )
+        return [one] * num_peers
 
     @property
     def free_device_bytes(self) -> float:
@@ -210,16 +222,18 @@ def in_houses(machines: Sequence[Described], links: Links) -> list[Described]:
     names = {i: m.household for i, m in enumerate(machines)}
     if links.house > 1:
         names |= {i: f"house {1 + at // links.house}" for at, i in enumerate(open_)}
-    sharing = Counter(names.values())
-    return [
-        replace(m, household=names[i], sharing=sharing[names[i]]) if names[i] else m
-        for i, m in enumerate(machines)
-    ]
+    return sharing_links([replace(m, household=names[i]) for i, m in enumerate(machines)])
+
+
+def sharing_links(peers: Sequence[Described]) -> list[Described]:
+    """The same peers, with how many are behind each one's link."""
+    of_houses = Counter(p.household for p in peers)
+    return [replace(p, sharing=of_houses[p.household]) if p.household else p for p in peers]
 
 
 def alone(one: Described) -> Described:
     """Such a machine behind a link of its own."""
-    return replace(one, household="", sharing=1)
+    return replace(one, household="", sharing=1, seat_of="")
 
 
 def peers_here(text: str) -> int | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from peer.planning.cards import DISK_GB_S, TERA, card_named
-from peer.planning.machines import GB, HERE, Described, Links, alone
+from peer.planning.machines import GB, HERE, Described, Links, alone, sharing_links
 from swarmnet.errors import SpecError
 from swarmnet.protocol.planning.cost import Costs
 from swarmnet.protocol.planning.model import Cut, Held, Layer, Machine
@@ -223,15 +223,20 @@ class Planner:
         words for each."""
         machines = [*self.described, *more]
         yield "one peer a machine", machines
+        names = [f"machine {i}" for i in range(len(machines))]
         if any(m.cards > 1 for m in machines):
-            apart = [[m.divided(m.cards, self.links, by_cards=True)] * m.cards for m in machines]
-            single = [ms if m.cards > 1 else [m] for m, ms in zip(machines, apart, strict=True)]
-            yield "a peer for each card", [one for ms in single for one in ms]
+            apart = [
+                m.divided(m.cards, self.links, name, by_cards=True) if m.cards > 1 else [m]
+                for m, name in zip(machines, names, strict=True)
+            ]
+            yield "a peer for each card", sharing_links([one for ms in apart for one in ms])
         if num_stages is not None and num_stages > len(machines):
             seats = -(-num_stages // len(machines))
-            one_card = [replace(m, cards=1) for m in machines]
-            divided = [m.divided(seats, self.links, by_cards=False) for m in one_card]
-            yield f"--stages {seats}", [m for m in divided for _ in range(seats)]
+            divided = [
+                replace(m, cards=1).divided(seats, self.links, name, by_cards=False)
+                for m, name in zip(machines, names, strict=True)
+            ]
+            yield f"--stages {seats}", sharing_links([one for ms in divided for one in ms])
 
     def costs(self, table: StageTable) -> Costs:
         job = table.job()

@@ -574,6 +574,32 @@ def test_fewer_machines_than_stages_have_seats() -> None:
     assert "swarmnet peer" not in choices(free)
 
 
+@pytest.mark.parametrize("machines", ["2x 24GB-gpu", "24GB-gpu"])
+def test_peers_of_one_machine_use_no_link_and_are_lost_together(machines: str) -> None:
+    found = answered(SPEC, "--machines", machines)
+    assert choices(found)["swarmnet peer"] in ("a peer for each card", "--stages 2")
+    assert [row["stage"] for row in found["rows"]] == [0, 1]
+    assert {row["up_per_round"] for row in found["rows"]} == {0.0}
+    assert "up to 0 B of data up a day" in found["verdict"]
+    assert found["round_s"]["links"] == 0
+    (lost,) = found["losses"]
+    assert (lost["stages"], lost["tokens_per_s"]) == ([0, 1], 0.0)
+
+
+def test_a_machine_sends_what_all_its_peers_send(tmp_path: Path) -> None:
+    spec = tmp_path / "run.toml"
+    spec.write_text(SPEC.read_text().replace("num_stages = 2", "num_stages = 4"))
+    found = answered(spec, "--machines", "24GB-gpu*2", "--links", "20Mbit/20Mbit,30ms")
+    assert {row["machine"] for row in found["rows"]} == {"seat of 24GB-gpu"}
+    up = [row["up_per_round"] for row in found["rows"]]
+    assert found["up_per_round"] == pytest.approx(sum(up) / 2), "as much on both machines"
+    assert len(found["losses"]) == 2
+    machines = tmp_path / "machines.toml"
+    machines.write_text('[[machine]]\ncard = "rtx4090"\nhousehold = "attic"\ncount = 2\n')
+    at_home = answered(spec, "--machines", str(machines))
+    assert {row["up_per_round"] for row in at_home["rows"]} == {0.0}
+
+
 def test_too_few_machines_with_too_little_memory() -> None:
     found = answered(SPEC, "--machines", "0.01GB-cpu")
     assert not found["fits"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peer.planning.cards import CARDS, card_named
-from peer.planning.machines import in_houses, peers_here, read_links, read_machines
+from peer.planning.machines import Links, in_houses, peers_here, read_links, read_machines
 from swarmnet.errors import UsageError
 
 
@@ -44,11 +44,15 @@ def test_several_cards_in_one_machine() -> None:
     assert one.between_bytes_per_s == one.host_bytes_per_s == 16e9, "half of PCIe 4 with 16 lanes"
     assert read_machines("h200")[0].between_bytes_per_s == 225e9
     links = read_links("20Mbit/100Mbit,30ms")
-    card = two.divided(2, links, by_cards=True)
+    card, same = two.divided(2, links, "machine 0", by_cards=True)
+    assert (card, card.sharing) == (same, 2)
+    assert card.links == links
+    quick = read_links("10Gbit,0.1ms")
+    (alone, _) = two.divided(2, quick, "machine 0", by_cards=True)
+    assert (alone.sharing, alone.links) == (1, Links(quick.up / 2, quick.down / 2, 1e-4))
     assert (card.cards, card.device_gb, card.flops("bf16")) == (1, 24, one.flops("bf16"))
-    assert card.links is not None
-    assert (card.links.up, card.free_host_bytes) == (links.up / 2, two.free_host_bytes / 2)
-    seat = one.divided(2, links, by_cards=False)
+    assert card.free_host_bytes == two.free_host_bytes / 2
+    seat, _ = one.divided(2, links, "machine 0", by_cards=False)
     assert (seat.device_gb, seat.flops("bf16")) == (12, one.flops("bf16") / 2)
 
 
