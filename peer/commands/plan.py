@@ -220,24 +220,35 @@ def _parameters(trained: int, table: StageTable) -> str:
 
 def _least_short(planner: Planner, spec: RunSpec, table: StageTable, stages: int) -> str:
     """What the stage needs that lacks most, in the cut that lacks least of those with even stages,
-    on the machine with most memory."""
+    where larger stages are on machines with more memory."""
     costs = planner.costs(table)
-    largest = max(planner.described, key=lambda m: m.free_device_bytes)
-    memory = planner.machine(largest, spec).memory
 
-    def part(held: Held) -> float:
-        host = held.host_bytes / largest.free_host_bytes if largest.is_gpu else 0.0
-        return max(held.device_bytes / largest.free_device_bytes, host)
+    def needed(stage: tuple[int, int], one: Described) -> tuple[float, Held]:
+        """The part of its memory, and what it is."""
+        held = table.needed(*stage, stages, planner.machine(one, spec).memory)
+        host = held.host_bytes / one.free_host_bytes if one.is_gpu else 0.0
+        return max(held.device_bytes / one.free_device_bytes, host), held
 
     cuts = [cut_of(spec.pipeline.layers)] if spec.pipeline.layers else even_cuts(costs, stages)
-    worst = (max((table.needed(*x, len(cut), memory) for x in cut), key=part) for cut in cuts)
-    held = min(worst, key=part)
-    device = f"{size(held.device_bytes)} of the {size(largest.free_device_bytes)} that"
-    if not largest.is_gpu:
-        return f"{device} a {largest.name} has free"
+    found: list[tuple[float, Held, Described]] = []
+    for cut in cuts:
+        usual = max(planner.described, key=lambda one: one.free_device_bytes)
+        order = sorted(cut, key=lambda stage: -needed(stage, usual)[0])
+        kinds = {one: needed(order[0], one)[0] for one in planner.described}
+        roomy = sorted(planner.described, key=kinds.__getitem__)
+        found.append(
+            max(
+                ((*needed(stage, one), one) for stage, one in zip(order, roomy, strict=False)),
+                key=lambda x: x[0],
+            )
+        )
+    _, held, one = min(found, key=lambda x: x[0])
+    device = f"{size(held.device_bytes)} of the {size(one.free_device_bytes)} that"
+    if not one.is_gpu:
+        return f"{device} a {one.name} has free"
     return (
-        f"{device} a {largest.name} has on the device, and {size(held.host_bytes)} of "
-        f"{size(largest.free_host_bytes)} of main memory"
+        f"{device} a {one.name} has on the device, and {size(held.host_bytes)} of "
+        f"{size(one.free_host_bytes)} of main memory"
     )
 
 

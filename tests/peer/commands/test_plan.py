@@ -362,6 +362,17 @@ def test_what_is_impossible_is_said_with_what_would_make_it_possible(folder_8b: 
     assert not answered(folder_8b, "--machines", f"24GB-gpu*{number - 1}")["fits"]
 
 
+def test_the_machine_that_is_short_of_memory_is_named(folder_8b: Path) -> None:
+    """The largest machine has room for any even stage, and the small ones do not."""
+    verdict = answered(folder_8b, "--machines", "16GB-cpu*3, mac-64GB")["verdict"]
+    said = re.search(
+        r"with 4 stages one needs ([\d.]+) GB of the ([\d.]+) GB that a (\S+) has", verdict
+    )
+    assert said, verdict
+    assert said[3] == "16GB-cpu"
+    assert float(said[1]) > float(said[2])
+
+
 def test_adapters_are_reckoned_with_the_policy_that_a_machine_would_choose(
     folder_8b: Path,
 ) -> None:
