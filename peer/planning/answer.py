@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from peer.planning.question import Choice, Found
-from swarmnet.protocol.planning.cost import Costs
+from swarmnet.protocol.planning.cost import Costs, Round
 from swarmnet.protocol.planning.model import Machine
 from swarmnet.protocol.planning.search import OUT, best_plan
 from swarmnet.runtime.text import size
 from swarmnet.training.computing import AUTO
 from swarmnet.training.memory.plan import BF16, FP32, FP32_BYTES, LOW_BYTES, layers_base_bytes
-from swarmnet.training.memory.stage_table import memory_of
+from swarmnet.training.memory.stage_table import MachineMemory, memory_of
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOMENTS_BYTES = 8
@@ -22,6 +22,10 @@ LINKS_DECIDE = 0.98
 """Of the tokens/s: what an assignment that looks at no link reaches, where links decided."""
 MANY = 10.0
 """Times as fast: more is not told in percent."""
+MOST_TIMES, NEARLY = 64.0, 0.001
+"""Of a memory, how much more is tried to keep all, and how exactly."""
+LONGER = 1.005
+"""Of a round: less is not told as longer."""
 LEAST_S = 1e-6
 """Less is what sums of other parts leave."""
 FEW_MACHINES = 32
@@ -99,8 +103,8 @@ class Answer:
     one_more_kind: str
     losses: list[Loss]
     first_short: str = ""
-    """The machine that lacks most memory where its stage would keep all, and by which policy it
-    does; empty where none lacks any, or the run says what is kept."""
+    """The machine that lacks most memory to keep all by its own choice, and by which policy it does
+    without; empty where none lacks any, or the run says what is kept."""
     choices: list[Choice] = field(default_factory=list)
     helps: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -170,15 +174,7 @@ def answer_of(found: Found, *, wanted_tokens: float, more: Found | None, kind: s
         rows=_rows(found, sent),
         tokens_per_s=now.tokens_per_s,
         tokens_per_day=per_day,
-        round_s={
-            "compute": now.compute_s,
-            "links": now.links_s,
-            "exchange": now.exchange_s,
-            "latency": now.latency_s,
-            "bubble": now.bubble_s,
-            "update": now.update_s,
-            "seconds": now.seconds,
-        },
+        round_s={**_parts_of(now), "seconds": now.seconds},
         samples=job.global_batch,
         tokens=now.tokens,
         wanted_tokens=wanted_tokens,
@@ -359,25 +355,42 @@ def _rows(found: Found, sent: dict[int, tuple[float, float]]) -> list[Row]:
 
 def _first_short(found: Found) -> str:
     """As `Answer.first_short`."""
-    pipeline, cut, lacking = found.spec.pipeline, found.plan.cut, list[tuple[float, str]]()
-    if pipeline.activations != AUTO:
+    cut, lacking = found.plan.cut, list[tuple[float, str]]()
+    if found.spec.pipeline.activations != AUTO:
         return ""
-    all_kept = pipeline.model_copy(update={"activations": "keep"})
-    table = found.table.with_spec(found.spec.model_copy(update={"pipeline": all_kept}))
     for k, (first, end) in enumerate(cut):
         for machine in {found.machines[i] for i in found.plan.replicas(k)}:
             held = found.costs.held(first, end, len(cut), machine)
             if held is None or held.activations == "keep":
                 continue
-            memory = memory_of(machine)
-            needed = table.needed(first, end, len(cut), memory).device_bytes
+            lacks = _lacks_to_keep(found, (first, end), memory_of(machine))
             unless = f"activations = {held.activations}"
             if held.weights != "device":
                 unless += f" and weights on the {held.weights}"
-            lacks = needed - memory.device_bytes
             lacking.append((lacks, f"{machine.name}, by {size(lacks)}, unless {unless}"))
     lacks, said = max(lacking, default=(0.0, ""))
     return said if lacks > 0 else ""
+
+
+def _lacks_to_keep(found: Found, stage: tuple[int, int], memory: MachineMemory) -> float:
+    """Bytes of a device with which a machine would keep all of a stage on it, beyond those it has;
+    0 where no number would do."""
+
+    def keeps(device_bytes: float) -> bool:
+        host_bytes = memory.host_bytes if memory.is_apart else device_bytes
+        room = replace(memory, device_bytes=device_bytes, host_bytes=host_bytes)
+        held = found.table.held(*stage, len(found.plan.cut), room)
+        return held is not None and (held.activations, held.weights) == ("keep", "device")
+
+    low = high = memory.device_bytes
+    while not keeps(high):
+        low, high = high, 2 * high
+        if high > MOST_TIMES * memory.device_bytes:
+            return 0.0
+    while high - low > NEARLY * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if keeps(middle) else (middle, high)
+    return high - memory.device_bytes
 
 
 def _joining(found: Found) -> tuple[float, float]:
@@ -469,12 +482,46 @@ def left_out(found: Found) -> list[str]:
         cut = found.plan.cut
         fits = [k for k, x in enumerate(cut) if costs.held(*x, len(cut), machine) is not None]
         why = (
-            "rounds would last longer with it"
+            _longer(found, i, fits)
             if fits
             else f"no stage fits into its memory: {_shortest(found, machine)}"
         )
         lines.append(f"left out: {count} x {machine.name}: {why}")
     return lines
+
+
+def _longer(found: Found, index: int, stages: Sequence[int]) -> str:
+    """How much longer rounds would be with a machine at one of these stages, where it does least
+    harm, and what of them."""
+    plan, now = found.plan, found.plan.round
+    made = []
+    for k in stages:
+        serves = [*plan.serves[:index], k, *plan.serves[index + 1 :]]
+        with_it = found.costs.of(plan.cut, found.machines, serves)
+        assert with_it is not None
+        made.append((with_it.seconds, k, with_it))
+    seconds, k, best = min(made, key=lambda x: x[:2])
+    if seconds <= now.seconds * LONGER:
+        return f"rounds would be no shorter with it at stage {k}"
+    parts, before = _parts_of(best), _parts_of(now)
+    most = max(parts, key=lambda name: parts[name] - before[name])
+    return (
+        f"at stage {k} it would make a round {_seconds(seconds)} instead of "
+        f"{_seconds(now.seconds)}: {most} {_seconds(parts[most])} instead of "
+        f"{_seconds(before[most])}"
+    )
+
+
+def _parts_of(made: Round) -> dict[str, float]:
+    """Where its seconds go."""
+    return {
+        "compute": made.compute_s,
+        "links": made.links_s,
+        "exchange": made.exchange_s,
+        "latency": made.latency_s,
+        "bubble": made.bubble_s,
+        "update": made.update_s,
+    }
 
 
 def _shortest(found: Found, machine: Machine) -> str:

@@ -15,11 +15,13 @@ from statistics import median
 from peer.planning.cards import DISK_GB_S, TERA, card_named
 from peer.planning.machines import GB, HERE, Described, Links, alone, sharing_links
 from swarmnet.errors import SpecError
-from swarmnet.protocol.planning.cost import Costs
+from swarmnet.protocol.codecs import AUTO
+from swarmnet.protocol.planning.cost import Costs, Round
 from swarmnet.protocol.planning.model import Cut, Held, Layer, Machine
-from swarmnet.protocol.planning.search import Plan, best_plan, cut_of, first_fit
+from swarmnet.protocol.planning.search import OUT, Plan, best_plan, cut_of, first_fit
 from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import LoraSpec, RunSpec, load_spec, parse_spec
+from swarmnet.training.memory.activation_choice import FREE_PART
 from swarmnet.training.memory.plan import FSDP
 from swarmnet.training.memory.stage_table import MachineMemory, StageTable, memory_of
 
@@ -29,6 +31,9 @@ WAITING_PART = 0.25
 """Of a round that is neither computing nor links, where a larger batch can make it less."""
 WORTH = 1.1
 """So much quicker must another mode be."""
+FIXED, BEST = "as the run says", "most tokens/s that the memories allow"
+MANY_PEERS = 64
+"""Of more, it is not told what as many replicas of each stage would come to."""
 LIKE_THIS_ONE = 8
 LOOPBACK_LINKS = Links(1e9, 1e9, 0.0001)
 """Between processes of one machine."""
@@ -69,6 +74,8 @@ class Asked:
     is_open: bool
     """Stages, microbatch and batch are to be chosen."""
     is_mode_open: bool
+    codecs: frozenset[str]
+    """Tables of the file that name one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,8 @@ def asked(path: Path, *, lora: bool, choose: bool) -> Asked:
             spec = spec.model_copy(update={"lora": LoraSpec()})
     else:
         spec, mode_open = parse_spec(folder_text(str(path), lora=lora), source=str(path)), True
+    tables = {"pipeline": spec.pipeline, "sync": spec.sync}
+    codecs = frozenset(name for name, of in tables.items() if of.codec != AUTO)
     source = "" if is_file else str(path)
     if choose and spec.pipeline.batch_ramp:
         raise SpecError(
@@ -124,7 +133,8 @@ def asked(path: Path, *, lora: bool, choose: bool) -> Asked:
         )
     if choose:
         spec = _with_pipeline(spec, layers=())
-    return Asked(described(spec), source, choose or not is_file, mode_open or choose)
+    is_open = choose or not is_file
+    return Asked(described(spec), source, is_open, mode_open or choose, codecs)
 
 
 def folder_text(
@@ -286,9 +296,7 @@ class Planner:
         if not question.is_open:
             found = self._by_mode(table, question)
             if found is not None:
-                found.choices[:0] = _given(
-                    found, self.precision, is_open=False, is_cut_given=bool(spec.pipeline.layers)
-                )
+                found.choices[:0] = _given(found, self.precision, question)
             return found
         best: Found | None = None
         for microbatch in MICROBATCHES:
@@ -304,7 +312,7 @@ class Planner:
         pipeline = best.table.spec.pipeline
         found = self._by_mode(best.table, question) or best
         found.choices[:0] = [
-            *_given(found, self.precision, is_open=True, is_cut_given=False),
+            *_given(found, self.precision, question),
             Choice(
                 "[pipeline] microbatch",
                 str(pipeline.microbatch),
@@ -394,20 +402,84 @@ def by_compute_alone(found: Found) -> float:
     return min(rates, default=0.0)
 
 
-def _given(found: Found, precision: str, *, is_open: bool, is_cut_given: bool) -> list[Choice]:
+def _given(found: Found, precision: str, question: Asked) -> list[Choice]:
     """`precision`: as `Planner` was told."""
     spec, plan = found.table.spec, found.plan
     layers = [end - first for first, end in plan.cut]
-    fixed, best = "as the run says", "most tokens/s that the memories allow"
-    codec_why = "what crosses the links; int8 was shown to change no loss (docs/convergence.md)"
+    is_cut_given = bool(question.spec.pipeline.layers) and not question.is_open
+    usual = "of what crosses the links; shown to change no loss (docs/convergence.md)"
+
+    def codec(table: str, value: str) -> Choice:
+        return Choice(f"[{table}] codec", value, FIXED if table in question.codecs else usual)
+
     return [
-        Choice("[pipeline] num_stages", str(len(layers)), best if is_open else fixed),
-        Choice("[pipeline] layers", str(layers), fixed if is_cut_given else best),
-        Choice("[pipeline] codec", spec.pipeline.codec, codec_why),
-        Choice("[sync] codec", spec.sync.codec, "of updates, likewise"),
+        Choice("[pipeline] num_stages", str(len(layers)), BEST if question.is_open else FIXED),
+        Choice("[pipeline] layers", str(layers), FIXED if is_cut_given else BEST),
+        _replicas(found),
+        codec("pipeline", spec.pipeline.codec),
+        codec("sync", spec.sync.codec),
         *_computing(found, precision),
         *_at_machines(found),
     ]
+
+
+def _replicas(found: Found) -> Choice:
+    """How many each stage has; where that is uneven, what even ones would come to."""
+    plan, num_stages = found.plan, len(found.plan.cut)
+    counts = [plan.serves.count(k) for k in range(num_stages)]
+    rest = plan.serves.count(OUT)
+    if len(set(counts)) == 1:
+        value = f"{counts[0]} of each stage" if num_stages > 1 else str(counts[0])
+        left = f"{BEST}; why others are left out is below"
+        return Choice("replicas", value, left if rest else "all peers are at work")
+    of_counts: dict[int, list[int]] = {}
+    for k, count in enumerate(counts):
+        of_counts.setdefault(count, []).append(k)
+    value = ", ".join(f"{n} of {_stages(ks)}" for n, ks in sorted(of_counts.items()))
+    if len(plan.serves) > MANY_PEERS:
+        return Choice("replicas", value, BEST)
+    even = _evened(found)
+    if even is None:
+        return Choice("replicas", value, f"{BEST}; no other peer fits there")
+    numbers = sorted({even.serves.count(k) for k in range(num_stages)})
+    if even.serves == plan.serves:
+        return Choice("replicas", value, f"{BEST}; more even they cannot be")
+    many = " or ".join(map(str, numbers))
+    rate, now = even.round.tokens_per_s, plan.round.tokens_per_s
+    compared = f"{many} of each would have {rate:,.0f} tokens/s ({100 * (rate / now - 1):+.0f} %)"
+    copies = found.table.spec.sync.replication
+    if min(counts) < copies and max(counts) - min(counts) > 1:
+        compared += (
+            f", as peers make it that are told no --stage: {copies} copies of a stage come "
+            "before speed, so that it outlives a machine"
+        )
+    return Choice("replicas", value, f"{BEST}; {compared}")
+
+
+def _evened(found: Found) -> Plan | None:
+    """The plan with machines moved from stages that have most to those that have fewest, until they
+    have as many, or one more; the best move each time. None where a stage can get none."""
+    plan, costs, num_stages = found.plan, found.costs, len(found.plan.cut)
+    serves, made = list(plan.serves), plan.round
+    while True:
+        counts = [serves.count(k) for k in range(num_stages)]
+        most, fewest = max(counts), min(counts)
+        if most - fewest < 2:
+            return replace(plan, serves=tuple(serves), round=made)
+        best: tuple[float, list[int], Round] | None = None
+        for i, k in enumerate(serves):
+            for there in range(num_stages):
+                if k == OUT or counts[k] != most or counts[there] != fewest:
+                    continue
+                moved = [*serves[:i], there, *serves[i + 1 :]]
+                found_round = costs.of(plan.cut, found.machines, moved)
+                if found_round is None:
+                    continue
+                if best is None or found_round.tokens_per_s > best[0]:
+                    best = found_round.tokens_per_s, moved, found_round
+        if best is None:
+            return None
+        _, serves, made = best
 
 
 def _computing(found: Found, wanted: str) -> list[Choice]:
@@ -415,31 +487,41 @@ def _computing(found: Found, wanted: str) -> list[Choice]:
     `Planner` was told."""
     pipeline, cut = found.table.spec.pipeline, found.plan.cut
     precisions: dict[str, set[str]] = {}
-    policies: dict[str, set[int]] = {}
+    policies: dict[str, dict[int, set[str]]] = {}
     for k, stage in enumerate(cut):
         for i in found.plan.replicas(k):
             machine = found.machines[i]
             held = found.costs.held(*stage, len(cut), machine)
             assert held is not None
             precisions.setdefault(memory_of(machine).precision, set()).add(machine.name)
-            policies.setdefault(held.activations, set()).add(k)
+            policies.setdefault(held.activations, {}).setdefault(k, set()).add(machine.name)
     of_machines = {name: ", ".join(sorted(names)) for name, names in precisions.items()}
-    of_stages = {
-        name: f"{'stage' if len(ks) == 1 else 'stages'} {', '.join(map(str, sorted(ks)))}"
-        for name, ks in policies.items()
-    }
+    several = Counter(k for of in policies.values() for k in of)
+    of_stages = {}
+    for name, of in policies.items():
+        alike = [k for k in sorted(of) if several[k] == 1]
+        words = [_stages(alike)] if alike else []
+        words += [f"{', '.join(sorted(of[k]))} of stage {k}" for k in sorted(of) if several[k] > 1]
+        of_stages[name] = ", ".join(words)
     chosen = "what suits each device: bf16, on GPUs without it fp16, and fp32 on a CPU"
-    said = "as --precision says" if wanted != "auto" else "as the run says"
+    said = "as --precision says" if wanted != "auto" else FIXED
     is_chosen = wanted == pipeline.precision == "auto"
-    fits = "of keep, blocks, recompute and offload, the first that fits"
+    fits = (
+        f"of keep, blocks, recompute and offload, the first that fits into {100 * FREE_PART:.0f} % "
+        "of the free memory, else what has room for most microbatches"
+    )
     return [
         Choice("[pipeline] precision", _parted(of_machines), chosen if is_chosen else said),
         Choice(
             "[pipeline] activations",
             _parted(of_stages),
-            fits if pipeline.activations == "auto" else "as the run says",
+            fits if pipeline.activations == "auto" else FIXED,
         ),
     ]
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    return f"{'stage' if len(numbers) == 1 else 'stages'} {', '.join(map(str, numbers))}"
 
 
 def _parted(values: Mapping[str, str]) -> str:

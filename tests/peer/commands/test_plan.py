@@ -398,6 +398,8 @@ def test_the_verdict_names_the_machine_that_is_short_of_memory_first(folder_8b: 
     assert policy != "keep"
     stages = {row["stage"] for row in found["rows"]}
     assert len(stages) == 1, "one stage: more memory changes no cut"
+    told = choices(found)["[pipeline] activations"]
+    assert told == f"blocks (24GB-gpu of stage 0), {policy} (20GB-gpu of stage 0)"
     for more, is_short in ((lacks + 1, False), (lacks - 1, True)):
         card = f"{20 + more:.0f}GB-gpu*2"
         verdict = answered(folder_8b, "--machines", card, "--lora")["verdict"]
@@ -609,6 +611,47 @@ def test_a_machine_sends_what_all_its_peers_send(tmp_path: Path) -> None:
     machines.write_text('[[machine]]\ncard = "rtx4090"\nhousehold = "attic"\ncount = 2\n')
     at_home = answered(spec, "--machines", str(machines))
     assert {row["up_per_round"] for row in at_home["rows"]} == {0.0}
+
+
+def test_uneven_replicas_are_told_with_what_even_ones_would_have(tmp_path: Path) -> None:
+    """One machine as quick as the three others together."""
+    spec, text = tmp_path / "run.toml", SPEC.read_text()
+    text = text.replace("num_stages = 2", "num_stages = 2\nlayers = [4, 3]")
+    spec.write_text(text.replace("global_batch = 32", "global_batch = 512"))
+    machines = "16GB-cpu@0.02TFLOPS*3, 16GB-cpu@0.06TFLOPS"
+    found = answered(spec, "--machines", machines, "--links", "1Gbit/1Gbit,1ms")
+    (told,) = (c for c in found["choices"] if c["key"] == "replicas")
+    assert told["value"] == "1 of stage 1, 3 of stage 0"
+    said = re.search(
+        r"; 2 of each would have ([\d,]+) tokens/s \((-\d+) %\), as peers", told["why"]
+    )
+    assert said, told
+    rate = float(said[1].replace(",", ""))
+    assert rate == pytest.approx((1 + int(said[2]) / 100) * found["tokens_per_s"], rel=0.02)
+    spec.write_text(spec.read_text().replace("[sync]", "[sync]\nreplication = 1"))
+    single = answered(spec, "--machines", machines, "--links", "1Gbit/1Gbit,1ms")
+    (told,) = (c for c in single["choices"] if c["key"] == "replicas")
+    assert "as peers" not in told["why"], "no copy is promised"
+
+
+def test_who_is_left_out_is_told_what_it_would_cost() -> None:
+    found = answered(SPEC, "--machines", "24GB-gpu*3")
+    assert choices(found)["replicas"] == "1 of each stage"
+    (line,) = (x for x in found["helps"] if x.startswith("left out: 1 x 24GB-gpu: at stage "))
+    said = re.search(
+        r"make a round ([\d.]+) s instead of ([\d.]+) s: exchange ([\d.]+) s instead of 0 s$", line
+    )
+    assert said, line
+    assert float(said[2]) == pytest.approx(found["round_s"]["seconds"], rel=0.01)
+    assert float(said[1]) > float(said[2])
+
+
+def test_a_codec_that_the_file_names_is_the_runs(fp32: Path) -> None:
+    found = answered(fp32, "--machines", "24GB-gpu*2")
+    why = {c["key"]: c["why"] for c in found["choices"]}
+    assert choices(found)["[sync] codec"] == "none"
+    assert why["[sync] codec"] == "as the run says"
+    assert "shown to change no loss" in why["[pipeline] codec"]
 
 
 def test_too_few_machines_with_too_little_memory() -> None:
