@@ -179,7 +179,7 @@ def choose_computing(
     )
     kept = DEVICE if is_there else host_place(spec, options)
     line = _line(stage, device, computing, choice.needed_bytes, in_flight, left)
-    if smaller.by:
+    if smaller.is_said:
         line += f"; {smaller.name} is the smallest of its devices, and decides for all"
     if weights != DEVICE:
         line += f"; weights {PLACES[weights]}, from where each layer's come"
@@ -193,6 +193,8 @@ class _Smallest:
     name: str
     by: int
     """Bytes of memory that it has less than the first."""
+    is_said: bool
+    """There are larger ones."""
 
 
 def _smallest(devices: list[str]) -> _Smallest:
@@ -204,9 +206,9 @@ def _smallest(devices: list[str]) -> _Smallest:
     sizes = [accelerators.total_bytes(torch.device(name)) for name in devices]
     known = [(size, name) for size, name in zip(sizes, devices, strict=True) if size is not None]
     if sizes[0] is None or not known:
-        return _Smallest(devices[0], 0)
+        return _Smallest(devices[0], 0, False)
     size, name = min(known)
-    return _Smallest(name, sizes[0] - size)
+    return _Smallest(name, sizes[0] - size, max(known)[0] > size)
 
 
 def updates_right_on(device: torch.device, spec: RunSpec) -> bool:

@@ -24,8 +24,8 @@ log = logging.getLogger("swarmnet.peer")
 
 def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     """A device for each rank. Raises `SpecError` where `--tp`, `--cp` or `--ep` does not go with
-    the model, `UserError` where there is no GPU and `--device` wants one, or the machine is too
-    small.
+    the model, `UserError` where the machine has GPUs and fewer than ranks, none and `--device`
+    wants one, or is too small.
 
     Without them: all GPUs of CUDA, or as many as the model can be cut into, and one device of
     another type: ranks of these were never run."""
@@ -39,10 +39,12 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     check_wanted(options.device, wanted or 1)
     if wanted is not None:
         check_ranks(spec, options, wanted)
-        kind = here if num_gpus >= wanted else accelerators.CPU
-        if options.ranks_option != "--tp" and kind == accelerators.CPU:
+        if num_gpus:
+            _check_cards(options, num_gpus, wanted)
+            return [f"{here}:{i}" for i in range(wanted)]
+        if options.ranks_option != "--tp":
             _check_cores(options, wanted)
-        return [kind if kind == accelerators.CPU else f"{kind}:{i}" for i in range(wanted)]
+        return [accelerators.CPU] * wanted
     if num_gpus < 2:
         return [f"{here}:0" if num_gpus else accelerators.CPU]
 
@@ -76,6 +78,21 @@ def check_wanted(device: str, num_devices: int) -> None:
             f"--device {device}: this machine has {found} such devices that torch can use, "
             f"and {num_devices} are wanted; --device auto takes what there is"
         )
+
+
+def _check_cards(options: PeerOptions, num_cards: int, num_ranks: int) -> None:
+    """Raises `UsageError` where ranks are more than the devices that they can have here: it is for
+    the machine's person to say that they are to compute on its CPUs."""
+    if num_ranks > num_cards:
+        raise UsageError(
+            f"{options.ranks_given}: each rank takes a GPU, and this machine has {num_cards} for "
+            f"them; take {_so_many(options, num_cards)}, or --device cpu"
+        )
+
+
+def _so_many(options: PeerOptions, num_ranks: int) -> str:
+    """In the words of the command line."""
+    return f"{num_ranks} ranks" if options.are_in_rows else f"{options.ranks_option} {num_ranks}"
 
 
 def check_ranks(spec: RunSpec, options: PeerOptions, num_ranks: int) -> None:
@@ -118,12 +135,11 @@ def _check_alone(options: PeerOptions) -> None:
 
 def _check_cores(options: PeerOptions, num_ranks: int) -> None:
     """Raises `UsageError` where ranks on CPUs would wait for each other's core."""
-    cores, option = os.cpu_count() or 1, options.ranks_option
+    cores = os.cpu_count() or 1
     if num_ranks > cores:
-        instead = f"{cores} ranks" if options.are_in_rows else f"{option} {cores}"
         raise UsageError(
             f"{options.ranks_given}: this machine has {cores} cores, and not a GPU for each rank; "
-            f"take {instead}, or less"
+            f"take {_so_many(options, cores)}, or less"
         )
 
 

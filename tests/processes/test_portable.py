@@ -26,7 +26,9 @@ def test_they_train_with_others_and_go_on_after_deaths_and_restarts(running: Mac
     first = running.start_peer("a", "--spec", str(path), "--stage", "0", *slow, **ELSEWHERE)
     running.until_ready(first)
     join = ("--join", first.address, *data, *slow)
-    ranks = running.start_peer("b", *join, "--stage", "1", "--tp", "2", **ELSEWHERE)
+    ranks = running.start_peer(
+        "b", *join, "--stage", "1", "--tp", "2", "--device", "cpu", **ELSEWHERE
+    )
     third = running.start_peer("c", *join, "--stage", "1")
     fourth = running.start_peer("d", *join, "--stage", "0")
     running.until_all_are_in([first, ranks, third, fourth], 3)

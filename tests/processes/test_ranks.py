@@ -48,7 +48,16 @@ def test_a_peer_and_its_ranks_end_together_and_the_swarm_goes_on(running: Machin
     plain = running.start_peer("plain", *join, "--stage", "1", *SPARING)
     ranked = [
         running.start_peer(
-            f"ranked-{i}", *join, "--stage", stage, "--tp", "2", *more, before=LESS_PATIENT
+            f"ranked-{i}",
+            *join,
+            "--stage",
+            stage,
+            "--tp",
+            "2",
+            "--device",
+            "cpu",
+            *more,
+            before=LESS_PATIENT,
         )
         for i, (stage, *more) in enumerate((("1",), ("1",), ("0", "--sequence-parallel")))
     ]

@@ -85,7 +85,7 @@ def below(pid: int, program: str) -> list[int]:
 def test_a_rank_that_dies_ends_its_seat_and_no_other(running: Machine) -> None:
     """Two seats of two ranks each; the first seat's lose one, and begin again."""
     path = tiny_run(running.folder, rounds=100_000)
-    ranked = ("--stages", "2", "--tp", "2", "--stage", "0", *SPARING)
+    ranked = ("--stages", "2", "--tp", "2", "--device", "cpu", "--stage", "0", *SPARING)
     both = running.start_peer("both", "--spec", str(path), *ranked, before=LESS_PATIENT)
     running.until_ready(both)
     data = ("--data", str(running.folder / "text.txt"))

@@ -89,7 +89,11 @@ def test_the_smallest_of_several_devices_decides(
     less, line = chosen()
     assert less.activations != "keep" or less.max_in_flight < alike.max_in_flight
     assert "; cuda:1 is the smallest of its devices, and decides for all; optimizer state" in line
-    sizes["cuda:1"] = 5e6
+    sizes.update({"cuda:0": 36e6, "cuda:1": 400e6})
+    of_the_first, line = chosen()
+    assert of_the_first.activations == less.activations
+    assert "; cuda:0 is the smallest of its devices, and decides for all; optimizer state" in line
+    sizes.update({"cuda:0": 400e6, "cuda:1": 5e6})
     with pytest.raises(UserError, match=r"needs .* of this machine's memory"):
         chosen()
 
@@ -361,20 +365,20 @@ def _has(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
         ("cuda", 2, {}, ["cuda:0", "cuda:1"]),
         ("cuda", 2, {"device": "cpu"}, ["cpu"]),
         ("cuda", 2, {"tp": 1}, ["cuda:0"]),
-        ("cuda", 1, {"tp": 2}, ["cpu", "cpu"]),
+        ("cpu", 0, {"tp": 2}, ["cpu", "cpu"]),
+        ("cuda", 1, {"device": "cpu", "tp": 2}, ["cpu", "cpu"]),
         ("cpu", 0, {"device": "cuda"}, None),
         ("cuda", 1, {"device": "cuda", "tp": 2}, None),
         ("mps", 1, {}, ["mps:0"]),
         ("mps", 1, {"device": "mps"}, ["mps:0"]),
         ("mps", 1, {"device": "cuda"}, None),
         ("xpu", 4, {}, ["xpu:0"]),
-        ("xpu", 4, {"tp": 2}, ["cpu", "cpu"]),
         ("xpu", 4, {"device": "xpu", "tp": 2}, None),
         ("a new one", 1, {}, ["a new one:0"]),
         ("cuda", 4, {"cp": 2}, ["cuda:0", "cuda:1"]),
         ("cuda", 4, {"ep": 1}, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
         ("cuda", 4, {"cp": 1}, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        ("cuda", 1, {"cp": 3}, ["cpu", "cpu", "cpu"]),
+        ("cpu", 0, {"cp": 3}, ["cpu", "cpu", "cpu"]),
         ("cuda", 1, {"device": "cuda", "cp": 2}, None),
     ],
 )
@@ -394,3 +398,27 @@ def test_devices(
             choose_devices(small_spec(), wanted)
     else:
         assert choose_devices(small_spec(), wanted) == devices
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_gpus", "options", "message"),
+    [
+        ("cuda", 2, {"tp": 4}, "--tp 4: .* has 2 for them; take --tp 2, or --device cpu"),
+        ("cuda", 1, {"tp": 2, "local": "fsdp"}, "take --tp 1, or --device cpu"),
+        ("cuda", 1, {"cp": 3}, "--cp 3: .* has 1 for them; take --cp 1, or --device cpu"),
+        ("cuda", 3, {"cp": 2, "tp": 2}, "--cp 2 --tp 2: .* take 3 ranks, or --device cpu"),
+        ("xpu", 4, {"tp": 2}, "--tp 2: .* has 1 for them; take --tp 1, or --device cpu"),
+        ("mps", 1, {"tp": 2}, "take --tp 1, or --device cpu"),
+    ],
+)
+def test_more_ranks_than_cards_do_not_become_processes_on_the_cpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    num_gpus: int,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    _has(monkeypatch, kind, num_gpus)
+    with pytest.raises(UsageError, match=message):
+        choose_devices(small_spec(), PeerOptions(state_dir=tmp_path, **options))

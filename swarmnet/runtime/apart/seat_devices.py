@@ -31,7 +31,7 @@ def seat_devices(spec: RunSpec, options: PeerOptions) -> list[Devices] | None:
     check_ranks(spec, options, num_ranks)
     if num_ranks == 1 and num_cards < 2:
         return None
-    if num_cards < 2:
+    if num_cards == 0:
         return [(accelerators.CPU,) * num_ranks] * num_seats
     return share_out(num_cards, num_seats, num_ranks, options.ranks_given, here)
 

@@ -71,6 +71,10 @@ def test_what_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         seat_devices(spec, options(tmp_path, stages="2", tp=2))
     with pytest.raises(UserError, match="takes 4 cards, and this machine has 3: take fewer"):
         open_seats(spec, options(tmp_path, stages="2", cp=2))
+    cards(monkeypatch, 1)
+    with pytest.raises(UserError, match=r"takes 4 cards, and this machine has 1: .* --device cpu"):
+        seat_devices(spec, options(tmp_path, stages="2", tp=2))
+    cards(monkeypatch, 3)
     with pytest.raises(SpecError, match="possible: 1, 2, 4"):
         seat_devices(spec, options(tmp_path, stages="2", tp=3))
     with pytest.raises(UserError, match="has 0 such devices"):
