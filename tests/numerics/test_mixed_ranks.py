@@ -19,8 +19,10 @@ from swarmnet.training.ranks.expert_stage import build_expert_stage
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.rows.row_stage import build_row_stage
 from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
+from swarmnet.training.resolving import resolve
 from tests.oracles.reference_modes import DelayedReference
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+from tests.swarm.update.exchange.test_tied_shards import check as check_tied
 from tests.training.ranks.threads import rank_threads
 
 ROUNDS = 6
@@ -73,26 +75,40 @@ def test_replicas_of_unlike_ranks_make_the_updates_of_one_process(
     _train(spec, RANKS, groups)
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe"])
-def test_replicas_of_a_family_with_one_and_two_ranks(
-    tmp_path: Path, stack: ExitStack, kind: str
+FEW, MANY = {0: (1, 2), 1: (2,)}, {0: (1, 2, 4), 1: (4, 2)}
+"""Ranks of each replica; one of the stages is served by peers of several ranks alone."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("gemma3_text", FEW),
+        ("qwen3_moe", FEW),
+        *(pytest.param(kind, MANY, marks=pytest.mark.long) for kind in FAMILIES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{max(value[0])} ranks",
+)
+def test_replicas_of_a_family_with_unlike_ranks(
+    tmp_path: Path, stack: ExitStack, kind: str, ranks: dict[int, tuple[int, ...]]
 ) -> None:
-    """Of threads. One of the stages is served by a peer of two ranks alone."""
+    """Of threads."""
     known = load_config({"model_type": kind}).canonical_values.keys()
-    sizes = {k: v for k, v in SIZES.items() if k in known}
-    config = load_config({"model_type": kind, **sizes, "tie_word_embeddings": False})
+    wanted = SIZES | {"num_key_value_heads": 4, "num_local_experts": 4}
+    sizes = {k: v for k, v in wanted.items() if k in known}
+    tied = kind.startswith("gemma")  # as those that people use
+    config = load_config({"model_type": kind, **sizes, "tie_word_embeddings": tied})
     values = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS).model_dump()
     values["model"] = {"kind": "transformers", "config": config.canonical_values}
     values["data"] |= {"sequence_length": 16}
-    spec = RunSpec.model_validate(values)
-    ranks = {0: (1, 2), 1: (2,)}
+    spec = resolve(RunSpec.model_validate(values))
     groups = {
         f"peer-{stage}-{replica}": stack.enter_context(rank_threads(spec, num_ranks))
         for stage, counts in ranks.items()
         for replica, num_ranks in enumerate(counts)
         if num_ranks > 1
     }
-    _train(spec, ranks, groups)
+    _train(spec, ranks, groups, is_tied=tied)
 
 
 def test_replicas_of_which_some_share_sequences(tmp_path: Path, stack: ExitStack) -> None:
@@ -141,8 +157,14 @@ def test_replicas_of_which_some_are_rows(tmp_path: Path, stack: ExitStack, mode:
     _train(spec, {0: (1, 4), 1: (1,)}, {"peer-0-1": rows})
 
 
-def _train(spec: RunSpec, ranks: dict[int, tuple[int, ...]], groups: dict[str, LocalGroup]) -> None:
-    """All rounds, and compares with one process. `groups`: of peers with several ranks."""
+def _train(
+    spec: RunSpec,
+    ranks: dict[int, tuple[int, ...]],
+    groups: dict[str, LocalGroup],
+    is_tied: bool = False,
+) -> None:
+    """All rounds, and compares with one process. `groups`: of peers with several ranks; `is_tied`:
+    embedding and output matrix are one."""
 
     async def scenario(swarm: Swarm) -> None:
         for stage, counts in ranks.items():
@@ -157,6 +179,9 @@ def _train(spec: RunSpec, ranks: dict[int, tuple[int, ...]], groups: dict[str, L
             found = b"".join(replica.stage.digest(j) for j in range(replica.num_shards))
             digests.setdefault(replica.index, set()).add(found)
         assert all(len(found) == 1 for found in digests.values()), "replicas differ"
+        if is_tied:
+            check_tied(swarm, ROUNDS)
+            return
         expected = _expected(spec, swarm.counted)
         assert relative_difference(swarm.parameters(), expected) < 1e-4
 

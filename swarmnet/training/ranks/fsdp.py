@@ -61,8 +61,8 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
         _check_draws(spec, begin)
     if spec.model.num_experts or model_plan(spec).routers_learn:
         raise SpecError(
-            f"{begin}: routers learn from whole microbatches; take --tp 1, or a peer for each "
-            "device"
+            f"{begin}: routers learn from whole microbatches; leave --local fsdp out, or take "
+            "--tp 1"
         )
     if spec.pipeline.microbatch % num_ranks:
         raise SpecError(

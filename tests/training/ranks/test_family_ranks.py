@@ -293,6 +293,15 @@ def test_draws_that_samples_do_not_divide_are_one_line(
     check_split(spec, 1)
 
 
+def test_routers_that_learn_are_not_of_some_samples_but_are_cut() -> None:
+    spec = spec_of("mixtral", 1, num_local_experts=4)
+    model = spec.model.model_copy(update={"router_aux_loss_coef": 0.01})
+    spec = spec.model_copy(update={"model": model})
+    with pytest.raises(SpecError, match="whole microbatches; leave --local fsdp out"):
+        check_split(spec, 2)
+    check_cut(spec, 2)
+
+
 def test_sequence_parallel_is_for_the_built_in_llama() -> None:
     with pytest.raises(SpecError, match="--sequence-parallel is for the built-in Llama"):
         check_cut(spec_of("llama", 1), 2, sequence_parallel=True)
