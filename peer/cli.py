@@ -49,8 +49,9 @@ T = TypeVar("T")
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 EXIT_CODES = {
-    EXIT_DONE: "The command has done what it was asked for. For `peer`, `dashboard` and `status "
-    "--watch`, that includes being stopped by Ctrl-C or SIGTERM.",
+    EXIT_DONE: "The command has done what it was asked for. For `peer`, `dashboard`, `status "
+    "--watch`, and `local` with a run without an end, that includes being stopped by Ctrl-C or "
+    "SIGTERM.",
     EXIT_FAILED: "Something went wrong that may not happen another time, or the command was "
     "stopped before it was done. `doctor` ends so where it found something that has to be mended. "
     "Services may start the same command again.",

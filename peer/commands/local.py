@@ -53,7 +53,8 @@ async def run_local(
     command: Sequence[str] = PEER_COMMAND,
     join: JoinRun = join_run,
 ) -> None:
-    """Runs a swarm until it has done its rounds; prints a summary and a sample of text.
+    """Runs a swarm until it has done its rounds; prints a summary and a sample of text. One that
+    has no end is done when it is stopped.
 
     `command` and `join` are there for tests.
 
@@ -176,6 +177,8 @@ async def _run(
         except asyncio.CancelledError:
             if reporter.monitor.summary().rounds:  # what happened until then is worth knowing
                 _show_summary(reporter, chaos)
+            if swarm.spec.is_endless:
+                return  # nothing else ends it
             raise
         finally:
             harming.cancel()

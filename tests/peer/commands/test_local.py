@@ -224,6 +224,30 @@ def test_cancelling_ends_the_children_and_says_what_happened_until_then(
             os.kill(pid, 0)
 
 
+def test_a_run_without_an_end_is_done_when_it_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing else ends it, so nothing has failed."""
+    endless = tmp_path / "run.toml"
+    text = default_spec_path().read_text()
+    endless.write_text(text.replace("rounds = 320", 'rounds = 0\nschedule = "constant"'))
+    observer = FakeObserver(start_run(endless).spec, last_round=2)
+
+    async def scenario() -> None:
+        command, chosen = fake_command(tmp_path, "good"), options(spec=endless, rounds=None)
+        task = asyncio.ensure_future(run_local(chosen, command=command, join=observer.join))
+        async with asyncio.timeout(20):
+            while observer.version < 4:
+                assert not task.done()
+                await asyncio.sleep(0.02)
+        task.cancel()
+        await task
+
+    asyncio.run(scenario())
+    assert observer.closed
+    assert "samples lost" in capsys.readouterr().out
+
+
 def test_a_sample_is_of_bytes_though_the_model_knows_more() -> None:
     logits = np.zeros((1, 2, 300), dtype=np.float32)
     logits[0, -1, 299], logits[0, -1, 65] = 1e4, 1e3
