@@ -199,13 +199,14 @@ class SavedModelFetch:
     # ---- who has what -----------------------------------------------------------------------
 
     def _holders(self) -> list[Record]:
-        """Peers that may have something, those out of reach too: they may come back. Names to which
-        no vouching leads are not waited for. Raises `UserError` where the run has ended."""
+        """Peers that may have something, those out of reach too: they may come back. One that rests
+        by its owner's wish keeps its checkpoints and gives them. Names to which no vouching leads
+        are not waited for. Raises `UserError` where the run has ended."""
         view = self.gossip.view
         known = [
             r
             for r in view.records()
-            if r.state != OBSERVING and view.reputation.is_introduced(r.peer_id)
+            if (r.state != OBSERVING or r.paused) and view.reputation.is_introduced(r.peer_id)
         ]
         staying = [r for r in known if r.state != LEFT]
         if not staying:

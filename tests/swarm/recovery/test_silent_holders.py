@@ -327,6 +327,17 @@ def test_a_run_that_ends_is_told(tmp_path: Path) -> None:
     in_run(tmp_path, scenario)
 
 
+def test_peers_that_rest_give_what_they_have_saved(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        for holder in run.holders:
+            holder.update(state=OBSERVING, paused="the machine runs on battery", urgent=True)
+        await asyncio.sleep(5.0)
+        async with asyncio.timeout(60.0):
+            assert await run.fetch() in run.stores[0].rounds
+
+    in_run(tmp_path, scenario)
+
+
 async def _never(request: Request) -> Message:
     await asyncio.sleep(1e6)
     return Message(None)
