@@ -11,7 +11,7 @@ from swarmnet.causes import Failures
 from swarmnet.errors import NotNow, SwarmnetError, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import STOP, StopRequest
-from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.pipeline.ending import stop_round
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.runtime.observing import JoinRun, RunObserver, join_run
@@ -75,9 +75,9 @@ async def _gather(observer: RunObserver) -> None:
 
 
 def _live(observer: RunObserver) -> list[Record]:
-    own = observer.transport.peer_id
+    """Peers, those that rest too; not who looks only."""
     records = observer.view.live(asyncio.get_running_loop().time())
-    return [r for r in records if r.peer_id != own]
+    return [r for r in records if r.state != OBSERVING or r.paused]
 
 
 async def _tell(observer: RunObserver, peer_ids: list[str], order: StopRequest) -> int:

@@ -54,7 +54,7 @@ from swarmnet.errors import (
     WrongVersion,
 )
 from swarmnet.identity import Identity
-from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, Record
+from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime import observer as observers
 from swarmnet.runtime.exporting.models import export_live
@@ -405,6 +405,40 @@ def test_a_peer_that_goes_while_it_is_asked_is_gone(
     said, _ = said_by(joins, hub_of_net, tmp_path, FIRST, goes)
     assert ROWS["gone"].says in said
     assert ROWS["gone"].mend in said
+
+
+def test_an_order_is_for_peers_that_serve_or_rest_and_not_for_who_looks(
+    tmp_path: Path, hub_of_net: list[MemoryHub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def takes(_: Request[Any]) -> Message[Any]:
+        return Message(None)
+
+    async def main() -> None:
+        swarm = FailingSwarm()
+        hub_of_net.append(swarm.hub)
+        more = []
+        for n, paused in ((3, ""), (4, "on battery")):
+            key = Identity(bytes([n]) * 32)
+            transport = swarm.hub.transport(key.peer_id)
+            transport.set_run(RUN.run_id)
+            transport.handle("stop", takes)
+            clock = int(time.time() * 1000)
+            record = Record(key.peer_id, RUN.run_id, clock, 1, state=OBSERVING, paused=paused)
+            gossip = Gossip(transport, View(key.peer_id), KeySigner(key), record, random.Random(n))
+            await gossip.exchange(KEYS[0].peer_id)
+            more.append(asyncio.ensure_future(gossip.run()))
+        await swarm.begin(["stop"], takes)
+        key = tmp_path / "owner.key"
+        Identity.load_or_create(key)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stop, "check_owner", lambda *_: None)
+            await stop.stop_run(StopOptions(key, (ADDRESS,), wait=False))
+        for task in more:
+            task.cancel()
+        await swarm.end()
+
+    run_virtual(main())
+    assert "3 of 3 peers have taken the order" in " ".join(capsys.readouterr().out.split())
 
 
 # ---- the table ----------------------------------------------------------------------------------
