@@ -173,6 +173,31 @@ def test_activations_and_versions(k: int, m: int) -> None:
     assert both.round_s == pytest.approx(3 * m)
 
 
+def in_flight(schedule: Schedule, device: int) -> int:
+    """Passes between forward and backward at a device, at most."""
+    now = most = 0
+    for step in schedule.steps[device]:
+        now += {FORWARD: 1, BACKWARD: -1}[step.kind]
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(("k", "m"), [(2, 4), (4, 8), (4, 16), (6, 12), (8, 16)])
+def test_activations_of_the_papers(k: int, m: int) -> None:
+    """1F1B: fewer at each device (Narayanan et al., 2019). Interleaved: 1 + (K - 1)/(K V) times as
+    many (Korthikanti et al., 2022). ZB-V: as 1F1B (Qi et al., 2023). Chimera: from K/2 + 1 to K (Li
+    and Hoefler, 2021). DualPipeV: 2 K + 1 of the halves of a device (DeepSeek-V3, 2024)."""
+    one = schedules.one_f_one_b(k, m)
+    assert [in_flight(one, d) for d in range(k)] == [k - d for d in range(k)]
+    times, chunks = [EVEN] * k, 2
+    among = played(schedules.interleaved, times, m).peak_activations
+    assert among == pytest.approx(k * (1 + (k - 1) / (k * chunks)))
+    assert played(schedules.zb_v, times, m).peak_activations == k
+    both = schedules.chimera(k, m)
+    assert sorted({in_flight(both, d) for d in range(k)}) == list(range(k // 2 + 1, k + 1))
+    assert played(schedules.dualpipe_v, times, m).peak_activations == (2 * k + 1) / 2
+
+
 def test_a_way_takes_its_time() -> None:
     near = played(schedules.gpipe, [EVEN] * 2, 1)
     far = played(schedules.gpipe, [EVEN] * 2, 1, lambda a, b, is_back: 5.0 if is_back else 2.0)
