@@ -318,10 +318,16 @@ def plan(options: PlanOptions) -> None:
 
     if options.measure and options.explain:
         raise UsageError("give --measure or --explain, not both")
+    others = options.machines, options.choose, options.schedules, options.picture
+    if (options.measure or options.explain) and any(others):
+        what = "--measure times this machine" if options.measure else "--explain has formulas"
+        raise UsageError(
+            f"{what}, whatever machines there are; leave --machines, --choose, --schedules and "
+            "--picture out"
+        )
     if options.join:
-        others = options.measure, options.explain, options.machines, options.choose
         has_ranks = max(options.cp, options.ep, options.tp) > 1
-        if any((*others, has_ranks, options.schedules, options.picture)):
+        if any((*others, has_ranks, options.measure, options.explain)):
             raise UsageError(
                 "--join asks the live run; leave --machines, --choose, --measure, --explain, "
                 "--cp, --ep, --tp, --schedules and --picture out"

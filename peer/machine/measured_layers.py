@@ -86,6 +86,11 @@ def show_measured(options: PlanOptions, console: Console) -> None:
     `SpecError`."""
     from swarmnet.training.resolving import described
 
+    if options.file.is_dir():
+        raise SpecError(
+            f"--measure cuts a run's file, and {options.file} is a folder; make a file of it with "
+            f"swarmnet plan --spec {options.file} --write"
+        )
     spec = described(load_spec(options.file))
     found = measure_cut(spec, precision=options.precision, device=options.device)
     if options.write:

@@ -265,8 +265,9 @@ def read_machines(text: str) -> list[Described]:
         if one is None:
             raise UsageError(
                 f"--machines: {name.strip()!r} is no known card, and no memory of a gpu, cpu or "
-                f"mac; write for example {EXAMPLE}; known cards: {', '.join(CARDS)}; "
-                "here*4 are four peers on this machine, and go with no others"
+                f"mac; write for example {EXAMPLE}; known cards: {', '.join(CARDS)}; of others "
+                "say memory and speed: 12GB-gpu@10TFLOPS; here*4 are four peers on this machine, "
+                "and go with no others"
             )
         found += _counted(one, int(count or 1), len(found))
     return found
@@ -346,7 +347,10 @@ def _from_file(path: Path) -> list[Described]:
             raw = file.read(MAX_FILE_BYTES)
         values = tomllib.loads(text_of(raw, path, UsageError))
     except OSError as e:
-        raise UsageError(f"--machines: cannot read {path}: {e.strerror or e}") from None
+        raise UsageError(
+            f"--machines: cannot read {path}: {e.strerror or e}; write [[machine]] tables into it, "
+            f"each with {FILE_EXAMPLE}"
+        ) from None
     except (tomllib.TOMLDecodeError, RecursionError) as e:
         raise UsageError(f"--machines: {path} is not valid TOML: {one_line(e)}") from None
     tables = values.get("machine")

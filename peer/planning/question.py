@@ -34,6 +34,7 @@ WORTH = 1.1
 FIXED, BEST = "as the run says", "most tokens/s that the memories allow"
 MANY_PEERS = 64
 """Of more, it is not told what as many replicas of each stage would come to."""
+MODEL_CONFIG = "config.json"
 LIKE_THIS_ONE = 8
 LOOPBACK_LINKS = Links(1e9, 1e9, 0.0001)
 """Between processes of one machine."""
@@ -115,6 +116,8 @@ def asked(path: Path, *, lora: bool, choose: bool) -> Asked:
     """Reads the run: a `run.toml`, a folder, or ORG/NAME of the hub. Raises `SpecError`."""
     from swarmnet.training.resolving import described
 
+    if path.name == MODEL_CONFIG:
+        raise SpecError(f"{path} is a model's, and no run; give its folder: --spec {path.parent}")
     is_file = path.suffix == ".toml" or path.is_file()
     if is_file:
         spec = load_spec(path)

@@ -156,8 +156,9 @@ def show_schedules(found: Found, console: Console, *, picture: Path | None, as_j
         f"{len(found.plan.cut)} stages, {found.costs.job.num_microbatches} microbatches a round; "
         "each stage as one device with the speed and links of all its replicas; exchange and "
         f"update come on top ({found.plan.round.exchange_s + found.plan.round.update_s:.3g} s)",
-        "activ.: microbatches between their passes on the device with most; weights: versions or "
-        "copies on a device. PipeDream and 2BW learn otherwise, from gradients of older weights",
+        "passes: of a round; activ.: microbatches between their passes on the device with most; "
+        "weights: versions or copies on a device. PipeDream and 2BW learn otherwise, from "
+        "gradients of older weights",
         "own order: the swarm's, which is decided as it goes; split, with backward passes in two "
         "parts, as CPUs make them in mode zero where they keep whole graphs",
         f"the swarm's own order, replica by replica: {found.plan.round.tokens_per_s:,.0f} tokens/s",

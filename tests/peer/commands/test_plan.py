@@ -253,6 +253,25 @@ def test_what_cannot_be_is_refused(arguments: list[str], code: int) -> None:
     assert CliRunner().invoke(app, ["plan", *arguments]).exit_code == code
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--spec {run} --measure --machines rtx4090", "leave --machines, --choose"),
+        ("--spec {run} --explain --schedules", "leave --machines, --choose"),
+        ("--spec {folder} --measure", "swarmnet plan --spec {folder} --write"),
+        ("--spec {folder}/config.json", "give its folder: --spec {folder}"),
+        ("--spec {run} --machines rtx9", "12GB-gpu@10TFLOPS"),
+        ("--spec {run} --machines nowhere.toml", 'each with card = "rtx4090", or memory_gb = 24'),
+    ],
+)
+def test_a_refusal_says_what_to_write_instead(folder_8b: Path, arguments: str, words: str) -> None:
+    names = {"run": SPEC, "folder": folder_8b}
+    result = CliRunner().invoke(app, ["plan", *arguments.format(**names).split()])
+    assert result.exit_code == 2
+    assert words.format(**names) in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_more_microbatches_in_flight_take_more_memory() -> None:
     def activations(in_flight: int) -> list[float]:
         command = [
