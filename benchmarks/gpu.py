@@ -230,8 +230,6 @@ def main() -> None:
     device = torch.device("cuda:0" if options.device != "cpu" and has_gpu else "cpu")
     if options.ranks > 1 and device.type == "cuda" and torch.cuda.device_count() < options.ranks:
         parser.error(f"this machine has {torch.cuda.device_count()} GPUs, not {options.ranks}")
-    if options.ranks > 1 and options.compile:
-        parser.error("layers are compiled for one rank: leave --compile or --ranks out")
     if options.device == "cuda" and not has_gpu:
         parser.error("no GPU that torch can use; --device cpu --tiny proves the script")
     if device.type == "cpu" and not options.tiny:
