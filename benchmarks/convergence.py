@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.learning.runs import MODES, Cell, run, settings_of, this_platform  # noqa: E402
+from benchmarks.learning.runs import FEW, MODES, Cell, run, settings_of, this_platform  # noqa: E402
 from benchmarks.learning.tables import FIRST_SEED, draw, write_tables  # noqa: E402
 from benchmarks.learning.tasks import (  # noqa: E402
     AS_FEW_BYTES,
@@ -61,7 +61,7 @@ NARROW_CODECS = ("int8", "int4")
 UPDATE_CODECS: dict[str, tuple[str, ...]] = {
     "zero": ("none", "int8", "int4", "bf16"),
     "delayed": ("none", "int8", "int4"),
-    "local-10": ("none", "int4", "topk", "int8"),
+    "local-10": ("none", "int4", "topk", "int8", FEW),
     "gossip-10": ("none", "int8"),
 }
 ANSWERED = ("zero", "local-10")

@@ -995,7 +995,8 @@ class SyncSpec(_Table):
 
     topk_density: float = Field(default=0.5, gt=0, le=0.5)
     """Part of the changes that `topk` sends. 0.5: half of them, with results in 4 bits. From 0.01
-    to 0.08 it is of results too, which backups get in place of sums; 0.05 was measured."""
+    to 0.08 it is of results too, which backups get in place of sums; 0.05 was measured, and costs
+    much of the loss in runs of fewer than a hundred exchanges."""
 
     optimizer_store: Literal["memory", "disk"] = "memory"
     """Where peers keep optimizer state, unless they choose their own place (`--optimizer-memory`).

@@ -56,6 +56,10 @@ MODES: dict[str, dict[str, Any]] = {
     "gossip-10": {"mode": "gossip", "local_steps": 10},
     "gossip-50": {"mode": "gossip", "local_steps": 50},
 }
+FEW = "topk 0.05"
+"""`topk` with a `topk_density`: a twentieth of the numbers, and of results as few."""
+UPDATES: dict[str, dict[str, Any]] = {FEW: {"codec": "topk", "topk_density": 0.05}}
+"""Of `[sync]`, for codecs of updates that have more than a name."""
 REPLICAS = 4
 ANSWERS_EVERY = 100
 LIMIT_S = 1e6
@@ -106,7 +110,9 @@ def _spec_text(cell: Cell, rounds: int, text: Path) -> str:
         rounds=rounds,
         text=text,
         codec=FEWEST if cell.where in AS_FEW_BYTES else codec,
-        sync=None if is_one_process else MODES[mode] | {"codec": cell.codec},
+        sync=None
+        if is_one_process
+        else MODES[mode] | UPDATES.get(cell.codec, {"codec": cell.codec}),
         subspace=(NARROW | ROTATED | WIDE).get(cell.where, 0),
         is_wide=cell.where in WIDE,
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.learning.runs import MODES, Cell
+from benchmarks.learning.runs import FEW, MODES, Cell
 from benchmarks.learning.tasks import (
     AS_FEW_BYTES,
     BOTH,
@@ -39,11 +39,11 @@ Results = Mapping[str, Mapping[str, Any]]
 Result = Mapping[str, Any]
 
 NUM_SEEDS, FIRST_SEED, ORDERS = 3, 1, (1, 2)
-AIMS = {"bf16": 0.001, "int8": 0.001, "int6": 0.005, "int4": 0.005, "topk": 0.01}
+AIMS = {"bf16": 0.001, "int8": 0.001, "int6": 0.005, "int4": 0.005, "topk": 0.01, FEW: 0.01}
 """How much of the loss a codec may cost."""
 RIGHT_AIM = 0.01
 """How much of the right answers: a hundredth of the prompts."""
-CODECS = ("bf16", "int8", "int6", "int4", "topk")
+CODECS = ("bf16", "int8", "int6", "int4", "topk", FEW)
 REPLACED = (0, 10, 30)
 NOTHING = ["Not run yet."]
 PLACES = {BOUNDARY: "boundaries", BOTH: "boundaries and updates of `zero`"}
