@@ -175,10 +175,10 @@ class TorchShardCodec:
         coded, decoded = empty_codes(name, values), torch.empty_like(values)
 
         def work(part: slice) -> None:
-            codes = _encoded(name, values[part])
-            coded[coded_part(name, part, size)].copy_(codes)
             # Checked like what comes from others: a step is made by all owners or by none.
-            decoded[part].copy_(_decoded(name, codes, part.stop - part.start))
+            codes, back = round_trip(name, values[part], is_checked=True)
+            coded[coded_part(name, part, size)].copy_(codes)
+            decoded[part].copy_(back)
 
         over(values, work)
         return sent_to_others(coded, self._copies), array_of(decoded, self._copies)
@@ -264,10 +264,14 @@ def _encoded(name: str, values: Tensor) -> Tensor:
     return _joined([codec.encode(rows) for rows in _rows(values, values.numel(), ROW)])
 
 
-def round_trip(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [n] coded, and what everyone makes of it, fp32 [n]."""
-    codec = codec_of(name)
-    parts = [codec.round_trip(rows) for rows in _rows(values, values.numel(), ROW)]
+def round_trip(name: str, values: Tensor, *, is_checked: bool = False) -> tuple[Tensor, Tensor]:
+    """fp32 [n] coded, and what everyone makes of it, fp32 [n]. Raises as `decode_shard` where it
+    `is_checked`."""
+    codec, parts = codec_of(name), list[tuple[Tensor, Tensor]]()
+    for rows in _rows(values, values.numel(), ROW):
+        parts.append(codec.round_trip(rows))
+        if is_checked:
+            codec.check("a coded shard", parts[-1][0], rows.shape[1])
     return _joined([coded for coded, _ in parts]), _joined([decoded for _, decoded in parts])
 
 
