@@ -3,9 +3,10 @@
     python benchmarks/round_end.py [--layers 3 --layers 12] [--replicas 1 --replicas 2]
                                    [--codec none --codec int8] [--threads 2] [--device cpu]
     python benchmarks/round_end.py --where             # and what the worker was at meanwhile
+    python benchmarks/round_end.py --width 128 --layers 4 --shard 16384 --shard 65536
 
 The end of a round as `swarm.update.rounds` makes it, with a stage that is a small Llama (3.2 M
-parameters a layer) and a gradient of random numbers, without microbatches: the round is closed, the
+parameters a layer, or by `--width` 0.2 M) and a gradient of random numbers, without microbatches: the round is closed, the
 gradient goes into an exchange, the step is made, the coming parameters are put in place, and the
 clock stops when the device is free for a forward pass. All replicas are in this process and call
 each other over the memory transport, so that nothing waits for a network. With more than one, they
@@ -65,7 +66,9 @@ from swarmnet.training.optimizer.local_steps import build_optimizer
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.transport.memory import MemoryHub
 
-LAYER = {"hidden_size": 512, "intermediate_size": 1380, "num_attention_heads": 8}
+FEED_FORWARD = {128: 352, 512: 1380}
+"""By width."""
+HEAD = 64
 NUM_TOKENS = 1000
 WARM_ROUNDS = 2
 READY_S = 60.0
@@ -96,21 +99,27 @@ class Way:
     device: str
     is_on_device: bool = True
     """The update is made on a device that has memory of its own."""
+    width: int = 512
+    """Of the model."""
+    shard: int = 0
+    """Parameters of a shard; 0 where that is left open."""
 
     def spec(self) -> RunSpec:
         return RunSpec.model_validate(
             {
-                "model": LAYER
-                | {
+                "model": {
+                    "hidden_size": self.width,
+                    "intermediate_size": FEED_FORWARD[self.width],
                     "num_hidden_layers": self.layers,
-                    "num_key_value_heads": LAYER["num_attention_heads"],
+                    "num_attention_heads": self.width // HEAD,
+                    "num_key_value_heads": self.width // HEAD,
                     "vocab_size": 256,
                     "max_position_embeddings": 64,
                 },
                 "data": {"paths": ["python-stdlib"]},
                 "optimizer": {"learning_rate": 1e-3, "rounds": 1000},
                 "pipeline": {"num_stages": 1, "global_batch": 8, "microbatch": 1},
-                "sync": {"codec": self.codec},
+                "sync": {"codec": self.codec, "shard_parameters": self.shard},
             }
         )
 
@@ -265,6 +274,7 @@ class Ends:
     """Of rounds."""
 
     num_parameters: int = 0
+    num_shards: int = 0
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     """Of this process, on all cores."""
@@ -293,6 +303,7 @@ async def ends_of(way: Way, rounds: int) -> Ends:
         alike = {m.replica.digests for m in members}
         assert len(alike) == 1, "replicas of one stage have other parameters"
         found.num_parameters = members[0].stage.num_parameters
+        found.num_shards = members[0].replica.num_shards
     return found
 
 
@@ -332,12 +343,14 @@ def least_bytes(way: Way) -> float:
 def report(way: Way, rounds: int, *, where: bool, speed: float) -> dict[str, Any]:
     found = asyncio.run(ends_of(way, rounds))
     size, median = found.num_parameters, statistics.median(found.seconds)
+    num_shards = found.num_shards
     cpu_s, least_s = statistics.median(found.cpu_s), least_bytes(way) * size / speed
     cells = (
         f"{size / 1e6:.1f} M",
         way.replicas,
         way.codec,
         way.device,
+        num_shards,
         f"{median:.3f}",
         f"{min(found.seconds):.3f}",
         f"{cpu_s:.3f}",
@@ -355,6 +368,7 @@ def report(way: Way, rounds: int, *, where: bool, speed: float) -> dict[str, Any
         "replicas": way.replicas,
         "codec": way.codec,
         "device": way.device,
+        "shards": num_shards,
         "seconds": median,
         "best_seconds": min(found.seconds),
         "cpu_s": cpu_s,
@@ -367,8 +381,10 @@ def ways(options: argparse.Namespace) -> Iterator[Way]:
     for layers in options.layers or (3, 12):
         for replicas in options.replicas or (1, 2):
             for codec in options.codec or (NONE, "int8"):
-                is_there = options.optimizer_memory == "device"
-                yield Way(layers, replicas, codec, options.device, is_there)
+                for shard in options.shard or (0,):
+                    is_there = options.optimizer_memory == "device"
+                    at = options.device, is_there
+                    yield Way(layers, replicas, codec, *at, options.width, shard)
 
 
 def main() -> None:
@@ -376,6 +392,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, action="append", help="of the model; repeatable")
     parser.add_argument("--replicas", type=int, action="append", help="repeatable")
     parser.add_argument("--codec", action="append", help="of [sync]; repeatable")
+    parser.add_argument("--width", type=int, choices=FEED_FORWARD, default=512)
+    parser.add_argument("--shard", type=int, action="append", help="parameters; repeatable")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or apart")
     parser.add_argument("--optimizer-memory", choices=("device", "host"), default="device")
     parser.add_argument("--threads", type=int, default=2)
@@ -387,9 +405,9 @@ def main() -> None:
     speed = memory_speed(options.device)
     print(f"memory: {speed / 1e9:.1f} GB/s read and written, {options.threads} threads\n")
     print(
-        "| parameters | replicas | codec | device | s | best | CPU | ns/parameter | bytes | ratio |"
+        "| parameters | replicas | codec | device | shards | s | best | CPU | ns/parameter | bytes | ratio |"
     )
-    print("|" + "---|" * 10, flush=True)
+    print("|" + "---|" * 11, flush=True)
     rows = [report(way, options.rounds, where=options.where, speed=speed) for way in ways(options)]
     if options.json:
         options.json.write_text(json.dumps({"bytes_per_s": speed, "rows": rows}, indent=1))
