@@ -6,7 +6,8 @@
     python benchmarks/round_end.py --width 128 --layers 4 --shard 16384 --shard 65536
 
 The end of a round as `swarm.update.rounds` makes it, with a stage that is a small Llama (3.2 M
-parameters a layer, or by `--width` 0.2 M) and a gradient of random numbers, without microbatches: the round is closed, the
+parameters a layer, with `--width 128` 0.2 M) and a gradient of random numbers, without
+microbatches: the round is closed, the
 gradient goes into an exchange, the step is made, the coming parameters are put in place, and the
 clock stops when the device is free for a forward pass. All replicas are in this process and call
 each other over the memory transport, so that nothing waits for a network. With more than one, they
@@ -405,7 +406,8 @@ def main() -> None:
     speed = memory_speed(options.device)
     print(f"memory: {speed / 1e9:.1f} GB/s read and written, {options.threads} threads\n")
     print(
-        "| parameters | replicas | codec | device | shards | s | best | CPU | ns/parameter | bytes | ratio |"
+        "| parameters | replicas | codec | device | shards | s | best | CPU | ns/parameter "
+        "| bytes | ratio |"
     )
     print("|" + "---|" * 11, flush=True)
     rows = [report(way, options.rounds, where=options.where, speed=speed) for way in ways(options)]
