@@ -27,8 +27,12 @@ from tests.oracles.reference_modes import DelayedReference, GossipReference, Loc
 REPLICAS = [f"replica-{i}" for i in range(4)]
 EVALUATE_EVERY = 50
 LATE, MATRICES_LATE, AGAIN_HALF, AGAIN = "late", "matrices-late", "again-0.5", "again-1"
+MOMENTUM, TWO_STEPS = "momentum", "two-steps"
 PARTS = {LATE: 0.0, MATRICES_LATE: 0.0, AGAIN_HALF: 0.5, AGAIN: 1.0}
 """By what is tried for late gradients, by how much of their last update parameters are ahead."""
+ALONG = (MOMENTUM, TWO_STEPS)
+"""Muon's matrices are ahead by a step of their own: along the momentum as it is, and as it would be
+two steps on with the newest gradient in both."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ WAYS = {
     "delayed-matrices-late": Way("delayed", tried=MATRICES_LATE),
     "delayed-again-0.5": Way("delayed", tried=AGAIN_HALF),
     "delayed-again-1": Way("delayed", tried=AGAIN),
+    "delayed-momentum": Way("delayed", tried=MOMENTUM),
+    "delayed-two-steps": Way("delayed", tried=TWO_STEPS),
     "local-10": Way("local", 10),
     "local-30": Way("local", 30),
     "gossip-10": Way("gossip", 10),
@@ -63,7 +69,7 @@ class Tried(DelayedReference):
 
     def __init__(self, spec: RunSpec, tried: str) -> None:
         super().__init__(spec)
-        self._spec, self._tried, self._part = spec, tried, PARTS[tried]
+        self._spec, self._tried, self._part = spec, tried, PARTS.get(tried, 0.0)
         self._before: dict[str, Tensor] = {}
 
     def finish(self) -> None:
@@ -73,6 +79,10 @@ class Tried(DelayedReference):
     def foretold(self, late_round: int) -> dict[str, Tensor]:
         if self._tried == LATE:
             return {}
+        if self._tried in ALONG:
+            beta = self._spec.optimizer.momentum
+            parts = (1.0, 0.0) if self._tried == MOMENTUM else (beta**2, 1 - beta**2)
+            return super().foretold(late_round) | self.trainer.muon_step(late_round + 1, *parts)
         is_muon = self._spec.optimizer.kind == "muon"
         ahead = super().foretold(late_round) if is_muon else {}
         ahead = {n: a for n, a in ahead.items() if n not in self.trainer.last_muon_step()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.learning.plain import AGAIN, LATE, MATRICES_LATE, Tried
+from benchmarks.learning.plain import AGAIN, LATE, MATRICES_LATE, MOMENTUM, TWO_STEPS, Tried
 from swarmnet.spec import RunSpec
 from swarmnet.training.optimizer.rates import learning_rate
 from tests.oracles.reference import ReferenceTrainer
@@ -96,3 +96,21 @@ def test_what_is_built_for_muon_is_its_last_update_once_more(tmp_path: Path) -> 
     built, again, late = (one.trainer.state_dict() for one in runs)
     assert relative_difference(built, again) < 1e-5
     assert relative_difference(built, late) > 1e-4
+
+
+def test_muons_matrices_may_be_ahead_along_another_direction(tmp_path: Path) -> None:
+    """Along that of the last step it is the last step; along others the runs end elsewhere."""
+    spec = spec_of(tmp_path, "muon")
+    trainer, beta = ReferenceTrainer(spec), spec.optimizer.momentum
+    for r in range(3):
+        trainer.step(r, SLOTS)
+    last = trainer.last_muon_step()
+    assert relative_difference(trainer.muon_step(2, beta, 1 - beta), last) < 1e-6
+    ends = []
+    for one in (DelayedReference(spec), Tried(spec, MOMENTUM), Tried(spec, TWO_STEPS)):
+        for r in range(ROUNDS):
+            one.step(r, SLOTS)
+        one.finish()
+        ends.append(one.trainer.state_dict())
+    for k in range(3):
+        assert relative_difference(ends[k], ends[k - 1]) > 1e-4

@@ -30,6 +30,7 @@ from swarmnet.training.models.base import LayerContext, TakesContext, build_laye
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.models.routing import Routing
 from swarmnet.training.optimizer.rates import learning_rate
+from tests.oracles import optimizers
 from tests.oracles.optimizers import Optimizers
 
 
@@ -139,6 +140,19 @@ class ReferenceTrainer:
             square = state["exp_avg_sq"] / (1 - options.beta2**t)
             rate = learning_rate(options, round_index)
             steps[name] = -rate * mean / (square.sqrt() + options.eps)
+        return steps
+
+    def muon_step(
+        self, round_index: int, mean_part: float, gradient_part: float
+    ) -> dict[str, Tensor]:
+        """The same of Muon and its matrices, along such parts of its momentum and of the newest
+        gradient."""
+        rate = learning_rate(self._spec.optimizer, round_index)
+        steps: dict[str, Tensor] = {}
+        for name, p in self._optimizers.matrices.items():
+            assert p.grad is not None
+            along = mean_part * self._optimizers.state(p)["momentum"] + gradient_part * p.grad
+            steps[name] = -rate * 0.2 * max(p.shape) ** 0.5 * optimizers.nearly_orthogonal(along)
         return steps
 
     def last_muon_step(self) -> dict[str, Tensor]:
