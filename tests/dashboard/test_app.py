@@ -9,6 +9,7 @@ import re
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -68,6 +69,28 @@ def test_what_may_be_taken_away(tmp_path: Path) -> None:
     assert visitor.get("/replay.jsonl").text == path.read_text()
     assert visitor.get("/join.txt").text == "swarmnet peer --join /ip4/x"
     assert visitor.get("/join.txt").headers["content-type"].startswith("text/plain")
+
+
+def test_a_replay_file_that_is_written_meanwhile_is_given_as_it_was(tmp_path: Path) -> None:
+    path, line = tmp_path / "metrics.jsonl", b'{"event": "round"}\n'
+    path.write_bytes(100 * line)
+    app = live_app(Hub(Played().spec, Offers(path, None)), LOOPBACK)
+    body, declared = bytearray(), []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            declared.extend(int(v) for k, v in message["headers"] if k == b"content-length")
+            with path.open("ab") as file:
+                file.write(line)
+        body.extend(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "GET", "path": "/replay.jsonl", "query_string": b""}
+    asyncio.run(app({**scope, "headers": [(b"host", b"127.0.0.1")]}, receive, send))
+    assert not declared or declared == [len(body)]
+    assert bytes(body) == 100 * line
 
 
 def test_only_this_machine_is_answered_under_its_own_names() -> None:

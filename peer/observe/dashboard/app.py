@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -39,6 +40,7 @@ KEEP_ALIVE_S = 15.0
 """A comment is sent after so long without news, so that nobody between us takes it for dead."""
 RETRY_MS = 1000
 MAX_ID_CHARS = 128
+PIECE_BYTES = 1 << 18
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -109,9 +111,10 @@ def live_app(hub: Hub, host: str, allowed: Sequence[str] = ()) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         path = hub.offers.replay
-        if path is None or not await asyncio.to_thread(path.is_file):
+        file = None if path is None else await asyncio.to_thread(_opened, path)
+        if file is None:
             return Response("no replay file is written here (--metrics)", 404)
-        return FileResponse(path, media_type="application/x-ndjson")
+        return StreamingResponse(_until_now(file), media_type="application/x-ndjson")
 
     async def join(request: Request) -> Response:
         if hub.offers.join is None:
@@ -121,6 +124,23 @@ def live_app(hub: Hub, host: str, allowed: Sequence[str] = ()) -> Starlette:
     routes = {"/stream": stream, "/peer": history, "/state.json": state, "/replay.json": no_film}
     routes |= {"/spec.json": spec, "/replay.jsonl": metrics, "/join.txt": join}
     return _app(names_of(host, allowed), [Route(p, answer) for p, answer in routes.items()])
+
+
+def _opened(path: Path) -> BinaryIO | None:
+    """None where it is not there."""
+    try:
+        return path.open("rb") if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _until_now(file: BinaryIO) -> Iterator[bytes]:
+    """What is in a file, in pieces; not what is added meanwhile. Lines are added as a whole."""
+    with file:
+        left = os.fstat(file.fileno()).st_size
+        while left and (piece := file.read(min(left, PIECE_BYTES))):
+            left -= len(piece)
+            yield piece
 
 
 def replay_app(
