@@ -21,7 +21,7 @@ from peer.cli import app
 from tests.peer.pictures import IMAGES, drawn
 
 DOCS = Path(__file__).parents[3] / "docs"
-TOKENS = {"plan.md": "", "finetune.md": "10M", "pretrain.md": "10B"}
+TOKENS = {"parallelism.md": "", "finetune.md": "10M", "pretrain.md": "10B"}
 """By page: the tokens whose time its table has, if it has one."""
 SHAPES: dict[str, dict[str, Any]] = {
     "155 M": {
@@ -121,7 +121,7 @@ def answer(row: Row, folder: Path) -> str:
     )
     cells = ["; ".join(said)]
     if tokens:
-        up = max(each["up_per_day"] for each in plan["rows"])
+        up = plan["up_per_day"]
         hours = plan["hours"]
         cells += [f"{up / 1e9:,.3g} GB" if up < 1e12 else f"{up / 1e12:.3g} TB"]
         cells += [f"{plan['joiner_bytes'] / 1e9:.3g} GB"]
