@@ -126,8 +126,8 @@ def asked(path: Path, *, lora: bool, choose: bool) -> Asked:
             spec = spec.model_copy(update={"lora": LoraSpec()})
     else:
         spec, mode_open = parse_spec(folder_text(str(path), lora=lora), source=str(path)), True
-    tables = {"pipeline": spec.pipeline, "sync": spec.sync}
-    codecs = frozenset(name for name, of in tables.items() if of.codec != AUTO)
+    named = {"pipeline": spec.pipeline.codec, "sync": spec.sync.codec}
+    codecs = frozenset(table for table, codec in named.items() if codec != AUTO)
     source = "" if is_file else str(path)
     if choose and spec.pipeline.batch_ramp:
         raise SpecError(
