@@ -254,12 +254,26 @@ def _in_steps(length: int) -> int:
     return -(-length // ROTARY_STEP) * ROTARY_STEP
 
 
-@functools.lru_cache(maxsize=ROTARY_TABLES)
 def rotary_tables(
     length: int, head_size: int, theta: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Cosines and *signed* sines, each (S, 1, E): the first half of the sines is negated, which
     makes `rotate_half` a plain rotation of the last dimension (Su et al., 2021)."""
+    return _made_tables(length, head_size, theta, device)
+
+
+@functools.cache
+def leave_tables_uncompiled() -> None:
+    """A compiler would look through the cache, and have each layer make the tables in each pass, on
+    the host. Told before the first layer is compiled: it is imported to be told, which takes two
+    seconds."""
+    torch.compiler.assume_constant_result(rotary_tables)
+
+
+@functools.lru_cache(maxsize=ROTARY_TABLES)
+def _made_tables(
+    length: int, head_size: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
     inverse_frequencies = 1.0 / theta**exponents
     angles = torch.outer(torch.arange(length).float(), inverse_frequencies)

@@ -44,6 +44,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.experts import adapted_stack
 from swarmnet.training.models.frozen import StageBase, settle
+from swarmnet.training.models.llama import leave_tables_uncompiled
 from swarmnet.training.passes.kept import Kept
 
 LESS_AND_LESS: tuple[ActivationsName, ...] = ("keep", "blocks", "recompute")
@@ -121,6 +122,7 @@ class StageLayers:
         self.shown = self._flatten(shard_size)
         """The vectors that the layers compute with and add gradients to."""
         if computing.compile:
+            leave_tables_uncompiled()
             for builder, module in zip(builders, self.modules, strict=True):
                 # How many tokens an expert gets is another number each time.
                 routes = plan.routes and builder.is_block
