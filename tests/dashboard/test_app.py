@@ -71,9 +71,13 @@ def test_what_may_be_taken_away(tmp_path: Path) -> None:
     assert visitor.get("/join.txt").headers["content-type"].startswith("text/plain")
 
 
+LINES = 50_000
+"""More than is read in one piece."""
+
+
 def test_a_replay_file_that_is_written_meanwhile_is_given_as_it_was(tmp_path: Path) -> None:
     path, line = tmp_path / "metrics.jsonl", b'{"event": "round"}\n'
-    path.write_bytes(100 * line)
+    path.write_bytes(LINES * line)
     app = live_app(Hub(Played().spec, Offers(path, None)), LOOPBACK)
     body, declared = bytearray(), []
 
@@ -90,7 +94,7 @@ def test_a_replay_file_that_is_written_meanwhile_is_given_as_it_was(tmp_path: Pa
     scope = {"type": "http", "method": "GET", "path": "/replay.jsonl", "query_string": b""}
     asyncio.run(app({**scope, "headers": [(b"host", b"127.0.0.1")]}, receive, send))
     assert not declared or declared == [len(body)]
-    assert bytes(body) == 100 * line
+    assert bytes(body) == LINES * line
 
 
 def test_only_this_machine_is_answered_under_its_own_names() -> None:
