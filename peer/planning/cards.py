@@ -2,13 +2,16 @@
 
 Dense figures, without sparsity: of tensor cores that multiply bf16 (or fp16) and add in fp32, and
 of fp32. Sources: NVIDIA's architecture whitepapers (Turing TU102, Ampere GA102, Ada AD102,
-Blackwell GB202) for GeForce and RTX cards, and NVIDIA's and AMD's data sheets of the others. Links
-are half of what is published for both ways together.
+Blackwell GB202) for GeForce and RTX cards, and NVIDIA's and AMD's data sheets of the others. Of
+GeForce cards that are in no whitepaper, cores times boost clock times two, and twice that: the
+ratio of the same maker's cards that are. Links are half of what is published for both ways
+together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 TERA = 1e12
 
@@ -36,11 +39,34 @@ class Card:
 CARDS = {
     "t4": Card(16, 8.1, 65, has_bf16=False, host_gb_s=16),
     "v100": Card(32, 15.7, 125, has_bf16=False, host_gb_s=16),
+    "rtx2060": Card(6, 6.5, 25.8, has_bf16=False, host_gb_s=16),
+    "rtx2070": Card(8, 7.5, 29.9, has_bf16=False, host_gb_s=16),
+    "rtx2080": Card(8, 10.1, 40.3, has_bf16=False, host_gb_s=16),
     "rtx2080ti": Card(11, 13.4, 53.8, has_bf16=False, host_gb_s=16),
+    "rtx3060": Card(12, 12.7, 25.5),
+    "rtx3060ti": Card(8, 16.2, 32.4),
+    "rtx3070": Card(8, 20.3, 40.6),
+    "rtx3070ti": Card(8, 21.7, 43.5),
     "rtx3080": Card(10, 29.8, 59.5),
+    "rtx3080ti": Card(12, 34.1, 68.2),
     "rtx3090": Card(24, 35.6, 71),
+    "rtx3090ti": Card(24, 40, 80),
+    "rtx4060": Card(8, 15.1, 30.2, host_gb_s=16),
+    "rtx4060ti": Card(8, 22.1, 44.1, host_gb_s=16),
+    "rtx4060ti-16gb": Card(16, 22.1, 44.1, host_gb_s=16),
+    "rtx4070": Card(12, 29.1, 58.3),
+    "rtx4070super": Card(12, 35.5, 71),
+    "rtx4070ti": Card(12, 40.1, 80.2),
+    "rtx4070tisuper": Card(16, 44.1, 88.2),
     "rtx4080": Card(16, 48.7, 97.5),
+    "rtx4080super": Card(16, 52.2, 104.4),
     "rtx4090": Card(24, 82.6, 165.2),
+    "rtx5060": Card(8, 19.2, 38.4),
+    "rtx5060ti": Card(16, 23.7, 47.4),
+    "rtx5060ti-8gb": Card(8, 23.7, 47.4),
+    "rtx5070": Card(12, 30.9, 61.7, host_gb_s=64),
+    "rtx5070ti": Card(16, 43.9, 87.9, host_gb_s=64),
+    "rtx5080": Card(16, 56.3, 112.6, host_gb_s=64),
     "rtx5090": Card(32, 104.8, 209.5, host_gb_s=64),
     "rtxa6000": Card(48, 38.7, 154.8),
     "a10": Card(24, 31.2, 125),
@@ -81,10 +107,24 @@ SYSTEM_GB, SYSTEM_PART = 2.0, 0.25
 part of it."""
 
 
+MOST_ALIKE, ALIKE = 5, 0.5
+"""Of cards that may have been meant: how many are told, and how like they have to be."""
+
+
 def card_named(text: str) -> Card | None:
     """By a name such as `RTX 4090`, `rtx-4090` or `NVIDIA GeForce RTX 4090`."""
+    plain = _plain(text)
+    return next((card for key, card in CARDS.items() if key.replace("-", "") == plain), None)
+
+
+def known_cards(text: str) -> str:
+    """Names of cards to write in place of one that is unknown: those like it, else all."""
+    alike = get_close_matches(_plain(text), CARDS, MOST_ALIKE, ALIKE)
+    return f"known cards like it: {', '.join(alike)}" if alike else f"known: {', '.join(CARDS)}"
+
+
+def _plain(text: str) -> str:
     name = text.lower()
     for maker in ("nvidia", "geforce", "amd", "instinct", "tesla"):
         name = name.replace(maker, "")
-    plain = "".join(c for c in name if c.isalnum())
-    return next((card for key, card in CARDS.items() if key.replace("-", "") == plain), None)
+    return "".join(c for c in name if c.isalnum())

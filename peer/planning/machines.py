@@ -26,6 +26,7 @@ from peer.planning.cards import (
     USABLE_LINK,
     Card,
     card_named,
+    known_cards,
 )
 from swarmnet.errors import UsageError, one_line
 from swarmnet.files import text_of
@@ -265,7 +266,7 @@ def read_machines(text: str) -> list[Described]:
         if one is None:
             raise UsageError(
                 f"--machines: {name.strip()!r} is no known card, and no memory of a gpu, cpu or "
-                f"mac; write for example {EXAMPLE}; known cards: {', '.join(CARDS)}; of others "
+                f"mac; write for example {EXAMPLE}; {known_cards(name)}; of others "
                 "say memory and speed: 12GB-gpu@10TFLOPS; here*4 are four peers on this machine, "
                 "and go with no others"
             )
@@ -387,8 +388,8 @@ def _of_table(table: Mapping[str, Any], where: str, before: Sequence[Described])
     card = card_named(card_name) if card_name else None
     if card_name and card is None and "tflops" not in table:
         raise UsageError(
-            f"{where}: no card {card_name!r} is known (known are {', '.join(CARDS)}); "
-            "write memory_gb and tflops"
+            f"{where}: no card {card_name!r} is known; write memory_gb and tflops; "
+            f"{known_cards(card_name)}"
         )
     if card is None and not {"memory_gb", "tflops"} & set(table):
         raise UsageError(f"{where}: write {FILE_EXAMPLE}")

@@ -29,11 +29,21 @@ def test_a_card_computes_in_what_it_has() -> None:
     for text in ("NVIDIA GeForce RTX 4090", "rtx-4090", "rtx4090"):
         assert card_named(text) == CARDS["rtx4090"]
     assert card_named("A100-40GB") == CARDS["a100-40gb"]
+    assert card_named("NVIDIA GeForce RTX 4060 Ti") == CARDS["rtx4060ti"]
+    assert card_named("NVIDIA GeForce RTX 4060 Laptop GPU") is None, "it is a slower one"
     old = read_machines("T4")[0]
     assert old.precision("auto") == "fp16", "as a peer there would choose"
     links = read_links("20Mbit/100Mbit,30ms")
     assert old.machine("fp32", links, None).flops_per_s < 8.1e12
     assert old.machine("fp16", links, None).flops_per_s > 20e12
+
+
+def test_a_card_that_is_unknown_is_told_of_those_like_it() -> None:
+    with pytest.raises(UsageError, match=r"known cards like it: rtx4060") as refused:
+        read_machines("RTX 4065*2")
+    assert "h200" not in str(refused.value)
+    with pytest.raises(UsageError, match=r"known: .*h200"):
+        read_machines("voodoo*2")
 
 
 def test_several_cards_in_one_machine() -> None:
