@@ -150,8 +150,19 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
     devices = choose_devices(spec, options)
     check_options(spec, options, devices)
     if len(devices) == 1:
+        if given := _of_ranks(options):
+            log.warning("%s has no effect: one device computes; --tp N makes N ranks", given)
         return None
     return start_ranks(spec.with_builder(options.model_builder(spec)), options, devices)
+
+
+def _of_ranks(options: PeerOptions) -> str:
+    """What was asked for that is a way of several ranks, where nobody said how many."""
+    if options.num_ranks is not None:
+        return ""
+    if options.local == "fsdp":
+        return "--local fsdp"
+    return "--sequence-parallel" if options.sequence_parallel else ""
 
 
 def start_ranks(spec: RunSpec, options: PeerOptions, devices: list[str]) -> LocalGroup:

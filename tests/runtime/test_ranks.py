@@ -12,6 +12,7 @@ from swarmnet.errors import UserError
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import open_ranks
 from swarmnet.spec import load_spec
+from tests.training.specs import small_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_model.toml"
 
@@ -33,3 +34,21 @@ def test_ranks_build_from_this_machines_code(
     mine = f"{EXAMPLE.with_suffix('.py')}:build"
     open_ranks(spec, PeerOptions(tmp_path, builder=mine, **joins))  # type: ignore[arg-type]
     assert json.loads(told[0]["spec"])["model"]["builder"] == mine
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"local": "fsdp"}, "--local fsdp has no effect"),
+        ({"sequence_parallel": True}, "--sequence-parallel has no effect"),
+        ({"local": "fsdp", "tp": 1}, ""),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_a_way_of_ranks_without_ranks_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any], told: str
+) -> None:
+    options = PeerOptions(tmp_path, device="cpu", **given)
+    assert open_ranks(small_spec(), options) is None
+    assert [told in r.message for r in caplog.records] == [True] * bool(told)
