@@ -103,7 +103,8 @@ async def _until_left(observer: RunObserver, last: int) -> None:
     """Says now and then how far it is."""
     said = ""
     while replicas := [r for r in _live(observer) if r.is_replica]:
-        line = f"round {max(r.round for r in replicas)} of {last}, {len(replicas)} peers are there"
+        there = "1 peer is" if len(replicas) == 1 else f"{len(replicas)} peers are"
+        line = f"round {max(r.round for r in replicas)} of {last}, {there} there"
         if line != said:
             say(line)
             said = line

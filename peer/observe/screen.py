@@ -235,7 +235,8 @@ def blocks(num_replicas: int, num_joining: int, is_ascii: bool) -> Text:
 
 def _in_numbers(row: StageRow) -> str:
     joining = f" + {row.num_joining}" if row.num_joining else ""
-    return f"{row.num_replicas}{joining} replicas"
+    what = "replica" if row.num_replicas + row.num_joining == 1 else "replicas"
+    return f"{row.num_replicas}{joining} {what}"
 
 
 @dataclass(frozen=True, slots=True)
