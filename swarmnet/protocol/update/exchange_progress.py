@@ -1,9 +1,8 @@
 """Who gets something done in an exchange, and who lives and does not. Pure.
 
 A primary tells who waits long for a result when it has the sum: from then on other stages may be
-what it waits for, until the norm of all stages is known. One that has no sum in time hangs, and so
-does one that has no result in time after that, and who does not answer a call in the time that it
-has."""
+what it waits for. One that has none in time hangs, and so does who does not answer a call in the
+time that it has."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus
 from swarmnet.protocol.update.shard_state import (
     CANVASSING,
     CLIPPING,
-    COPIED,
     COPYING,
     FOLLOWING,
     STEPPING,
@@ -99,9 +97,6 @@ class ExchangeProgress:
         has_begun: Container[str],
         begin_s: float,
         sum_s: float,
-        result_s: float,
-        *,
-        has_norm: bool,
     ) -> list[str]:
         """Primaries that hang, and neighbours between them and this replica; ascending. `began`:
         when this replica began the exchange; None where it has not. Who is still at work itself may
@@ -110,19 +105,14 @@ class ExchangeProgress:
         `behind`: primaries that are in the exchange before. Their time begins when they have left
         it, within `begin_s`: beside rounds one may end at one replica long before it does at
         another. `has_begun`: who has closed the round; it has `sum_s` for its sum, and who has not
-        has `begin_s`, for its sum waits for nobody. Who has a sum has `result_s` for its result
-        when it is known here that it waits for nobody: with the norm (`has_norm`), where that is
-        needed, or with the step that a backup has made."""
+        has `begin_s`, for its sum waits for nobody."""
         for peer_id in behind:
             self._behind_at[peer_id] = now
         is_at_work = any(
             shard.state in (STEPPING, COPYING) or (shard.state is CLIPPING and j not in self.summed)
             for j, shard in shards.items()
         )
-        if began is None or is_at_work:
-            return []
-        self._waits.look(shards, now, has_norm=has_norm)
-        if now < began + begin_s:
+        if began is None or is_at_work or now < began + begin_s:
             return []
 
         def limit_s(peer_id: str) -> float:
@@ -131,7 +121,7 @@ class ExchangeProgress:
         def since(peer_id: str) -> float:
             return max(began, min(self._behind_at.get(peer_id, began), began + begin_s))
 
-        return sorted(self._waits.hung(shards, since, now, limit_s, result_s))
+        return sorted(self._waits.hung(shards, since, now, limit_s))
 
     def holding_up(
         self, shards: Mapping[int, ShardState], now: float, longest_s: float
@@ -174,9 +164,6 @@ class SumWaits:
         self._since: dict[tuple[int, str], float] = {}
         """By shard and primary, since when its sum is waited for."""
         self._summed: set[tuple[int, str]] = set()
-        self._due_since: dict[tuple[int, str], float] = {}
-        """By shard and who is asked for its result, since when that waits for nobody, as is known
-        here."""
 
     def summed(self, shard: int, primary: str) -> None:
         """Notes that a primary has the sum of a shard."""
@@ -186,46 +173,26 @@ class SumWaits:
         """As it was noted."""
         return (shard, primary) in self._summed
 
-    def look(self, shards: Mapping[int, ShardState], now: float, *, has_norm: bool) -> None:
-        """Notes which primaries wait for nobody. The norm has the first primary's sum in it; a
-        backup's copy is of a step."""
-        for j, shard in shards.items():
-            ballot, is_copied = shard.ballot, shard.state is COPIED
-            if not is_copied and (shard.state is not FOLLOWING or shard.begun is None):
-                continue
-            is_summed = (j, ballot.primary) in self._summed
-            has_all = has_norm if shard.roster.clips else is_summed
-            if is_copied or (has_all and (is_summed or ballot.is_first)):
-                self._due_since.setdefault((j, shard.target()), now)
-
     def hung(
         self,
         shards: Mapping[int, ShardState],
         began: Callable[[str], float],
         now: float,
         limit_s: Callable[[str], float],
-        result_s: float,
     ) -> set[str]:
-        """Living primaries without a sum after the limit of each, or without a result `result_s`
-        after they wait for nobody, of an exchange that this replica has begun, which began for a
-        primary at `began`. Where a neighbour stands between, it is that one, for its word is all
-        that comes; and only then the primary, from that time on."""
+        """Living primaries without a sum after the limit of each, of an exchange that this replica
+        has begun, which began for a primary at `began`. Where a neighbour stands between, it is
+        that one, for its word is all that comes; and only then the primary, from that time on."""
         found = set()
         for j, shard in shards.items():
             primary, asked = shard.ballot.primary, shard.target()
-            is_waiting = shard.state in (FOLLOWING, COPIED) and shard.begun is not None
+            is_waiting = shard.state is FOLLOWING and shard.begun is not None
             if not is_waiting or asked not in (primary, shard.neighbour) or shard.is_dead(asked):
                 continue
             is_first = shard.ballot.is_first and (j, shard.neighbour) not in self._since
             since = self._since.setdefault((j, asked), began(asked) if is_first else now)
-            due_since = self._due_since.get((j, asked))
-            if due_since is not None:
-                # Who has taken over waits for all that have yet to find the one before it.
-                others_s = 0.0 if shard.ballot.is_first else limit_s(asked)
-                is_over = now >= due_since + result_s + others_s
-            else:
-                is_over = (j, primary) not in self._summed and now >= since + limit_s(asked)
-            if is_over:
+            is_summed = (j, primary) in self._summed
+            if not is_summed and now >= since + limit_s(asked):
                 found.add(asked)
         return found
 

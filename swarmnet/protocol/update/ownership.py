@@ -142,24 +142,15 @@ def without(roster: Roster, is_barred: Callable[[str], bool]) -> Roster:
     only where there is no other that holds the state."""
     if not any(map(is_barred, roster.order)):
         return roster
-    backups = tuple(p for p in roster.backups if not is_barred(p))
-    return replace(_with_last(roster, is_barred), backups=backups)
-
-
-def passing_over(roster: Roster, rests: Callable[[str], bool]) -> Roster:
-    """A roster in which who gave no result lately comes last; else it does what it does."""
-    if not any(map(rests, roster.order)):
-        return roster
-    found = _with_last(roster, rests)
-    is_other = found.ballot != roster.ballot
-    return replace(found, passed_over=roster.ballot.primary if is_other else "")
-
-
-def _with_last(roster: Roster, is_last: Callable[[str], bool]) -> Roster:
-    order, known = (tuple(sorted(p, key=is_last)) for p in (roster.order, roster.holders))
+    order, known = (tuple(sorted(p, key=is_barred)) for p in (roster.order, roster.holders))
     first = known[0] if known else order[0]
-    ballot = first_ballot(first, is_holder=bool(known))
-    return replace(roster, ballot=ballot, order=order, holders=known)
+    return replace(
+        roster,
+        ballot=first_ballot(first, is_holder=bool(known)),
+        order=order,
+        holders=known,
+        backups=tuple(p for p in roster.backups if not is_barred(p)),
+    )
 
 
 def is_settled(record: Record, owned: list[int], num_shards: int) -> bool:

@@ -93,8 +93,6 @@ class Roster:
     pulls: bool = False
     """Gossip averaging: the primary asks for the contributions, and each member is the primary of
     its own update. The pair is the roster."""
-    passed_over: str = ""
-    """Who would be the first primary by the records alone, and takes itself for it."""
     quorum: int = 0
     """The least contributions with which the primary goes on after a grace period: what is late
     counts in the shard's next exchange. 0 where all are waited for."""

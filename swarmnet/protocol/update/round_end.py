@@ -13,11 +13,8 @@ from swarmnet.protocol.moments import LONG_AGO, Deadline, Since
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update.exchange_waits import UPLOAD_SLACK
-from swarmnet.protocol.update.members import RESTS
+from swarmnet.protocol.update.members import MAX_DOUBLINGS, RESTS
 from swarmnet.protocol.update.replica_phase import Heard, Phase
-
-MAX_DOUBLINGS = 16
-"""Of a rest after waits in vain."""
 
 
 def is_over(view: View, phase: Phase, round_index: int, now: float, num_slots: int) -> bool:

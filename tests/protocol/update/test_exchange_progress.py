@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from swarmnet.protocol.update.roster import (
 )
 from swarmnet.protocol.update.shard_state import ShardState, State
 
-LIMIT_S, RESULT_S = 10.0, 20.0
+LIMIT_S = 10.0
 PRIMARY, ME, NEXT = "primary", "me", "next"
 
 
@@ -38,81 +37,47 @@ def began(_: str) -> float:
 
 def test_a_primary_without_a_sum_hangs_after_the_limit() -> None:
     waits, shards = SumWaits(), {0: waiting(Ballot(1, PRIMARY))}
-    assert waits.hung(shards, began, 109.9, lambda _: LIMIT_S, RESULT_S) == set()
-    assert waits.hung(shards, began, 110.0, lambda _: LIMIT_S, RESULT_S) == {PRIMARY}
+    assert waits.hung(shards, began, 109.9, lambda _: LIMIT_S) == set()
+    assert waits.hung(shards, began, 110.0, lambda _: LIMIT_S) == {PRIMARY}
 
 
 def test_each_primary_has_its_own_limit() -> None:
     waits = SumWaits()
     shards = {0: waiting(Ballot(1, PRIMARY)), 1: waiting(Ballot(2, NEXT))}
     limits = {PRIMARY: 4.0, NEXT: 10.0}.__getitem__
-    assert waits.hung(shards, began, 103.9, limits, RESULT_S) == set()
-    assert waits.hung(shards, began, 104.0, limits, RESULT_S) == {PRIMARY}
-    assert waits.hung(shards, began, 150.0, limits, RESULT_S) == {PRIMARY, NEXT}
+    assert waits.hung(shards, began, 103.9, limits) == set()
+    assert waits.hung(shards, began, 104.0, limits) == {PRIMARY}
+    assert waits.hung(shards, began, 150.0, limits) == {PRIMARY, NEXT}
 
 
 def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
     waits, shards = SumWaits(), {j: waiting(Ballot(1, PRIMARY)) for j in range(2)}
     waits.summed(0, PRIMARY)
-    assert waits.hung({0: shards[0]}, began, 150.0, lambda _: LIMIT_S, RESULT_S) == set()
-    assert waits.hung(shards, began, 150.0, lambda _: LIMIT_S, RESULT_S) == {PRIMARY}
-
-
-@pytest.mark.parametrize("kind", ["norm", "copy", "no norm needed"])
-def test_a_primary_that_waits_for_nobody_hangs_without_a_result(kind: str) -> None:
-    """Where the norm is known its sum is in that; a copy is of a step; and where no norm is needed,
-    it says that it has the sum."""
-    waits, shard = SumWaits(), waiting(Ballot(1, PRIMARY))
-    if kind == "copy":
-        shard.state = State.COPIED
-    if kind == "no norm needed":
-        shard.roster = replace(shard.roster, clips=False)
-        waits.summed(0, PRIMARY)
-
-    def hung(now: float) -> set[str]:
-        waits.look({0: shard}, now, has_norm=kind == "norm")
-        return waits.hung({0: shard}, began, now, lambda _: 4.0, RESULT_S)
-
-    assert hung(102.0) == set()
-    assert hung(121.9) == set()
-    assert hung(122.0) == {PRIMARY}
-
-
-def test_who_has_taken_over_after_the_norm_has_more_time() -> None:
-    waits, shard = SumWaits(), waiting(Ballot(3, NEXT))
-
-    def hung(now: float) -> set[str]:
-        waits.look({0: shard}, now, has_norm=True)
-        return waits.hung({0: shard}, began, now, lambda _: LIMIT_S, RESULT_S)
-
-    assert hung(110.0) == set()
-    waits.summed(0, NEXT)
-    assert hung(119.9) == set()
-    assert hung(149.8) == set()
-    assert hung(149.9) == {NEXT}
+    assert waits.hung({0: shards[0]}, began, 150.0, lambda _: LIMIT_S) == set()
+    assert waits.hung(shards, began, 150.0, lambda _: LIMIT_S) == {PRIMARY}
 
 
 def test_a_neighbour_between_hangs_first_and_the_primary_from_then_on() -> None:
     """Unless that has the sum, as the neighbour says."""
     waits, shard = SumWaits(), waiting(Ballot(1, PRIMARY))
     shard.neighbour = NEXT
-    assert waits.hung({0: shard}, began, 109.9, lambda _: LIMIT_S, RESULT_S) == set()
-    assert waits.hung({0: shard}, began, 110.0, lambda _: LIMIT_S, RESULT_S) == {NEXT}
+    assert waits.hung({0: shard}, began, 109.9, lambda _: LIMIT_S) == set()
+    assert waits.hung({0: shard}, began, 110.0, lambda _: LIMIT_S) == {NEXT}
     shard.members = {**shard.members, NEXT: MemberStatus(HUNG)}
-    assert waits.hung({0: shard}, began, 110.0, lambda _: LIMIT_S, RESULT_S) == set()
-    assert waits.hung({0: shard}, began, 119.9, lambda _: LIMIT_S, RESULT_S) == set()
-    assert waits.hung({0: shard}, began, 120.0, lambda _: LIMIT_S, RESULT_S) == {PRIMARY}
+    assert waits.hung({0: shard}, began, 110.0, lambda _: LIMIT_S) == set()
+    assert waits.hung({0: shard}, began, 119.9, lambda _: LIMIT_S) == set()
+    assert waits.hung({0: shard}, began, 120.0, lambda _: LIMIT_S) == {PRIMARY}
     told, shard = SumWaits(), waiting(Ballot(1, PRIMARY))
     shard.neighbour = NEXT
     told.summed(0, PRIMARY)
-    assert told.hung({0: shard}, began, 150.0, lambda _: LIMIT_S, RESULT_S) == set()
+    assert told.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
 
 
 def test_who_takes_over_gets_as_long() -> None:
     waits, shards = SumWaits(), {0: waiting(Ballot(3, NEXT))}
-    assert waits.hung(shards, began, 120.0, lambda _: LIMIT_S, RESULT_S) == set()
-    assert waits.hung(shards, began, 129.9, lambda _: LIMIT_S, RESULT_S) == set()
-    assert waits.hung(shards, began, 130.0, lambda _: LIMIT_S, RESULT_S) == {NEXT}
+    assert waits.hung(shards, began, 120.0, lambda _: LIMIT_S) == set()
+    assert waits.hung(shards, began, 129.9, lambda _: LIMIT_S) == set()
+    assert waits.hung(shards, began, 130.0, lambda _: LIMIT_S) == {NEXT}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +101,7 @@ def test_a_primary_has_its_time_from_when_it_has_left_the_exchange_before(
         now = looked_at + i * 0.25
         behind = [PRIMARY] if now < left_at else []
         begun = {PRIMARY} if now >= begun_at else set()
-        hung = progress.hanging(shards, 100.0, now, behind, begun, 10.0, 30.0, 50.0, has_norm=False)
+        hung = progress.hanging(shards, 100.0, now, behind, begun, 10.0, 30.0)
         found += [now for peer_id in hung if progress.hangs(peer_id)]
     assert found == [found_at]
 
@@ -150,9 +115,7 @@ def test_who_is_at_work_itself_finds_nobody() -> None:
         shards[1].state = state
         if has_sum:
             progress.begins(1, do.FindNorm(1, None, (), Ballot(1, ME)))
-        return progress.hanging(
-            shards, began, 150.0, [], set(), LIMIT_S, LIMIT_S, LIMIT_S, has_norm=False
-        )
+        return progress.hanging(shards, began, 150.0, [], set(), LIMIT_S, LIMIT_S)
 
     assert hung(State.GATHERING) == [PRIMARY]
     assert hung(State.GATHERING, None) == []
@@ -200,9 +163,9 @@ def test_the_word_that_state_has_come_may_be_there_before_the_one_that_it_had_no
 def test_nobody_hangs_who_is_not_waited_for() -> None:
     waits, shard = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
     shard.members = {PRIMARY: MemberStatus(ALIVE), NEXT: MemberStatus(ALIVE, is_past=True)}
-    assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S, RESULT_S) == set()
+    assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
     shard.begun = None
-    assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S, RESULT_S) == set()
+    assert waits.hung({0: shard}, began, 150.0, lambda _: LIMIT_S) == set()
 
 
 def test_a_member_whose_word_keeps_a_dead_primary_alive_has_its_result_in_time() -> None:

@@ -7,8 +7,7 @@ whatever it carries. What comes of a call is returned: `exchange` makes events o
 Sums go to the backups while their primary waits for the norm of all stages. For an exchange its
 uplink has little to send meanwhile, and a home link takes as long for the sums as all stages do for
 the norm. The step that is mirrored then names its sum by a digest, in place of carrying it. That is
-tried once: where the sum does not come, or the call breaks, the step carries it. A backup that has
-let the time pass that a call for it has gets no other."""
+tried once: where the sum does not come, or the call breaks, the step carries it."""
 
 from __future__ import annotations
 
@@ -20,14 +19,7 @@ from typing import Any
 
 import xxhash
 
-from swarmnet.errors import (
-    DeadlineExceeded,
-    NotReady,
-    ProtocolViolation,
-    Redirect,
-    Stale,
-    SwarmnetError,
-)
+from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale, SwarmnetError
 from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.methods.update import (
     BALLOT,
@@ -49,7 +41,6 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import exchange_turn
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress
 from swarmnet.protocol.update.late_tokens import Late
-from swarmnet.protocol.update.members import has_begun
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
@@ -410,10 +401,8 @@ class ExchangeCalls:
         request = BallotRequest(
             self._exchange, self._replica.index, shards, terms, question.is_final
         )
-        # An answer takes no work; before one is given, an exchange may have to begin.
-        is_begun = has_begun(self._gossip.view.get(question.member), self._exchange)
-        is_due = question.is_final or is_begun
-        call = self._calls.call_in_time if is_due else self._calls.call
+        # A promise takes no work; before one is given, an exchange may have to begin.
+        call = self._calls.call_in_time if question.is_final else self._calls.call
         reply = await call(question.member, BALLOT, Message(request))
         told = reply.body
         if len(told.terms) != len(shards):
@@ -428,11 +417,11 @@ class ExchangeCalls:
     # ---- mirrored steps ---------------------------------------------------------------------
 
     def sum_ahead(
-        self, shard: int, gradient: Array, num_tokens: int, ballot: Ballot, backups: Sequence[str]
+        self, shard: int, gradient: Array, ballot: Ballot, backups: Sequence[str]
     ) -> None:
         """These backups will be asked to make a step with the sum, when the norm is known."""
         followers = [p for p in backups if self._progress.is_follower(p, shard)]
-        self._sums_ahead.give(shard, gradient, num_tokens, ballot, followers)
+        self._sums_ahead.give(shard, gradient, ballot, followers)
 
     async def mirror(self, backup: str, request: MirrorRequest, gradient: Array) -> bytes:
         """Has a backup make the step too. Returns the digest of what it has made; raises
@@ -457,8 +446,6 @@ class ExchangeCalls:
                     raise
             finally:
                 asking.cancel()
-            if ahead.group.overdue is not None:
-                raise ahead.group.overdue
         await self._calls.turn(gradient.num_bytes)
         return await self._calls.call_in_time(backup, MIRROR, Message(request, (gradient,)))
 
@@ -526,18 +513,16 @@ def digest_of(total: Array) -> bytes:
 class Group:
     """Sums that go to one backup in one message."""
 
-    sums: dict[int, tuple[Array, int, Ballot]] = field(default_factory=dict)
-    """By shard, with the tokens behind each."""
+    sums: dict[int, tuple[Array, Ballot]] = field(default_factory=dict)
+    """By shard."""
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     """It is being sent, or was."""
     there: set[int] = field(default_factory=set)
     """Shards whose sum the backup has."""
-    overdue: DeadlineExceeded | None = None
-    """It has not answered in time."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(total.num_bytes for total, _, _ in self.sums.values())
+        return sum(total.num_bytes for total, _ in self.sums.values())
 
     def close(self) -> None:
         """It has been sent, or has failed: whoever waits for it looks whether it has come."""
@@ -580,9 +565,7 @@ class SumsAhead:
         """By backup, what waits for other sums that are ready in a moment."""
         self._going: dict[tuple[str, int], OnItsWay] = {}
 
-    def give(
-        self, shard: int, total: Array, num_tokens: int, ballot: Ballot, backups: Iterable[str]
-    ) -> None:
+    def give(self, shard: int, total: Array, ballot: Ballot, backups: Iterable[str]) -> None:
         """Sends the sum of a shard to these, each in its turn on the uplink."""
         named = list(backups)
         digest = digest_of(total) if named else b""  # what nobody gets may have no bytes yet
@@ -592,7 +575,7 @@ class SumsAhead:
                 group = Group()
                 sent = self.tasks.start(self._give(backup, group))
                 self._open[backup] = group, sent
-            group.sums[shard] = total, num_tokens, ballot
+            group.sums[shard] = total, ballot
             self._going[backup, shard] = OnItsWay(shard, total, digest, group, sent)
 
     def _has_room(self, group: Group, total: Array) -> bool:
@@ -609,15 +592,14 @@ class SumsAhead:
             await self._send(backup, group)
         except SwarmnetError as e:
             log.debug("round %d: no sums ahead at %s: %s", self.exchange, backup[-8:], e)
-            group.overdue = e if isinstance(e, DeadlineExceeded) else None
         finally:
             group.close()
 
     async def _send(self, backup: str, group: Group) -> None:
         shards = tuple(group.sums)
-        totals, num_tokens, ballots = zip(*group.sums.values(), strict=True)
-        terms = tuple(ballot.term for ballot in ballots)
-        request = SumsRequest(self.exchange, self.stage_index, shards, terms, num_tokens)
+        terms = tuple(ballot.term for _, ballot in group.sums.values())
+        totals = tuple(total for total, _ in group.sums.values())
+        request = SumsRequest(self.exchange, self.stage_index, shards, terms)
         reply = await self.calls.call_in_time(backup, SUMS, Message(request, totals))
         group.there.update(set(shards).difference(reply.body.refused))
 

@@ -28,8 +28,8 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress
 from swarmnet.protocol.update.exchange_waits import Pauses, may_miss_members
-from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus, Roster, still_known
-from swarmnet.protocol.update.shard_state import FOLLOWING, HAS_RESULT, ShardState, State
+from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus, still_known
+from swarmnet.protocol.update.shard_state import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
@@ -205,8 +205,6 @@ class Exchange:
         self._callers: dict[on.Call, asyncio.Future[do.Command]] = {}
         """Calls of other replicas, which wait for an answer."""
         self._num_callers = 0
-        self._heard_of: set[tuple[int, str]] = set()
-        """By shard, other primaries that this one has heard of."""
         self._promises_due: dict[str, Deadline] = {}
         """By member that was asked in vain for a promise, in seconds awake: until when it may be
         asked again."""
@@ -390,27 +388,7 @@ class Exchange:
             self._machines[shard] = machine
             for command in machine.handle(on.Seen(self._members, self._short_of)):
                 self._carry_out(shard, command)
-            if roster.passed_over and roster.ballot.primary == machine.shard.me:
-                self._tasks.start(self._announce(shard, roster))
         return machine
-
-    async def _announce(self, shard: int, roster: Roster) -> None:
-        """Tells who takes itself for the primary that the others go by this replica: it asks them
-        then (`_hurry`)."""
-        ask = do.Ask((roster.passed_over,), roster.ballot, is_final=True, count=0)
-        try:
-            await self._calls.ask(Question(roster.passed_over, True, {shard: ask}))
-        except SwarmnetError as e:
-            log.debug("round %d: not told to %s: %s", self.number, roster.passed_over[-8:], e)
-        self.feed(shard, on.Again())  # others may go by that one
-
-    def _hurry(self, j: int, sender: str) -> None:
-        """Another one leads, as it says: as primary, this replica asks the others now and not when
-        its pause is over. Once for each."""
-        is_first = (j, sender) not in self._heard_of
-        if self._machine(j).shard.state is State.GATHERING and is_first:
-            self._heard_of.add((j, sender))
-            self.feed(j, on.Again())
 
     async def answer(self, shard: int, make: Callable[[on.Call], on.Event]) -> do.Command:
         """What a call of another replica is answered with. `make(call)`: the event that it is.
@@ -426,12 +404,10 @@ class Exchange:
                     # In the exchange before, it was slow and no more.
                     self._pace.durations.straggled(contributor)
                     if event.gradient is not None:
-                        self._ownership.members.contributed(contributor, self.number)
+                        self._ownership.members.came_late(contributor, self.number)
             elif isinstance(event, on.Asked) and event.is_final:
                 self._leads(event.sender)
             self.feed(shard, event)
-            if isinstance(event, on.Asked) and event.is_final and event.sender in self._members:
-                self._hurry(shard, event.sender)
             return await future
         finally:
             self._callers.pop(call, None)
@@ -503,8 +479,6 @@ class Exchange:
             {p for p in primaries if members.has_begun(p, self.number)},
             waits.contributions_s,
             waits.sum_s,
-            waits.result_s,
-            has_norm=self._books.norms.known(self.number) is not None,
         )
         for peer_id in found:
             self._hangs(peer_id)
@@ -519,17 +493,8 @@ class Exchange:
         """Nobody waits for the work of a peer here any more."""
         if self.progress.hangs(peer_id):
             log.info("round %d: %s lives and gets nothing done", self.number, peer_id[-8:])
-            members = self._ownership.members
-            members.found_hung(peer_id, self.number)
-            if any(self._owes(m.shard, peer_id) for m in self._machines.values()):
-                members.found_unled(peer_id, self.number)
+            self._ownership.members.found_hung(peer_id, self.number)
             self.refresh()
-
-    def _owes(self, shard: ShardState, peer_id: str) -> bool:
-        """The first primary has given no result. One that has taken over may not get on because of
-        others, and is the first of the next exchange only where the others take it for that."""
-        is_waiting = shard.state in (FOLLOWING, State.COPIED)
-        return is_waiting and shard.ballot.is_first and shard.ballot.primary == peer_id
 
     def _silent(self, peer_id: str) -> None:
         """It has not answered in the time that an exchange takes, if that is known."""
@@ -752,8 +717,7 @@ class Exchange:
                 self._books.heard(self.number, j, came.told)
                 self._audits.came(self.number, j, came)
                 if self._machines[j].shard.roster.clips:
-                    summed = came.told.summed or self._proofs.sum_behind(self.number, j)
-                    self._books.norms.adopted(self.number, j, summed)
+                    self._books.norms.adopted(self.number, j, came.told.summed)
             self.results[j] = result
         shard = self._machines[j].shard
         if members := self._calls.members.get(j):
@@ -844,9 +808,7 @@ class Exchange:
     def _begin_work(self, j: int, command: do.Sum | do.FindNorm | do.Step | do.Repeat) -> None:
         self.progress.begins(j, command)
         if isinstance(command, do.FindNorm) and command.total is not None:
-            summed: Total = command.total
-            given = summed.gradient, summed.num_tokens
-            self._calls.sum_ahead(j, *given, command.ballot, command.backups)
+            self._calls.sum_ahead(j, command.total.gradient, command.ballot, command.backups)
         if isinstance(command, do.Repeat):
             mirror, total, maker = command.step
             self._books.summed(self.number, j, self._audits.mirrored(mirror, maker, total))
@@ -888,9 +850,6 @@ class Exchange:
         request = self._steps.mirror_request(j, total, command.ballot, state)
         given = total.gradient if state.result is None else state.result
         event: on.Event = on.Refused(backup, command.attempt)
-        members = self._ownership.members
-        if not members.copies(backup, self.number):
-            self.feed(j, event)  # it gets the step all the same, and may show that it makes it
         if self.progress.is_follower(backup, j):
             try:
                 digest = await self._calls.mirror(backup, request, given)
@@ -898,7 +857,6 @@ class Exchange:
                 event = self._not_mirrored(j, backup, command, e)
             else:
                 event = on.Confirmed(backup, command.attempt)
-                members.copied(backup, self.number)
                 if self._steps.is_newest(j, command.attempt):
                     self._books.copied(self.number, j, backup, digest)
         self.feed(j, event)
@@ -908,9 +866,7 @@ class Exchange:
     ) -> on.Event:
         log.debug("shard %d was not mirrored at %s: %s", shard, backup[-8:], error)
         if isinstance(error, DeadlineExceeded):  # its link is too slow: it fetches the state later
-            members = self._ownership.members
-            if self._pace.waits().is_known and not members.behind([backup], self.number):
-                members.found_uncopied(backup, self.number)
+            self._silent(backup)
         elif isinstance(error, TransportError):
             self._gossip.liveness.probe(backup)
             return on.MirrorFailed(backup, command.attempt)
@@ -919,22 +875,6 @@ class Exchange:
             return on.Refused(backup, command.attempt)
         self.feed(shard, on.Denied(backup, denied, command.ballot))
         return on.MirrorFailed(backup, command.attempt)  # it is asked again where this one goes on
-
-    def stand_in(self, j: int, primary: str, total: Array, num_tokens: int) -> None:
-        """As backup that has got the sum of a shard: its primary ought to tell other stages of its
-        squares."""
-        if self._machine(j).shard.roster.clips and not self._work.tells_results and num_tokens:
-            self._tasks.start(self._stand_in(j, primary, total, num_tokens))
-
-    async def _stand_in(self, j: int, primary: str, total: Array, num_tokens: int) -> None:
-        members, norms = self._ownership.members, self._books.norms
-        at_once = not members.speaks(primary, self.number)
-        try:
-            squares = await self._work.squares(j, total, num_tokens)
-            if await norms.stand_in(self.number, j, squares, at_once=at_once) and not at_once:
-                members.found_unspoken(primary, self.number)
-        except SwarmnetError as e:
-            log.debug("round %d shard %d: no squares: %s", self.number, j, e)
 
     # ---- time -------------------------------------------------------------------------------
 

@@ -91,8 +91,8 @@ class StageSums:
     """What it signed then."""
     total: float | None = None
     """None before it is known."""
-    passed_over: tuple[tuple[int, str], ...] = ()
-    """By shard, who would have spoken before those that did, when it was known."""
+    passed_over: tuple[str, ...] = ()
+    """Who would have spoken before those that did, and had said nothing when it was known."""
     _whole: Since | None = None
     """Since when there is a word for every shard."""
     _most: Since | None = None
@@ -117,19 +117,9 @@ class StageSums:
         if late and not (is_due or self._whole.is_older(now, longest_s)):
             return
         self.total = sum(self.words[j][p] for j, p in enumerate(said))
-        self.passed_over = self.silent(orders)
-
-    def silent(self, orders: Sequence[Sequence[str]]) -> tuple[tuple[int, str], ...]:
-        """By shard, who would have spoken before those that did; none where there is a shard
-        without a word."""
-        said = [first_heard(order, self.words.get(j, ())) for j, order in enumerate(orders)]
-        if not all(said):
-            return ()
-        return tuple(
-            (j, q)
-            for j, (p, order) in enumerate(zip(said, orders, strict=True))
-            for q in order[: order.index(p)]
-        )
+        spoken = {peer_id for by_peer in self.words.values() for peer_id in by_peer}
+        before = {q for p, order in zip(said, orders, strict=True) for q in order[: order.index(p)]}
+        self.passed_over = tuple(sorted(before - spoken))
 
 
 @dataclass
@@ -247,27 +237,6 @@ class Norms:
         where = self.gossip.own.run_id, speaker, 0, norm.round, norm.stage
         return Squares(*where, norm.shards, norm.sums)
 
-    # ---- for a primary that does not speak ----------------------------------------------------
-
-    async def stand_in(
-        self, round_index: int, shard: int, squares: float, *, at_once: bool
-    ) -> bool:
-        """As backup that has the sum of a shard: says its squares in the primary's place, where no
-        result comes for a while, or `at_once`. Returns whether it was said."""
-        awake_s = self.gossip.liveness.awake_s
-        end = Deadline.after(awake_s(), 0.0 if at_once else LOOK_LESS_S)
-        while not end.is_over(awake_s()):
-            await asyncio.sleep(RETRY_S)
-            if self.known(round_index) is not None or self.replica.current_exchange > round_index:
-                return False
-        request = self._signed(round_index, {shard: squares})
-        while self.known(round_index) is None and self.replica.current_exchange <= round_index:
-            total = await self._first_answer(request, ATTEMPT_S)
-            if total is not None:
-                self._take(round_index, total)
-            await asyncio.sleep(RETRY_S)
-        return True
-
     # ---- for primaries that have told a result ------------------------------------------------
 
     def adopted(self, round_index: int, shard: int, summed: Proof | None) -> None:
@@ -377,10 +346,6 @@ class Norms:
         return reply.body.sum
 
     def _take(self, round_index: int, total: float) -> float:
-        for stage, heard in self._rounds.get(round_index, RoundSums()).stages.items():
-            if heard.total is None:  # others have passed over who is waited for here
-                orders = self._orders(round_index, stage)
-                self.speakers.passed_over(stage, heard.silent(orders))
         self.last_total = self._totals.setdefault(round_index, total)
         self._changed.notify_all()
         return self.last_total
@@ -421,7 +386,8 @@ class Norms:
 
     async def _on_norm(self, request: Request[NormRequest]) -> Message[NormReply]:
         norm = request.message.body
-        self.speakers.spoke(request.remote, norm.stage, norm.shards)
+        if norm.shards:
+            self.speakers.spoke(request.remote)
         says = bool(norm.shards or norm.summed)
         known = self._totals.get(norm.round) if says else self.known(norm.round)
         if known is not None:
@@ -477,16 +443,11 @@ class Norms:
             num_shards = self.ownership.members.num_shards(stage)
             if heard.total is not None or len(heard.words) < num_shards:
                 continue
-            orders = self._orders(round_index, stage)
+            orders = [self.speakers.order(stage, round_index, j) for j in range(num_shards)]
             heard.settle(orders, now, usual_s, longest_s)
             if heard.total is not None:
-                self.speakers.passed_over(stage, heard.passed_over)
+                self.speakers.passed_over(heard.passed_over)
                 self._changed.notify_all()
-
-    def _orders(self, round_index: int, stage: int) -> list[list[str]]:
-        """By shard, who may speak for it."""
-        num_shards = self.ownership.members.num_shards(stage)
-        return [self.speakers.order(stage, round_index, j) for j in range(num_shards)]
 
     def forget(self) -> None:
         """What was taken here is of an update that does not hold."""

@@ -22,26 +22,25 @@ class Speakers:
         exchange is not under way here."""
         self._ownership = ownership
         self._followed = followed
-        self._silent: set[tuple[int, int, str]] = set()
-        """By stage and shard."""
+        self._silent: dict[str, None] = {}
 
     def order(self, stage: int, exchange: int, shard: int) -> list[str]:
         """Peers that may speak for a shard; the first one is taken for its primary."""
         order = list(self._ownership.leaders(stage, exchange, shard))
         is_barred = self._ownership.gossip.view.is_barred
-        order.sort(key=lambda p: (is_barred(p), (stage, shard, p) in self._silent))
+        order.sort(key=lambda peer_id: (is_barred(peer_id), peer_id in self._silent))
         if stage == self._ownership.replica.index:
             followed = self._followed(exchange, shard)
             return list(dict.fromkeys([followed, *order])) if followed else order
         return order
 
-    def spoke(self, peer_id: str, stage: int, shards: Iterable[int]) -> None:
-        """It has said something of these."""
-        self._silent.difference_update((stage, j, peer_id) for j in shards)
+    def spoke(self, peer_id: str) -> None:
+        """It has said something of a shard."""
+        self._silent.pop(peer_id, None)
 
-    def passed_over(self, stage: int, silent: Iterable[tuple[int, str]]) -> None:
-        """By shard: the word of others was taken in their place."""
-        self._silent.update((stage, j, peer_id) for j, peer_id in silent)
+    def passed_over(self, peer_ids: Iterable[str]) -> None:
+        """The word of others was taken in their place."""
+        self._silent |= dict.fromkeys(peer_ids)
 
 
 def first_heard(order: Iterable[str], heard: Collection[str]) -> str:

@@ -97,7 +97,7 @@ class TiedShards:
         r, j = push.round, push.shard
         if sender not in self._speakers.order(self._last_stage, r, j):
             raise NotReady("you are not known here as one that may lead that shard")
-        self._speakers.spoke(sender, self._last_stage, (j,))
+        self._speakers.spoke(sender)
         said = self._sums.setdefault((r, j), {})
         if sender not in said or push.term >= said[sender].term:
             said[sender] = OtherSum(push.term, push.num_tokens, arrays[0] if arrays else None)
@@ -150,8 +150,7 @@ class TiedShards:
             said = self._sums.get((exchange, shard), {})
             found = first_heard(order, said)
             if found and (found == order[0] or others.is_over(awake_s())):
-                before = order[: order.index(found)]
-                self._speakers.passed_over(self._last_stage, ((shard, p) for p in before))
+                self._speakers.passed_over(order[: order.index(found)])
                 return said[found]
             if end.is_over(awake_s()):
                 self._gossip.add_total("tied_missed")

@@ -459,7 +459,7 @@ def test_another_speaks_for_a_primary_that_lives_and_says_nothing() -> None:
             took.append(loop.time() - began)
             if r > ROUND:
                 for collector in "abc":
-                    net.norms[collector].speakers.spoke("x", 0, (0,))
+                    net.norms[collector].speakers.spoke("x")
         assert took[0] >= USUAL_S
         assert took[1] < USUAL_S / 2
         assert took[2] >= USUAL_S
