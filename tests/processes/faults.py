@@ -188,3 +188,24 @@ def arm(text: str, folder: str | None = None) -> None:
         return peer
 
     run.compose = armed
+
+
+def hold_feeding(path: str) -> None:
+    """In a peer's process, before it has begun: it launches no microbatch before there is such a
+    file. Else a run of tiny rounds may be over before its last peers have started."""
+    compose, opened = run.compose, Path(path)
+
+    def held(*arguments: Any, **named: Any) -> Peer:
+        peer = compose(*arguments, **named)
+        if peer.feeder is not None:
+            feed = peer.feeder.run
+
+            async def waits(replica: Any) -> None:
+                while not opened.exists():  # noqa: ASYNC110, ASYNC240
+                    await asyncio.sleep(0.05)
+                await feed(replica)
+
+            setattr(peer.feeder, "run", waits)  # noqa: B010
+        return peer
+
+    run.compose = held

@@ -204,6 +204,12 @@ class Command:
         return self.folder / self.name / COUNTED_FILE
 
 
+def has_state(peer: Command) -> bool:
+    """A living peer says with --debug that it has the optimizer state that it owns."""
+    assert peer.process.poll() is None, peer.describe()
+    return any("has the optimizer state" in line for line in peer.errors())
+
+
 @dataclass
 class Machine:
     """The processes of one test. Nothing that it waits for is waited for without a bound."""
@@ -285,25 +291,34 @@ class Machine:
         kill_at: Mapping[int, str] | None = None,
         *,
         everywhere: Sequence[str] = (),
+        together: bool = False,
     ) -> list[Command]:
         """A first peer and others that join it, with further arguments each. `kill_at`: the moments
         (`tests.processes.faults`) at which a peer kills itself, by its number (the first has 0), if
-        it is the first to come to it. `everywhere`: arguments of all. They say what they do on
-        their stderr."""
+        it is the first to come to it. `everywhere`: arguments of all. `together`: the first round
+        begins when all are replicas. They say what they do on their stderr."""
         more = ("--debug", *everywhere)
         arm = f"from tests.processes.faults import arm; arm({{!r}}, {str(self.folder)!r})"
-        before = {i: arm.format(moments) for i, moments in (kill_at or {}).items()}
+        all_in = self.folder / "all-are-in"
+        hold = f"from tests.processes.faults import hold_feeding; hold_feeding({str(all_in)!r})"
+        before = dict.fromkeys(range(1 + len(joiners)), f"{hold}; " if together else "")
+        for i, moments in (kill_at or {}).items():
+            before[i] += arm.format(moments)
         first = self.start_peer(
-            "peer-0", "--spec", str(spec), "--stage", "0", *more, before=before.get(0, "")
+            "peer-0", "--spec", str(spec), "--stage", "0", *more, before=before[0]
         )
         self.until_ready(first)
         data = str(self.folder / "text.txt")
         join = ("--join", first.address, "--data", data, *more)
         others = [
-            self.start_peer(f"peer-{i}", *join, *extra, before=before.get(i, ""))
+            self.start_peer(f"peer-{i}", *join, *extra, before=before[i])
             for i, extra in enumerate(joiners, start=1)
         ]
         self.until_ready(*others)
+        if together:
+            for peer in (first, *others):
+                self.until(lambda p=peer: has_state(p))
+            all_in.touch()
         return [first, *others]
 
     def until_ready(self, *peers: Command) -> None:
@@ -337,10 +352,6 @@ class Machine:
         """Each of them has told that so many rounds are over, and is a replica that has the
         optimizer state it owns (as it says with --debug): who only listens, or is joining, tells
         the rounds of the others."""
-
-        def has_state(peer: Command) -> bool:
-            assert peer.process.poll() is None, peer.describe()
-            return any("has the optimizer state" in line for line in peer.errors())
 
         for peer in peers:
             self.until_round(peer, number)

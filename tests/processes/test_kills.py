@@ -47,7 +47,7 @@ def test_a_run_survives_deaths_at_one_instant(
     running: Machine, stages: str, victims: Sequence[int]
 ) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS)
-    peers = running.start_swarm(path, [("--stage", stage) for stage in stages[1:]])
+    peers = running.start_swarm(path, [("--stage", stage) for stage in stages[1:]], together=True)
     witness = next(p for i, p in enumerate(peers) if i not in victims)
     running.until_all_are_in(peers, HARMED_FROM)
     for index in victims:
@@ -79,7 +79,8 @@ def test_a_run_survives_a_death_at_an_exact_moment(
     stages = "010101"
     path = tiny_run(running.folder, rounds=ROUNDS)
     kill_at = {i: ",".join(moments[int(stage)]) for i, stage in enumerate(stages)}
-    peers = running.start_swarm(path, [("--stage", stage) for stage in stages[1:]], kill_at)
+    others = [("--stage", stage) for stage in stages[1:]]
+    peers = running.start_swarm(path, others, kill_at, together=True)
     num_dead = sum(map(len, moments))
     running.until(lambda: sum(p.process.poll() is not None for p in peers) >= num_dead)
     victims = [p for p in peers if p.process.poll() is not None]
