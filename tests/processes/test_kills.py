@@ -142,7 +142,7 @@ def _assert_killed(running: Machine, victims: Sequence[Command]) -> None:
 
 def test_a_stopped_peer_is_gone_round_and_is_used_again(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS)
-    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"], together=True)
     witness, victim = peers[0], peers[3]
     running.until_all_are_in(peers, HARMED_FROM)
     victim.process.send_signal(signal.SIGSTOP)

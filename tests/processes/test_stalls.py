@@ -28,7 +28,7 @@ def test_who_stalls_for_seconds_loses_no_sample(running: Machine) -> None:
     rng = random.Random(SEED)
     path = tiny_run(running.folder, rounds=ROUNDS)
     spec = start_run(path).spec
-    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"], together=True)
     running.until_all_are_in(peers, 2)
     for i in STALLED:
         time.sleep(rng.uniform(0.0, 0.5))  # so that it happens anywhere in a round
