@@ -323,7 +323,7 @@ def test_what_ranks_do_not_do_is_one_line(tmp_path: Path) -> None:
     spec = small_spec(write_text(tmp_path), model=KINDS["mixtral"])
     check_cut(spec, 2)
     check_split(spec, 1)
-    with pytest.raises(SpecError, match=r"--tp 2.* take --tp 1, or a peer for each device"):
+    with pytest.raises(SpecError, match=r"--tp 2.* leave --local fsdp out, or take --tp 1"):
         check_split(spec, 2)
 
 
