@@ -43,7 +43,7 @@ from swarmnet.transport.frames import (
     part_frames,
 )
 from swarmnet.wire import Array, Message
-from tests.transport.loopback import LoopbackCarrier, LoopbackHub
+from tests.transport.loopback import LoopbackCarrier, LoopbackHub, run
 from tests.transport.streams import PATIENCE_S, identity
 from tests.transport.test_frames import raw_frame, read
 
@@ -68,7 +68,7 @@ def play(scenario: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(2 * PATIENCE_S):
             await scenario
 
-    asyncio.run(main())
+    run(main())
 
 
 @contextlib.asynccontextmanager
@@ -387,6 +387,7 @@ def test_what_a_peer_leaves_unread_does_not_keep_the_uplink_from_others() -> Non
                 return Message(None, (array(LARGE),))
 
             a.handle("large", large)
+            a.limit_upload(4.0 * LARGE)
             for _ in range(2):
                 await c.call(a.peer_id, "large", Message(), timeout_s=PATIENCE_S)
             assert a.traffic.upload.known_bytes_per_s > 0

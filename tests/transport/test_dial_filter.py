@@ -11,7 +11,7 @@ import pytest
 from swarmnet.errors import Unreachable
 from swarmnet.transport.base import PROTOCOL_NAME, ByteStream
 from swarmnet.transport.channel import ChannelTransport
-from tests.transport.loopback import LoopbackCarrier, LoopbackHub
+from tests.transport.loopback import LoopbackCarrier, LoopbackHub, run
 from tests.transport.streams import identity
 
 OWN = "/ip4/192.168.1.5/tcp/4001"
@@ -71,7 +71,7 @@ def play(scenario: Callable[[ChannelTransport, Carrier, list[str]], Any]) -> Non
             for transport in made:
                 await transport.close()
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_what_a_record_says_is_dialled_where_its_peer_may_be() -> None:

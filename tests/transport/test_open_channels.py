@@ -17,6 +17,7 @@ from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.listeners import Listeners
 from swarmnet.transport.open_channels import OpenChannels
+from tests.transport.loopback import run
 from tests.transport.streams import PATIENCE_S
 
 
@@ -78,7 +79,7 @@ def play(scenario: Callable[[World], Any]) -> None:
         async with asyncio.timeout(PATIENCE_S), world() as w:
             await scenario(w)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_peer_is_connected_from_its_first_channel_to_the_end_of_its_last() -> None:

@@ -29,6 +29,7 @@ from swarmnet.transport.base import Envelope, Request, Transport
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import MAX_BODY_BYTES, Array, Message
+from tests.transport import loopback
 from tests.transport.loopback import LoopbackHub
 from tests.transport.streams import PATIENCE_S, identity
 
@@ -95,7 +96,7 @@ def play(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
                 await scenario(w)
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
-        asyncio.run(main())
+        loopback.run(main())
 
     return run
 

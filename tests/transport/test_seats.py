@@ -21,7 +21,7 @@ from swarmnet.transport.calls.outbox import outgoing
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import NOTIFY
 from swarmnet.wire import Array, Message
-from tests.transport.loopback import LoopbackHub
+from tests.transport.loopback import LoopbackHub, run
 from tests.transport.streams import PATIENCE_S
 
 ACTIVATION = Array("float32", (4,), bytes(16))
@@ -46,7 +46,7 @@ def play(scenario: Callable[[ChannelTransport, ChannelTransport], Awaitable[None
             await a.close()
             await b.close()
 
-    asyncio.run(main())
+    run(main())
 
 
 async def says_who(request: Request) -> Message:
