@@ -158,6 +158,22 @@ def test_chimera_idles_for_half_a_pipeline_less(k: int, m: int) -> None:
     assert found.weight_versions == 2
 
 
+@pytest.mark.parametrize("times", [EVEN, StageTimes(1.0, 2.0, 1.0), StageTimes(1.0, 1.0, 0.5)])
+@pytest.mark.parametrize(("k", "m"), [(2, 4), (3, 6), (4, 16), (8, 16)])
+def test_dualpipe_v_idles_for_no_longer_than_its_paper_says(
+    k: int, m: int, times: StageTimes
+) -> None:
+    """DeepSeek-V3, 2024: (K - 1)(F&B + B - 3 W) of the halves of a device, where a forward pass and
+    the backward pass beside it end together. Here the forward pass is passed on when it is done,
+    which takes (K - 1) F from it, or more where the passes are uneven."""
+    f, i, w = times.forward_s / 2, times.input_s / 2, times.weight_s / 2
+    idle = played(schedules.dualpipe_v, [times] * k, m).round_s - 2 * m * (f + i + w)
+    paper = (k - 1) * ((f + i + w) + (i + w) - 3 * w)
+    assert idle <= paper - (k - 1) * f + 1e-9
+    if i == f:
+        assert idle == pytest.approx(paper - (k - 1) * f)
+
+
 @pytest.mark.parametrize(("k", "m"), [(2, 4), (4, 8), (8, 16)])
 def test_activations_and_versions(k: int, m: int) -> None:
     times = [EVEN] * k
