@@ -257,6 +257,10 @@ def compare(shape: Shape) -> tuple[Found, Found, Measured]:
         path = folder / "run.toml"
         path.write_text(spec_text(shape, folder))
         before = planned(path, shape)
+        layers = [end - first for first, end in before.plan.cut]
+        path.write_text(  # as `swarmnet plan --write`
+            path.read_text().replace("[pipeline]\n", f"[pipeline]\nlayers = {layers}\n")
+        )
         found = run(path, shape, ROUNDS)
         after = planned(path, shape)
         with _metered(folder) as (more, peaks):

@@ -408,22 +408,44 @@ def by_compute_alone(found: Found) -> float:
 def _given(found: Found, precision: str, question: Asked) -> list[Choice]:
     """`precision`: as `Planner` was told."""
     spec, plan = found.table.spec, found.plan
-    layers = [end - first for first, end in plan.cut]
-    is_cut_given = bool(question.spec.pipeline.layers) and not question.is_open
     usual = "of what crosses the links; shown to change no loss (docs/convergence.md)"
 
     def codec(table: str, value: str) -> Choice:
         return Choice(f"[{table}] codec", value, FIXED if table in question.codecs else usual)
 
     return [
-        Choice("[pipeline] num_stages", str(len(layers)), BEST if question.is_open else FIXED),
-        Choice("[pipeline] layers", str(layers), FIXED if is_cut_given else BEST),
+        Choice("[pipeline] num_stages", str(len(plan.cut)), BEST if question.is_open else FIXED),
+        _layers(found, question),
         _replicas(found),
         codec("pipeline", spec.pipeline.codec),
         codec("sync", spec.sync.codec),
         *_computing(found, precision),
         *_at_machines(found),
     ]
+
+
+def _layers(found: Found, question: Asked) -> Choice:
+    """The cut; of a run that leaves it open, what its own one, by the layers' costs, would come
+    to."""
+    plan, pipeline = found.plan, question.spec.pipeline
+    name, layers = "[pipeline] layers", [end - first for first, end in plan.cut]
+    if question.is_open:
+        return Choice(name, str(layers), BEST)
+    if pipeline.layers:
+        return Choice(name, str(layers), FIXED)
+    from swarmnet.training.models.registry import split_stages
+
+    own = [len(stage) for stage in split_stages(found.table.plan, pipeline.num_stages)]
+    if own == layers:
+        return Choice(name, str(layers), f"{BEST}, and what the run does by itself")
+    made = best_plan(found.costs, found.machines, cut=cut_of(own))
+    if made is None:
+        words = f"{own}, as the run does by itself, does not fit"
+    else:
+        rate, best = made.round.tokens_per_s, plan.round.tokens_per_s
+        words = f"without this line the run takes {own}: {rate:,.0f} tokens/s "
+        words += f"({100 * (rate / best - 1):+.0f} %)"
+    return Choice(name, str(layers), f"{BEST}; {words}")
 
 
 def _replicas(found: Found) -> Choice:
@@ -571,9 +593,8 @@ def _told(held: Held) -> str:
 def _why(held: Held, found: Found, machine: Machine, stage: tuple[int, int]) -> str:
     """With what it costs, of a microbatch."""
     job = found.costs.job
-    passes = 1 + job.backward + held.computes_again
-    flops = passes * found.costs.flops(*stage) * job.microbatch
-    computing_s = flops / (machine.flops_per_s * held.part)
+    flops = found.costs.flops(*stage) * job.microbatch
+    computing_s = held.computing_s(flops, job.backward, machine.flops_per_s)
     of = f"of a microbatch, {computing_s:.3g} s are computing"
     if held.weights != "device":
         return (

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from peer.cli import app
 from peer.machine.measured_layers import write_layers
+from peer.planning.question import FIXED
 from swarmnet.spec import load_spec, parse_spec
 from swarmnet.training.memory.plan import MODES
 from swarmnet.training.resolving import resolve
@@ -651,6 +652,21 @@ def test_uneven_replicas_are_told_with_what_even_ones_would_have(tmp_path: Path)
     single = answered(spec, "--machines", machines, "--links", "1Gbit/1Gbit,1ms")
     (told,) = (c for c in single["choices"] if c["key"] == "replicas")
     assert "as peers" not in told["why"], "no copy is promised"
+
+
+def test_the_cut_that_the_run_makes_by_itself_is_told_beside_a_better_one(fp32: Path) -> None:
+    machines = ("--machines", "16GB-cpu@0.02TFLOPS, 16GB-cpu@0.4TFLOPS", "--links", "1Gbit,1ms")
+    told = {c["key"]: c for c in answered(fp32, *machines)["choices"]}["[pipeline] layers"]
+    words = r"without this line the run takes (\[.*\]): ([\d,]+) tokens/s \((-\d+) %\)"
+    said = re.search(words, told["why"])
+    assert said, told["why"]
+    own, rate, less = said.groups()
+    assert own != told["value"]
+    assert int(less) < -20
+    fp32.write_text(fp32.read_text().replace("num_stages = 2", f"num_stages = 2\nlayers = {own}"))
+    found = answered(fp32, *machines)
+    assert f"{found['tokens_per_s']:,.0f}" == rate
+    assert {c["key"]: c["why"] for c in found["choices"]}["[pipeline] layers"] == FIXED
 
 
 def test_who_is_left_out_is_told_what_it_would_cost() -> None:
