@@ -61,7 +61,7 @@ def stage_times(found: Found) -> list[StageTimes]:
         assert stage is not None
         assert held is not None
         again = float(held.computes_again)
-        forward_s = job.microbatch / stage.compute / (1 + job.backward + again)
+        forward_s = job.microbatch / stage.compute / held.passes(job.backward)
         input_s = forward_s * min(1.0, job.backward)
         weight_s = forward_s * max(0.0, job.backward - 1)
         times.append(StageTimes(forward_s, input_s, weight_s, again * forward_s))

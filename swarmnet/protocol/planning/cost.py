@@ -214,8 +214,7 @@ class Costs:
         if held is None:
             return None
         job = self.job
-        passes = 1 + job.backward + held.computes_again
-        computing_s = passes * self.flops(first, end) / (machine.flops_per_s * held.part)
+        computing_s = held.computing_s(self.flops(first, end), job.backward, machine.flops_per_s)
         working_s = max(computing_s + held.between_s, held.moved_s / job.microbatch)
         took_s = working_s + machine.microbatch_s / job.microbatch
         compute = 1 / took_s if took_s else float("inf")

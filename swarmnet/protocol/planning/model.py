@@ -91,6 +91,14 @@ class Held:
     moved_s: float = 0.0
     """Of a microbatch, that weights come and gradients go, beside the computing."""
 
+    def passes(self, backward: float) -> float:
+        """A pass forth and back, in forward passes; `backward` as in `Job`."""
+        return 1 + backward + self.computes_again
+
+    def computing_s(self, forward_flops: float, backward: float, flops_per_s: float) -> float:
+        """Seconds of such a pass, without what is moved for it."""
+        return self.passes(backward) * forward_flops / (flops_per_s * self.part)
+
 
 Fits: TypeAlias = Callable[[int, int, int, Hashable], Held | None]
 """`(first layer, end, stages of the run, memory of a machine)`: None where it does not fit."""

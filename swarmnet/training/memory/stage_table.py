@@ -148,6 +148,11 @@ class StageTable:
             other.traced.clear()
         return other
 
+    @property
+    def _backward(self) -> float:
+        """As `Job.backward`."""
+        return 1.0 if self.plan.has_base else 2.0
+
     def job(self) -> Job:
         """The run as the planner takes it."""
         spec = self.spec
@@ -171,7 +176,7 @@ class StageTable:
                 sync.shard_parameters,
             ),
             memory=self.held,
-            backward=1.0 if self.plan.has_base else 2.0,
+            backward=self._backward,
             last_layers=max(1, self.plan.whole_end),
             tied=self.tied,
         )
@@ -400,8 +405,7 @@ class StageTable:
     def _sample_s(self, held: Held, first: int, end: int, memory: MachineMemory) -> float:
         """Of a pass forth and back, as `Costs` has it; what other layers take is the same."""
         flops = sum(x.cost for x in self.plan.layers[first:end])
-        passes = 2 + held.computes_again + (not self.plan.has_base)
-        computing_s = passes * flops / (memory.flops_per_s * held.part)
+        computing_s = held.computing_s(flops, self._backward, memory.flops_per_s)
         return max(computing_s + held.between_s, held.moved_s / self.spec.pipeline.microbatch)
 
 
