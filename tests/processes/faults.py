@@ -22,8 +22,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from swarmnet.methods.state import FETCH_PARAMETERS
 from swarmnet.methods.update import MIRROR, REDUCE
 from swarmnet.runtime import run
 from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.pipeline.feeder import Feeder
 
 ON_DEVICE = {"forward": ("forward_pass", "loss_pass"), "backward": ("backward_pass",)}
 CALLS = {"push": REDUCE.name, "mirror": MIRROR.name}
@@ -190,22 +191,46 @@ def arm(text: str, folder: str | None = None) -> None:
     run.compose = armed
 
 
-def hold_feeding(path: str) -> None:
-    """In a peer's process, before it has begun: it launches no microbatch before there is such a
-    file. Else a run of tiny rounds may be over before its last peers have started."""
-    compose, opened = run.compose, Path(path)
+def hold_feeding(folder: str, rounds: Sequence[int]) -> None:
+    """In a peer's process, before it has begun: it launches no microbatch of these rounds, nor of
+    later ones, before `may_begin` has said so. Else a run of tiny rounds may be over before its
+    last peers have started."""
+    compose = run.compose
 
     def held(*arguments: Any, **named: Any) -> Peer:
         peer = compose(*arguments, **named)
         if peer.feeder is not None:
-            feed = peer.feeder.run
-
-            async def waits(replica: Any) -> None:
-                while not opened.exists():  # noqa: ASYNC110, ASYNC240
-                    await asyncio.sleep(0.05)
-                await feed(replica)
-
-            setattr(peer.feeder, "run", waits)  # noqa: B010
+            _hold(peer.feeder, Path(folder), sorted(rounds))
         return peer
 
     run.compose = held
+
+
+def _hold(feeder: Feeder, folder: Path, rounds: Sequence[int]) -> None:
+    feed, whole = feeder.run, feeder.settings
+
+    async def let_go() -> None:
+        for r in rounds:
+            feeder.settings = replace(whole, rounds=min(r, whole.rounds))
+            while not _said(folder, r).exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        feeder.settings = whole
+
+    async def feeds(replica: Any) -> None:
+        letting_go = asyncio.create_task(let_go())
+        await asyncio.sleep(0)  # until it has begun
+        try:
+            await feed(replica)
+        finally:
+            letting_go.cancel()
+
+    setattr(feeder, "run", feeds)  # noqa: B010
+
+
+def may_begin(folder: Path, round_index: int) -> None:
+    """What `hold_feeding` holds back with this folder: the round goes on."""
+    _said(folder, round_index).touch()
+
+
+def _said(folder: Path, round_index: int) -> Path:
+    return folder / f"round-{round_index}-may-begin"

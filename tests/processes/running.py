@@ -37,6 +37,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.stage import build_stage
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
+from tests.processes.faults import may_begin
 from tests.processes.prefork import Forked, Prefork
 
 LOOK_S = 0.05
@@ -299,9 +300,7 @@ class Machine:
         begins when all are replicas. They say what they do on their stderr."""
         more = ("--debug", *everywhere)
         arm = f"from tests.processes.faults import arm; arm({{!r}}, {str(self.folder)!r})"
-        all_in = self.folder / "all-are-in"
-        hold = f"from tests.processes.faults import hold_feeding; hold_feeding({str(all_in)!r})"
-        before = dict.fromkeys(range(1 + len(joiners)), f"{hold}; " if together else "")
+        before = dict.fromkeys(range(1 + len(joiners)), self.hold(0) if together else "")
         for i, moments in (kill_at or {}).items():
             before[i] += arm.format(moments)
         first = self.start_peer(
@@ -318,8 +317,14 @@ class Machine:
         if together:
             for peer in (first, *others):
                 self.until(lambda p=peer: has_state(p))
-            all_in.touch()
+            may_begin(self.folder, 0)
         return [first, *others]
+
+    def hold(self, *rounds: int) -> str:
+        """Code that a forked peer runs first: as feeder it begins these rounds when
+        `faults.may_begin` says so, with this machine's folder."""
+        call = f"hold_feeding({str(self.folder)!r}, {rounds})"
+        return f"from tests.processes.faults import hold_feeding; {call}\n"
 
     def until_ready(self, *peers: Command) -> None:
         """The peers listen; fails at once where one has ended."""

@@ -7,13 +7,22 @@ import asyncio
 import pytest
 
 from swarmnet.runtime.joining.starting import start_run
-from tests.processes.running import Command, Machine, counted_by, parameters_of, tiny_run
+from tests.processes.faults import may_begin
+from tests.processes.running import (
+    SPARING,
+    Command,
+    Machine,
+    counted_by,
+    has_state,
+    parameters_of,
+    tiny_run,
+)
 from tests.swarm.harness import relative_difference, replay
 
 pytestmark = pytest.mark.processes
-ROUNDS, GLOBAL_BATCH = 20, 128
-SLOW = ("--max-device-share", "8%")
-"""Rounds take their time, and little of the machine's."""
+ROUNDS, GLOBAL_BATCH = 12, 128
+LEAVING = 5
+"""The round that does not begin before one has moved."""
 
 IMPATIENT = """
 from dataclasses import fields
@@ -31,17 +40,23 @@ def test_when_peers_leave_a_stage_another_moves_there_and_nothing_is_lost(runnin
     spec = start_run(path).spec
 
     def start(name: str, *arguments: str) -> Command:
-        return running.start_peer(name, *arguments, *SLOW, before=IMPATIENT)
+        before = IMPATIENT + running.hold(0, LEAVING)
+        return running.start_peer(name, *arguments, "--debug", *SPARING, before=before)
 
     first = start("first", "--spec", str(path), "--stage", "0")
     running.until_ready(first)
     join = ("--join", first.address, "--data", str(running.folder / "text.txt"))
     placed = [start(f"placed-{i}", *join, "--stage", stage) for i, stage in enumerate("0001")]
     running.until(lambda: len(first.events("peer_joined")) >= 4)
-    free = [start(f"free-{i}", *join, "--debug") for i in range(2)]
+    free = [start(f"free-{i}", *join) for i in range(2)]
     running.until_ready(*free)
     for peer in free:  # four replicas of stage 0 and one of stage 1 were there
         running.until(lambda p=peer: any("stage 1: serving" in line for line in p.errors()))
+
+    for peer in (first, *placed, *free):
+        running.until(lambda p=peer: has_state(p))
+    may_begin(running.folder, 0)
+    running.until_round(first, 2)
 
     leavers, stays = placed[:3], placed[3]
     for leaver in leavers:
@@ -52,8 +67,7 @@ def test_when_peers_leave_a_stage_another_moves_there_and_nothing_is_lost(runnin
     )
     moved = first.events("migrated")
     assert {event["peer_id"] for event in moved} <= {peer.peer_id for peer in free}
-    newest = max((event["round"] for event in first.events("round")), default=-1)
-    assert newest < ROUNDS - 2, "it came too late"
+    may_begin(running.folder, LEAVING)
 
     running.until_round(first, ROUNDS)
     peers, alive = [first, *placed, *free], [first, stays, *free]
