@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from swarmnet.errors import DataError, SpecError
+from swarmnet.parsing import process
 from swarmnet.parsing.frames import KEPT_SETS, GivenFiles, Kept, given
 from swarmnet.parsing.process import ParsingProcess
 from tests.parsing import functions
@@ -83,7 +84,14 @@ def test_what_is_refused_is_raised_here(child: ParsingProcess) -> None:
         ("interpreter", 0.2, "is not read after 0 s"),
     ],
 )
-def test_harm_is_one_line(child: ParsingProcess, kind: str, seconds: float, line: str) -> None:
+def test_harm_is_one_line(
+    child: ParsingProcess,
+    kind: str,
+    seconds: float,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "SLACK_S", 0.2)
     with pytest.raises(DataError, match=rf"^the file {line}.*: it is broken, or ") as raised:
         child.call(functions.harm, "the file", seconds, FILES, kind)
     assert str(raised.value).isprintable()
@@ -91,6 +99,26 @@ def test_harm_is_one_line(child: ParsingProcess, kind: str, seconds: float, line
     assert child.call(functions.echo, "it", 30.0, FILES)[0] == ["a.json", "b"], (
         "another one goes on"
     )
+
+
+def test_a_process_that_stands_still_is_waited_for() -> None:
+    """As this one may, with all of a machine. Its file is not to blame."""
+    child, longest_s = ParsingProcess(), 0.2
+    pid = child.call(functions.pid, "it", 30.0, FILES)
+
+    def go_on() -> None:
+        stopped = psutil.Process(pid)
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        time.sleep(2 * longest_s)
+        stopped.resume()
+
+    waking = threading.Thread(target=go_on)
+    waking.start()
+    assert child.call(functions.harm, "the file", longest_s, FILES, "stand still") is None
+    waking.join()
+    assert child.pid == pid
+    child.close()
 
 
 def test_what_a_library_prints_is_no_answer(child: ParsingProcess) -> None:

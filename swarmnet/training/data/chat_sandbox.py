@@ -20,7 +20,7 @@ from typing import Any
 from swarmnet.errors import DataError
 
 LONGEST_S = 5.0
-"""Of one text. Those of real templates take milliseconds."""
+"""On a core, of one text. Those of real templates take milliseconds."""
 BUDGET = 1 << 27
 LARGEST = 1 << 23
 """Characters and elements of one value."""
@@ -53,7 +53,7 @@ class TooSlow(ValueError):
 class Meter:
     """What one run of a program has used. Methods raise `ValueError` where it is too much."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         self.begin()
 
