@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +22,23 @@ from tests.every.__main__ import (
     judge,
     run_again,
 )
+
+SEES_ITSELF_STAND_STILL = """
+import subprocess, sys, time
+
+GAPS = '''
+import time
+began = before = time.monotonic()
+while (now := time.monotonic()) - before < 0.2:
+    assert now - began < 60.0
+    before = now
+    time.sleep(0.01)
+'''
+
+def test_it():
+    exec(GAPS)
+    assert subprocess.run([sys.executable, "-c", GAPS]).returncode == 0
+"""
 
 
 def git_in(folder: Path) -> Git:
@@ -139,3 +157,13 @@ def test_what_failed_is_read_from_the_report() -> None:
         '<testcase classname="tests.a.test_b" name="test_d"/></testsuite>'
     )
     assert failed_in(suite) == ["tests/a/test_b.py::test_c[1]"]
+
+
+@pytest.mark.parametrize("way", [[], ["--apart"]], ids=["together", "apart"])
+def test_a_test_stands_still_with_its_processes(way: list[str], tmp_path: Path) -> None:
+    (tmp_path / "test_made.py").write_text(SEES_ITSELF_STAND_STILL)
+    words = [sys.executable, "-m", "tests.every.stalled", *way, "--stands", "0.3", "0.4"]
+    words += ["--runs", "0.1", "0.2", "-p", "no:cacheprovider", str(tmp_path)]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=alone)
+    assert done.returncode == 0, done.stdout + done.stderr
