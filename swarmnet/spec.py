@@ -63,11 +63,15 @@ MAX_TEXT = 1024
 """Characters of one text in a spec."""
 MAX_LIST = 1024
 """Entries of one list in a spec."""
+MAX_PARTS = 64
+"""Names of matrices that are several in one, and the parts of one, at most."""
+MAX_PART = 1 << 20
 MAX_STAGES = 4096
 MAX_RAMP_ROUND = 1 << 40
 BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY = "[pipeline] codec", "[sync] codec"
 CODEC_TABLES = ("pipeline", "sync")
 CODEC_KEYS = {BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY}
+PARTS_KEY = "[optimizer] parts"
 MAX_FILE_BYTES = 64 << 20
 """Of a tokenizer or another file of a run."""
 LARGE_FILES, SMALL_FILE_BYTES = ("tokenizer.json", "weights.sha256"), 1 << 20
@@ -159,6 +163,30 @@ def _ramp(value: Any) -> Any:
     return tuple(map(tuple, value))
 
 
+def _parts(value: Any) -> dict[str, tuple[int, ...]] | str:
+    """Of matrices that are several in one."""
+    if value == AUTO:
+        return AUTO
+    if (
+        not isinstance(value, dict)
+        or len(value) > MAX_PARTS
+        or not all(
+            isinstance(name, str)
+            and 0 < len(name) <= MAX_TEXT
+            and name.isprintable()
+            and isinstance(rows, list | tuple)
+            and len(rows) <= MAX_PARTS
+            and all(type(n) is int and 0 < n <= MAX_PART for n in rows)
+            for name, rows in value.items()
+        )
+    ):
+        raise ValueError(
+            'must be names with the proportions of their parts, as { "self_attn.qkv_proj" = '
+            "[4, 1, 1] }"
+        )
+    return {name: tuple(rows) for name, rows in value.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """What the number of a key counts, for readers of the reference."""
@@ -195,6 +223,7 @@ LayerCounts = Annotated[
 ]
 BatchRamp = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_ramp), Unit("[round, samples]")]
 Texts = Annotated[tuple[NonEmptyText, ...], Field(strict=False, max_length=MAX_LIST)]
+Parts = Annotated[dict[str, tuple[int, ...]] | Literal["auto"], PlainValidator(_parts)]
 Names = Annotated[
     Texts, BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 ]
@@ -769,6 +798,13 @@ class OptimizerSpec(_Table):
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the running mean of the matrices' gradients, with `muon`."""
 
+    parts: Parts = Field(default_factory=dict)
+    """With `muon`, how parameters of decoder layers that are several matrices are divided into
+    these: by the last parts of a name, without `.weight`, in which proportion the rows are shared
+    out, as `{ "self_attn.qkv_proj" = [4, 1, 1] }`. Of three dimensions, each matrix along the first
+    one is divided so. Without numbers, the parameter is AdamW's. `auto`: as the family of
+    `transformers` has them; whoever starts the run fills them in."""
+
     learning_rate: float = Field(gt=0, le=10)
     """The highest learning rate, reached at the end of the warm-up."""
 
@@ -816,6 +852,8 @@ class OptimizerSpec(_Table):
             )
         if self.kind != "muon" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError('momentum goes with kind = "muon"; AdamW has beta1')
+        if self.kind != "muon" and self.parts:
+            raise ValueError('parts goes with kind = "muon"; remove it')
         if self.schedule != "wsd" and self.decay_rounds:
             raise ValueError('decay_rounds goes with schedule = "wsd"; remove it')
         if self.schedule == "wsd" and not self.decay_rounds:
@@ -1144,6 +1182,7 @@ class RunSpec(_Table):
             "[model] subspace_seed": bool(self.model.subspace) and not self.model.subspace_seed,
             "[data] epochs": self.data.epochs > 0,
             "[lora]": self.lora is not None and self.lora.is_open,
+            PARTS_KEY: self.optimizer.parts == AUTO,
             "[data] sequence_length": self.data.sequence_length == AUTO
             or (self.model.kind == "transformers" and self.data.sequence_length == 0),
             "[pipeline] layers": not self.pipeline.layers,
@@ -1157,7 +1196,9 @@ class RunSpec(_Table):
     def resolved(self, *, layers: Iterable[int], shard_parameters: int) -> RunSpec:
         """This run with its open keys filled in, as every peer will read it: with the given layers
         of each stage and parameters of a shard, and the usual warm-up; what is given in the spec
-        stays. Raises `SpecError`."""
+        stays. Raises `SpecError`.
+
+        `[optimizer] parts` has been filled in (`with_parts`)."""
         values = self.model_dump()
         pipeline, sync = values["pipeline"], values["sync"]
         if self.model.kind == "transformers":
@@ -1168,6 +1209,12 @@ class RunSpec(_Table):
         sync["warmup_rounds"] = self._chosen_warmup
         # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
         return RunSpec.from_canonical(_validate(values, "the resolved spec").canonical())
+
+    def with_parts(self, parts: Mapping[str, tuple[int, ...]]) -> RunSpec:
+        """This run with these parts of matrices, where it leaves them open. Raises `SpecError`."""
+        if self.optimizer.parts != AUTO:
+            return self
+        return self._changed(PARTS_KEY, optimizer={"parts": dict(parts)})
 
     def with_chosen_codecs(self) -> RunSpec:
         """This run with the codecs that it would be started with."""
@@ -1425,6 +1472,9 @@ def spec_of_values(values: Any, source: str) -> RunSpec:
         given = values.get(table, {} if table == "sync" else None)
         if isinstance(given, dict):
             values[table] = {"codec": AUTO, **given}
+    optimizer = values.get("optimizer")
+    if isinstance(optimizer, dict) and optimizer.get("kind") == "muon":
+        values["optimizer"] = {"parts": AUTO, **optimizer}
     spec = _validate(values, source)
     if spec.is_endless and "warmup_rounds" not in values["optimizer"]:
         raise SpecError(
@@ -1440,6 +1490,8 @@ def values_of_spec(spec: RunSpec) -> dict[str, Any]:
     for table in CODEC_TABLES:
         values[table] = {"codec": getattr(spec, table).codec, **values.get(table, {})}
     values["optimizer"]["warmup_rounds"] = spec.optimizer.warmup_rounds
+    if spec.optimizer.kind == "muon":
+        values["optimizer"].setdefault("parts", {})
     return values
 
 

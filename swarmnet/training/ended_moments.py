@@ -29,7 +29,7 @@ from swarmnet.training.optimizer.shards import MAX_STEPS
 
 OWNED = ("zero", "delayed", "auto")
 """Modes of `[sync]` in which the owners of a shard have the moments of `[optimizer]`."""
-SAME_OPTIMIZER = ("kind", "beta1", "beta2", "momentum")
+SAME_OPTIMIZER = ("kind", "beta1", "beta2", "momentum", "parts")
 """What the running means depend on."""
 
 Saved = tuple[Path, Meta]

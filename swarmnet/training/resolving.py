@@ -30,6 +30,7 @@ from swarmnet.training.models.model_folder import (
 )
 from swarmnet.training.models.registry import (
     model_plan,
+    muon_parts,
     shard_parameters,
     split_stages,
 )
@@ -79,9 +80,11 @@ def resolve_run(
         return Resolved(spec.resolved(layers=(), shard_parameters=0), contents)
     model = spec.with_builder(builder or spec.model.builder)
     plan = model_plan(model)
-    stages = split_stages(plan, spec.pipeline.num_stages)
     if spec.optimizer.kind == "muon":
-        check_matrices(plan.layers)
+        spec = spec.with_parts(muon_parts(spec, plan))
+        model = spec.with_builder(model.model.builder)
+        check_matrices(plan.layers, muon_parts(spec, plan))
+    stages = split_stages(plan, spec.pipeline.num_stages)
     size = shard_parameters(model, plan)
     layers = [len(stage) for stage in stages]
     if plan.cache is None and spec.model.kind == "transformers":
@@ -202,6 +205,10 @@ def described(spec: RunSpec) -> RunSpec:
         spec = spec.model_copy(update={"model": spec.model.model_copy(update=values)})
         check_model(spec)
     spec = _with_lora(spec)
+    if spec.optimizer.parts == AUTO:
+        spec = spec.with_parts(
+            muon_parts(spec, model_plan(spec)) if spec.model.kind == "transformers" else {}
+        )
     if spec.data.sequence_length != AUTO:
         return spec
     from swarmnet.training.data.opening import Place

@@ -9,25 +9,55 @@ import pytest
 
 from swarmnet.protocol.update.pairing import partner
 from swarmnet.spec import RunSpec
+from swarmnet.training.models.model_config import load_config
+from swarmnet.training.models.registry import stage_matrices
+from swarmnet.training.resolving import resolve
+from tests.numerics.test_mixed_ranks import SIZES
 from tests.numerics.test_sync_modes import start_together
 from tests.oracles.reference_modes import DelayedReference, GossipReference, LocalReference
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 8
+FAMILIES = {
+    "phi3": {"self_attn.qkv_proj": (2, 1, 1), "mlp.gate_up_proj": (1, 1)},
+    "qwen3_moe": {"experts.gate_up_proj": (1, 1), "experts.down_proj": (1,)},
+}
+"""Of models of transformers whose matrices are several in one, or stacked: what their parts are."""
 
 
-def muon_spec(folder: Path, num_stages: int, **sync: Any) -> RunSpec:
+def muon_spec(folder: Path, num_stages: int, family: str = "", **sync: Any) -> RunSpec:
     spec = tiny_spec(folder, num_stages=num_stages, rounds=ROUNDS, num_layers=2, sync=sync)
     values = spec.model_dump()
     values["optimizer"] |= {"kind": "muon", "learning_rate": 3e-3}
-    return RunSpec.model_validate(values)
+    if not family:
+        return RunSpec.model_validate(values)
+    known = load_config({"model_type": family}).canonical_values.keys()
+    sizes = SIZES | {"num_local_experts": 4, "num_hidden_layers": 2}
+    sizes = {k: v for k, v in sizes.items() if k in known}
+    values["model"] = {"kind": "transformers", "config": {"model_type": family, **sizes}}
+    values["data"] |= {"sequence_length": 16}
+    values["optimizer"] |= {"parts": "auto"}
+    values["sync"] |= {"shard_parameters": 1200}
+    spec = resolve(RunSpec.model_validate(values))
+    assert spec.optimizer.parts == FAMILIES[family]
+    names = [m.name for k in range(num_stages) for m in stage_matrices(spec, k)]
+    assert sum(", part 1 of " in name for name in names) == 2 * (2 if family == "phi3" else 4)
+    return spec
 
 
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (1, 3)])
 def test_the_update_is_that_of_one_machine(
     tmp_path: Path, num_stages: int, num_replicas: int
 ) -> None:
-    spec = muon_spec(tmp_path, num_stages)
+    check_updates(muon_spec(tmp_path, num_stages), num_stages, num_replicas)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_matrices_make_the_update_of_one_machine(tmp_path: Path, family: str) -> None:
+    check_updates(muon_spec(tmp_path, 2, family), 2, 2)
+
+
+def check_updates(spec: RunSpec, num_stages: int, num_replicas: int) -> None:
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(num_stages, num_replicas)
@@ -55,8 +85,14 @@ def test_with_codes_the_update_is_near_it_and_replicas_are_the_same(
     in_virtual_time(scenario, spec)
 
 
-def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(tmp_path: Path) -> None:
-    spec = muon_spec(tmp_path, 2, mode="delayed", warmup_rounds=2)
+OF_ALL = pytest.mark.parametrize("family", ["", *FAMILIES])
+
+
+@OF_ALL
+def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
+    tmp_path: Path, family: str
+) -> None:
+    spec = muon_spec(tmp_path, 2, family, mode="delayed", warmup_rounds=2)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(2, 2)
@@ -70,8 +106,9 @@ def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(tmp_path: P
     in_virtual_time(scenario, spec)
 
 
-def test_own_steps_are_those_of_as_many_models_in_one_process(tmp_path: Path) -> None:
-    spec = muon_spec(tmp_path, 2, mode="local", local_steps=3, warmup_rounds=1)
+@OF_ALL
+def test_own_steps_are_those_of_as_many_models_in_one_process(tmp_path: Path, family: str) -> None:
+    spec = muon_spec(tmp_path, 2, family, mode="local", local_steps=3, warmup_rounds=1)
 
     async def scenario(swarm: Swarm) -> None:
         await start_together(swarm, 2, 2)
@@ -85,9 +122,12 @@ def test_own_steps_are_those_of_as_many_models_in_one_process(tmp_path: Path) ->
     in_virtual_time(scenario, spec)
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_pairs_average_moments(tmp_path: Path, codec: str) -> None:
-    spec = muon_spec(tmp_path, 1, mode="gossip", local_steps=3, warmup_rounds=1, codec=codec)
+@pytest.mark.parametrize(
+    ("family", "codec"), [("", "none"), ("", "int8"), *((family, "none") for family in FAMILIES)]
+)
+def test_pairs_average_moments(tmp_path: Path, family: str, codec: str) -> None:
+    sync = {"mode": "gossip", "local_steps": 3, "warmup_rounds": 1, "codec": codec}
+    spec = muon_spec(tmp_path, 1, family, **sync)
 
     async def scenario(swarm: Swarm) -> None:
         await start_together(swarm, 1, 2)

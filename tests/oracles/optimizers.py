@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,13 @@ class PlainMuon(torch.optim.Optimizer):
     """One matrix after the other. `state[p]["momentum"]`: the running mean of the gradient;
     `state[p]["last"]`: what the last step has taken away, but for weight decay."""
 
-    def __init__(self, matrices: Iterable[nn.Parameter], spec: OptimizerSpec) -> None:
+    def __init__(
+        self, matrices: Mapping[nn.Parameter, tuple[int, ...]], spec: OptimizerSpec
+    ) -> None:
+        """`matrices`: each with the proportions of its parts."""
         super().__init__(list(matrices), {"lr": spec.learning_rate})
         self._spec = spec
+        self._parts = matrices
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -28,10 +32,26 @@ class PlainMuon(torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.copy_(beta * momentum + (1 - beta) * p.grad)
                 ahead = beta * momentum + (1 - beta) * p.grad
-                size = 0.2 * max(p.shape) ** 0.5
                 p.mul_(1 - group["lr"] * self._spec.weight_decay)
-                last = self.state[p]["last"] = group["lr"] * size * nearly_orthogonal(ahead)
+                last = self.state[p]["last"] = group["lr"] * step_along(ahead, self._parts[p])
                 p.sub_(last)
+
+
+def step_along(direction: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """The step of a matrix, of several one behind the other (`parts`: proportions of their rows),
+    or of such stacked: each has AdamW's size by its own shape."""
+    step = torch.empty_like(direction)
+    pairs = zip(_divided(direction, parts), _divided(step, parts), strict=True)
+    for matrix, made in pairs:
+        made.copy_(0.2 * max(matrix.shape) ** 0.5 * nearly_orthogonal(matrix))
+    return step
+
+
+def _divided(values: Tensor, parts: tuple[int, ...]) -> list[Tensor]:
+    """Views of the matrices."""
+    rows = [values.shape[-2] * n // sum(parts) for n in parts]
+    stack = values.unbind() if values.ndim == 3 else (values,)
+    return [part for one in stack for part in one.split(rows)]
 
 
 def nearly_orthogonal(matrix: Tensor) -> Tensor:
@@ -48,11 +68,14 @@ class Optimizers:
 
     def __init__(self, named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> None:
         self._spec = spec
-        self.matrices = {
-            name: p
-            for name, p in named.items()
-            if spec.kind == "muon" and name.startswith("model.layers.") and p.ndim == 2
-        }
+        self.parts: dict[str, tuple[int, ...]] = {}
+        """Of each matrix that Muon steps, by name."""
+        for name, p in named.items():
+            if spec.kind == "muon" and name.startswith("model.layers."):
+                own = [n for key, n in spec.parts.items() if f".{key}" in name]  # type: ignore[union-attr]
+                if own or p.ndim == 2:
+                    [self.parts[name]] = own or [(1,)]
+        self.matrices = {name: named[name] for name in self.parts}
         others = [p for name, p in named.items() if name not in self.matrices]
         groups: list[dict[str, Any]] = [
             {"params": [p for p in others if p.ndim >= 2], "weight_decay": spec.weight_decay},
@@ -65,7 +88,8 @@ class Optimizers:
                 torch.optim.AdamW(groups, lr=spec.learning_rate, betas=betas, eps=spec.eps)
             )
         if self.matrices:
-            self._all.append(PlainMuon(self.matrices.values(), spec))
+            parts = {p: self.parts[name] for name, p in self.matrices.items()}
+            self._all.append(PlainMuon(parts, spec))
 
     def state(self, p: nn.Parameter) -> dict[str, Any]:
         """Of one parameter."""

@@ -152,7 +152,7 @@ class ReferenceTrainer:
         for name, p in self._optimizers.matrices.items():
             assert p.grad is not None
             along = mean_part * self._optimizers.state(p)["momentum"] + gradient_part * p.grad
-            steps[name] = -rate * 0.2 * max(p.shape) ** 0.5 * optimizers.nearly_orthogonal(along)
+            steps[name] = -rate * optimizers.step_along(along, self._optimizers.parts[name])
         return steps
 
     def last_muon_step(self) -> dict[str, Tensor]:

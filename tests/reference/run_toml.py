@@ -126,7 +126,7 @@ def _default(name: str, field: str, info: FieldInfo) -> str:
         return f"required by {code('llama')}"
     default = (
         AUTO
-        if field == "codec" and name in CODEC_TABLES
+        if (field == "codec" and name in CODEC_TABLES) or (name, field) == ("optimizer", "parts")
         else info.get_default(call_default_factory=True)
     )
     if default in (None, "", (), {}):

@@ -29,7 +29,7 @@ from swarmnet.training.models.base import (
     describe_parameters,
 )
 from swarmnet.training.models.family_probe import Tried, checked, try_family
-from swarmnet.training.models.matrices import muon_matrices
+from swarmnet.training.models.matrices import family_parts, muon_matrices
 from swarmnet.training.models.model_config import load_config, longest_context
 from swarmnet.training.models.shrunk import shrunk_configs
 from swarmnet.training.models.source_weights import SourceWeights
@@ -210,18 +210,32 @@ def test_a_tied_matrix_may_stand_under_either_name_or_twice(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("kind", "left"),
-    [("llama", set()), ("phi3", {"qkv_proj", "gate_up_proj"}), ("mixtral", {"experts"})],
+    [
+        ("llama", set()),
+        ("phi3", {"qkv_proj", "gate_up_proj"}),
+        ("mixtral", {"experts"}),
+        ("minimax", {"qkv_proj"}),
+    ],
 )
-def test_muon_leaves_matrices_that_are_several_to_adamw(kind: str, left: set[str]) -> None:
+def test_muon_leaves_matrices_that_are_several_and_not_named_to_adamw(
+    kind: str, left: set[str]
+) -> None:
     config = canonical(kind, **{**SIZES, **FAMILIES.get(kind, {})})
-    plan = adapter_plan(family_probe.ModelSpec(kind="transformers", config=config), 24)
-    names, ranges = muon_matrices(plan.layers), describe_parameters(plan.layers)
+    spec = family_probe.ModelSpec(kind="transformers", config=config)
+    layers = adapter_plan(spec, 24).layers
+    ranges = describe_parameters(layers)
     inside = [r for r in ranges if r.name.startswith("model.layers.") and len(r.shape) > 1]
-    others = {part for r in inside if r.name not in names for part in r.name.split(".")}
-    assert left <= others
-    assert bool(others) is bool(left)
-    assert names <= {r.name for r in inside}
-    assert any("o_proj" in name for name in names)
+
+    def others(parts: Any) -> set[str]:
+        starts = {m.start for m in muon_matrices(layers, parts)}
+        assert starts
+        found = [r for r in inside if r.start not in starts]
+        return {part for r in found for part in r.name.split(".")}
+
+    assert left <= others({})
+    assert bool(others({})) is bool(left)
+    named = others(family_parts(spec, layers))
+    assert named & left == ({"qkv_proj"} if kind == "minimax" else set()), "whose heads alternate"
 
 
 # ---- what is refused of one kind of model is refused of the others ----------------------------

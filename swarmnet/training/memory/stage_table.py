@@ -60,7 +60,7 @@ from swarmnet.training.models.matrices import (
     matrix_parameters,
     orthogonal_flops,
 )
-from swarmnet.training.models.registry import model_plan
+from swarmnet.training.models.registry import model_plan, muon_parts
 
 T = TypeVar("T")
 SUMS_OF_A_BLOCK = 2
@@ -127,9 +127,10 @@ class StageTable:
         self.kinds = layer_kinds(layers)
         self.trained = self._by_kind(lambda x: num_parameters(describe_parameters([x])))
         if self.spec.optimizer.kind == "muon":
-            check_matrices(layers)
-            self.muon = self._by_kind(lambda x: matrix_parameters([x]))
-            self.orthogonal = self._by_kind(lambda x: orthogonal_flops([x]))
+            parts = muon_parts(self.spec, self.plan)
+            check_matrices(layers, parts)
+            self.muon = self._by_kind(lambda x: matrix_parameters([x], parts))
+            self.orthogonal = self._by_kind(lambda x: orthogonal_flops([x], parts))
         else:
             self.muon, self.orthogonal = [0] * len(layers), [0.0] * len(layers)
         self.tied = sum(self.trained) - num_parameters(describe_parameters(layers))

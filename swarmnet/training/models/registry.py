@@ -27,7 +27,7 @@ from swarmnet.training.models.base import (
     num_parameters,
 )
 from swarmnet.training.models.llama import llama_plan
-from swarmnet.training.models.matrices import cut_whole, matrix_parameters, muon_matrices
+from swarmnet.training.models.matrices import Parts, cut_whole, family_parts, muon_matrices
 from swarmnet.training.models.routing import ROUTED_FAMILIES
 from swarmnet.training.models.subspace import subspace_plan
 
@@ -200,7 +200,8 @@ def stage_shards(spec: RunSpec, plan: ModelPlan, stage_index: int) -> tuple[int,
             "set [pipeline] layers"
         )
     if spec.optimizer.kind == "muon":
-        return cut_whole(describe_parameters(layers), muon_matrices(layers), size, tied)
+        matrices = muon_matrices(layers, muon_parts(spec, plan))
+        return cut_whole(describe_parameters(layers), matrices, size, tied)
     return cut_shards(total, size, tied)
 
 
@@ -282,23 +283,32 @@ def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     return stage_shards(spec, model_plan(spec), stage_index)
 
 
-def stage_matrices(spec: RunSpec, stage_index: int) -> frozenset[str]:
-    """Names of a stage's parameters that Muon steps; none where the run has AdamW."""
+def muon_parts(spec: RunSpec, plan: ModelPlan) -> Parts:
+    """How Muon divides matrices of this model that are several in one: as the run says, or would
+    say once it is started. Raises `SpecError`."""
+    if not isinstance(spec.optimizer.parts, dict):
+        return family_parts(spec.model, plan.layers)
+    return spec.optimizer.parts
+
+
+def stage_matrices(spec: RunSpec, stage_index: int) -> tuple[ParameterRange, ...]:
+    """The matrices of a stage that Muon steps, where they lie in its flat vector; none where the
+    run has AdamW."""
     if spec.optimizer.kind != "muon":
-        return frozenset()
-    return muon_matrices(split_stages(model_plan(spec), spec.pipeline.num_stages)[stage_index])
+        return ()
+    plan = model_plan(spec)
+    layers = split_stages(plan, spec.pipeline.num_stages)[stage_index]
+    return muon_matrices(layers, muon_parts(spec, plan))
 
 
 def stage_matrix_parameters(spec: RunSpec, stage_index: int) -> int:
     """How many of a stage's parameters Muon steps."""
-    if spec.optimizer.kind != "muon":
-        return 0
-    return matrix_parameters(split_stages(model_plan(spec), spec.pipeline.num_stages)[stage_index])
+    return sum(m.num_elements for m in stage_matrices(spec, stage_index))
 
 
 def stage_moments(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     """Of each shard of a stage, how many vectors its owners keep of a run with `[optimizer]`'s
     steps: AdamW's two, or Muon's one."""
-    sizes, matrices = stage_shard_sizes(spec, stage_index), stage_matrices(spec, stage_index)
-    starts = {r.start for r in stage_parameter_ranges(spec, stage_index) if r.name in matrices}
+    sizes = stage_shard_sizes(spec, stage_index)
+    starts = {m.start for m in stage_matrices(spec, stage_index)}
     return tuple(1 if at in starts else 2 for at in accumulate(sizes[:-1], initial=0))

@@ -23,6 +23,7 @@ from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import OptimizerSpec, RunSpec
 from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
 from swarmnet.training.models.matrices import muon_matrices
+from swarmnet.training.models.registry import muon_parts
 from swarmnet.training.optimizer.muon import ShardedMuon
 from swarmnet.training.optimizer.outer import OuterNesterov
 from swarmnet.training.optimizer.sharded import ShardedOptimizer
@@ -209,8 +210,8 @@ def _inner(spec: RunSpec, stage: TorchStage, store: Store | None, codec: str = N
     """The steps of `[optimizer]`, made by the host."""
     ranges, sizes = stage.parameter_ranges, stage.shard_sizes
     if spec.optimizer.kind == "muon":
-        names = muon_matrices(stage.builders)
-        return ShardedMuon(ranges, sizes, names, spec.optimizer, store, codec, stage.device)
+        matrices = muon_matrices(stage.builders, muon_parts(spec, stage.layers.plan))
+        return ShardedMuon(ranges, sizes, matrices, spec.optimizer, store, codec, stage.device)
     return ShardedAdamW(ranges, sizes, spec.optimizer, store, codec)
 
 

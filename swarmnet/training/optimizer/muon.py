@@ -5,7 +5,8 @@ iterations. Such a step has singular values near 1. It is scaled by 0.2 sqrt(max
 that its numbers are as large as those of AdamW's (Liu et al., 2025, arXiv 2502.16982): the learning
 rate and the weight decay of an AdamW run carry over. The state of a matrix is one vector.
 
-A shard has whole matrices, or none (`training.models.matrices`). A momentum is the same bits at
+A matrix is a parameter, or a part of one that is several in one. A shard has whole matrices, or
+none (`training.models.matrices`). A momentum is the same bits at
 every owner: each of its operations is one that IEEE 754 defines. A product of matrices is not, for
 libraries and processors add in other orders. So the primary of a shard alone makes its step, and
 the backups follow it: they step the momentum, and take its result. Where that does not come, one of
@@ -23,7 +24,7 @@ products; who needs the step, since another one leads or it looks at a result, m
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +73,16 @@ class ShardedMuon(ShardedOptimizer):
         self,
         parameters: Sequence[ParameterRange],
         shard_sizes: Sequence[int],
-        matrices: Collection[str],
+        matrices: Sequence[ParameterRange],
         spec: OptimizerSpec,
         store: Store | None = None,
         codec: str = NONE,
         device: torch.device | None = None,
     ) -> None:
-        """`parameters`: of the stage. `matrices`: names of those that Muon steps; a shard has
-        nothing but these, each whole, or none of them. `device`: where matrices are multiplied, the
-        host's where it has no room; all else is the host's. The rest as for `ShardedOptimizer`."""
+        """`parameters`: of the stage. `matrices`: those that Muon steps, whole parameters or parts
+        of them; a shard has nothing but these, each whole, or none of them. `device`: where
+        matrices are multiplied, the host's where it has no room; all else is the host's. The rest
+        as for `ShardedOptimizer`."""
         super().__init__(shard_sizes, store, codec)
         self._device = device or torch.device("cpu")
         self._spec = spec
@@ -91,10 +93,10 @@ class ShardedMuon(ShardedOptimizer):
         """Of each shard, with where they begin in it."""
         start = 0
         for size in shard_sizes:
-            inside = [p for p in parameters if p.start < start + size and p.stop > start]
-            muon = [p for p in inside if p.name in matrices]
-            is_whole = all(start <= p.start and p.stop <= start + size for p in muon)
-            assert not muon or (is_whole and len(muon) == len(inside)), "a matrix is cut"
+            muon = [m for m in matrices if m.start < start + size and m.stop > start]
+            is_whole = all(start <= m.start and m.stop <= start + size for m in muon)
+            is_full = sum(m.num_elements for m in muon) == size
+            assert not muon or (is_whole and is_full), "a matrix is cut"
             self._matrices.append(
                 [ParameterRange(p.name, p.start - start, p.shape, p.num_elements) for p in muon]
             )

@@ -283,7 +283,8 @@ def test_texts_are_written_as_the_whole_model_would(tmp_path: Path) -> None:
 
 
 def test_matrices_of_experts_are_muon_s() -> None:
-    names = muon_matrices(llama_plan(spec_of(**KINDS["shared"]), LENGTH).layers)
+    layers = llama_plan(spec_of(**KINDS["shared"]), LENGTH).layers
+    names = [matrix.name for matrix in muon_matrices(layers, {})]
     of_layer = {name.removeprefix("model.layers.1.") for name in names if ".layers.1." in name}
     experts = {f"mlp.experts.{i}.{p}_proj.weight" for i in range(4) for p in ("gate", "up", "down")}
     assert experts < of_layer

@@ -33,7 +33,7 @@ def ranges() -> tuple[ParameterRange, ...]:
 
 def muon(codec: str = "none", spec: OptimizerSpec = SPEC) -> ShardedMuon:
     """Of two matrices in one shard, and a vector in another."""
-    optimizer = ShardedMuon(ranges(), (NUM_MATRIX, 40), ("a", "b"), spec, codec=codec)
+    optimizer = ShardedMuon(ranges(), (NUM_MATRIX, 40), ranges()[:2], spec, codec=codec)
     for j in range(2):
         optimizer.create(j)
     return optimizer
