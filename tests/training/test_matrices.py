@@ -190,37 +190,44 @@ def parts_of(kind: str, **changes: Any) -> Any:
     ],
 )
 def test_parts_are_what_the_family_computes_with(kind: str, module: str, name: str) -> None:
-    """Without one of them (the last one: up, or values) a layer adds nothing there."""
+    """Without gate or what it gates, a layer adds nothing there; nor without values, nor linear
+    attention without queries or keys. Softmax looks everywhere alike without queries, as it does
+    without keys."""
     spec = family(kind)
     plan = model_plan(spec)
     layer = next(x for x in plan.layers if x.is_block)
-    parts = family_parts(spec.model, plan.layers)
     built = layer.build().eval()
     own = built.get_submodule(module)
+    values = own.get_parameter(name)
     found: list[torch.Tensor] = []
-    own.register_forward_hook(
-        lambda _m, _a, out: found.append(out[0] if type(out) is tuple else out)
-    )
+    own.register_forward_hook(lambda *about: found.append(_first(about[-1])))
+    [r] = [r for r in describe_parameters([layer]) if r.name.endswith(f"{module}.{name}")]
+    matrices = muon_matrices([layer], family_parts(spec.model, plan.layers))
+    inside = [m for m in matrices if r.start <= m.start < r.stop]
+    num_parts = 3 if "qkv" in name else 2
     x = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
-    last = [m for m in muon_matrices([layer], parts) if f"{module}.{name}" in m.name]
-    last = [m for m in last if f", part {len(parts_named(parts, name)) - 1} of" in m.name]
-    assert last
-    r = next(r for r in describe_parameters([layer]) if r.name.endswith(f"{module}.{name}"))
     with torch.no_grad():
         built(x)
-        flat = own.get_parameter(name).flatten()
-        for m in last:
-            flat[m.start - r.start : m.stop - r.start] = 0.0
-        own.get_parameter(name).copy_(flat.view(r.shape))
-        built(x)
-    before, after = found
+        whole = values.clone()
+        for part in range(num_parts):
+            flat = whole.flatten()
+            for m in inside[part::num_parts]:
+                flat[m.start - r.start : m.stop - r.start] = 0.0
+            values.copy_(flat.view(r.shape))
+            built(x)
+    before, *without = found
     assert before.abs().max() > 0
-    assert not after.any()
+    assert not without.pop().any()
+    if name.startswith("qkv"):
+        assert torch.equal(*without)
+        assert not torch.equal(without[0], before)
+    else:
+        assert not torch.cat(without).any()
 
 
-def parts_named(parts: Any, name: str) -> tuple[int, ...]:
-    [found] = [n for key, n in parts.items() if key.endswith(name.removesuffix(".weight"))]
-    return tuple(found)
+def _first(out: Any) -> torch.Tensor:
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
 
 
 def test_families_name_their_parts() -> None:
