@@ -15,13 +15,16 @@ from swarmnet.errors import UsageError
 from swarmnet.household import household_of
 from swarmnet.identity import Identity as Key
 from swarmnet.printable import printable
+from swarmnet.protocol.codecs import update_codec
 from swarmnet.protocol.membership.records import Household
+from swarmnet.protocol.planning.exchange import number_bytes
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.runtime.admission import Admitted
 from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches
 from swarmnet.runtime.joining.stopped import keep_stop
 from swarmnet.runtime.net import AGENT, KeySigner
 from swarmnet.runtime.options import PeerOptions
+from swarmnet.runtime.speed import has_products
 from swarmnet.runtime.state_dir import next_incarnation
 from swarmnet.spec import MAX_VOCABULARY, RunSpec
 from swarmnet.swarm.membership.reconnecting import Remembered
@@ -93,7 +96,11 @@ def compose(
             household=household_from(options.household, key),
         ),
         admission=admitted.admission,
-        settings=replace(run_settings(spec), num_shards=_num_shards(spec, options)),
+        settings=replace(
+            run_settings(spec),
+            num_shards=_num_shards(spec, options),
+            products=_products(spec, options),
+        ),
         machine=machine,
         rng=random.Random(secrets.randbits(256)),  # audits are drawn by it: nobody may guess
         limits=WaitLimits(),
@@ -141,3 +148,14 @@ def _num_shards(spec: RunSpec, options: PeerOptions) -> tuple[int, ...]:
     built = spec.with_builder(options.model_builder(spec))
     plan = model_plan(built)
     return tuple(len(stage_shards(built, plan, k)) for k in range(spec.pipeline.num_stages))
+
+
+def _products(spec: RunSpec, options: PeerOptions) -> tuple[float, ...]:
+    """`RunSettings.products`: of Muon's steps, where primaries make them."""
+    if not has_products(spec):
+        return ()
+    from swarmnet.training.models.registry import stage_products
+
+    built = spec.with_builder(options.model_builder(spec))
+    each = number_bytes(update_codec(spec.sync.update_codec).results)
+    return tuple(stage_products(built, k) / each for k in range(spec.pipeline.num_stages))

@@ -20,7 +20,7 @@ from swarmnet.runtime.joining.starting import Run
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
 from swarmnet.runtime.run_files import TOKENIZER, WEIGHTS, RunFiles
-from swarmnet.runtime.speed import expected_stage_s
+from swarmnet.runtime.speed import expected_stage_s, has_products, product_flops_per_s
 from swarmnet.runtime.state_dir import state_root
 from swarmnet.spec import BYTES_TOKENIZER, RunSpec
 from swarmnet.swarm.initial.data import SharedData
@@ -89,6 +89,10 @@ def build_machine(
         "stage_costs": tuple(costs) if all(cost > 0 for cost in costs) else None,
         "shared": open_shared(spec, options, files, data),
     }
+    if has_products(spec):
+        # Of stages in other processes the host makes the steps.
+        where = "cpu" if apart is not None else choose_devices(spec, options)[0]
+        rest["measure_products"] = partial(product_flops_per_s, where)
     if apart is not None:
         return Machine(build, **_apart(apart), **rest)
     device = DeviceThread(has_cores=choose_devices(spec, options)[0] == "cpu")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from swarmnet.errors import SwarmnetError
 from swarmnet.files import write_whole
 from swarmnet.protocol.codecs import NONE
+from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.spec import RunSpec
 
@@ -26,6 +27,9 @@ log = logging.getLogger("swarmnet.peer")
 SPEED_FILE = "speed.json"
 """In the state folder: what the self-benchmark measured."""
 WARM_PASSES, TIMED_PASSES = 1, 3
+LEAST_SIDE, MOST_SIDE = 256, 4096
+"""Of the matrix that is made orthogonal."""
+ENOUGH_OF_PRODUCTS_S = 0.05
 ENOUGH_S = 2.0
 """Of passes; a machine that takes so long for one is measured by that one."""
 
@@ -59,6 +63,31 @@ def expected_stage_s(
             return 0.0
         _keep(path, key, layer_s)
     return layer_s * fmean(costs) / decoder_flops(spec.model, spec.sequence_length)
+
+
+def has_products(spec: RunSpec) -> bool:
+    """Whether primaries multiply matrices in their steps."""
+    return spec.optimizer.kind == "muon" and spec.sync.mode not in (LOCAL, GOSSIP)
+
+
+def product_flops_per_s(device: str) -> float:
+    """FLOP/s of Muon's steps, measured on the smallest matrix that takes long enough. Blocks."""
+    import torch
+
+    from swarmnet.training.models.matrices import step_flops
+    from swarmnet.training.optimizer.muon import orthogonal
+
+    size, found = LEAST_SIDE, 0.0
+    while True:
+        matrix = torch.randn((size, size), generator=torch.Generator().manual_seed(0))
+        on_device = matrix.to(device)
+        start_s = time.perf_counter()
+        orthogonal(on_device).cpu()  # which waits for the device
+        took_s = time.perf_counter() - start_s
+        found = max(found, step_flops((size, size)) / took_s)
+        if took_s >= ENOUGH_OF_PRODUCTS_S or size >= MOST_SIDE:
+            return found
+        size *= 2
 
 
 def _kept(path: Path, key: str) -> float:

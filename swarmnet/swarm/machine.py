@@ -42,6 +42,9 @@ class Machine:
     measure: Callable[[], float] = lambda: 0.0
     """Device seconds that a microbatch is likely to take in a stage of middle cost, before any was
     served; 0 where that is unknown. Runs on the worker."""
+    measure_products: Callable[[], float] | None = None
+    """FLOP/s of products of matrices in an optimizer's step; None where it has none. Runs on the
+    worker."""
     weights: InitialWeights | None = None
     """What the run began from; None where that is random and each machine makes it."""
     file_sizes: Mapping[str, int] = field(default_factory=dict)

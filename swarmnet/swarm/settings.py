@@ -39,6 +39,9 @@ class RunSettings:
     """Of the order of the samples."""
     num_shards: tuple[int, ...] = ()
     """Of each stage, where that is known."""
+    products: tuple[float, ...] = ()
+    """Of each stage, FLOPs of a primary's products of matrices for each byte of its results, over
+    all its shards; empty where primaries make none."""
     num_values: int = 0
     """Of a token, at most; 0 where the model is not of tokens, or that is not known."""
     grad_clip_norm: float = 0.0

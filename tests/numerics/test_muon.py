@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from swarmnet.protocol.update.pairing import partner
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.model_config import load_config
 from swarmnet.training.models.registry import stage_matrices
+from swarmnet.training.optimizer.muon import ShardedMuon
 from swarmnet.training.resolving import resolve
 from tests.numerics.test_mixed_ranks import SIZES
 from tests.numerics.test_sync_modes import start_together
@@ -142,3 +144,43 @@ def test_pairs_average_moments(tmp_path: Path, family: str, codec: str) -> None:
             assert difference < (1e-4 if codec == "none" else 0.1)
 
     in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_who_multiplies_slowly_makes_few_steps_of_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_told: bool
+) -> None:
+    """A CPU beside a GPU. Where another replica does not say how fast it is, as one of an older
+    version would not, shards are shared out as ever, by all alike."""
+    spec = muon_spec(tmp_path, 1, shard_parameters=1024)
+    speeds = {"cpu": 5e10, "gpu": 3e13, "third": 3e13 if is_told else 0.0}
+    steps = dict.fromkeys(speeds, 0)
+    makers: dict[int, str] = {}
+    step = ShardedMuon.step
+
+    def counted(self: ShardedMuon, shard_index: int, *args: Any, **kwargs: Any) -> Any:
+        steps[makers[id(self)]] += self.num_moments(shard_index) == 1
+        return step(self, shard_index, *args, **kwargs)
+
+    monkeypatch.setattr(ShardedMuon, "step", counted)
+
+    async def scenario(swarm: Swarm) -> None:
+        kept = []
+
+        def build(name: str, stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+            kept.append(optimizer)
+            makers[id(optimizer)] = name
+            return stage, optimizer
+
+        for name, flops in speeds.items():
+            swarm.start(name, build=partial(build, name), product_flops_per_s=flops)
+        await swarm.until_round(ROUNDS)
+        wanted = replay(spec, swarm.counted, ROUNDS).state_dict()
+        assert relative_difference(swarm.parameters(), wanted) < 1e-5
+        ownerships = [m.peer.exchanges.ownership for m in swarm.members.values()]
+        assert len({str(o.placement(o.current).weights) for o in ownerships}) == 1
+        part = steps["cpu"] / sum(steps.values())
+        assert (part < 1 / 16) if is_told else (part > 1 / 5)
+
+    in_virtual_time(scenario, spec, products=(1e6,))

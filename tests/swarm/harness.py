@@ -206,6 +206,8 @@ class Swarm:
     """Of a peer by its name."""
     owner: str = ""
     """Peer id of the key that may end the run."""
+    products: tuple[float, ...] = ()
+    """As of `RunSettings`."""
     is_synthetic: bool = False
     """Without a neural network: for tests that compare no numbers. That each gradient has the
     microbatches which it names is checked at every step (`simulation.stage`)."""
@@ -232,6 +234,7 @@ class Swarm:
         disk: Disk | None = None,
         beside: Peer | None = None,
         is_measured: bool = False,
+        product_flops_per_s: float = 0.0,
         begin_anew: bool = False,
         weights: InitialWeights | None = None,
         shared: SharedData | None = None,
@@ -252,6 +255,7 @@ class Swarm:
             weights=weights,
             shared=shared,
             measure=lambda: (FORWARD_S + BACKWARD_S) / speed if is_measured else 0.0,
+            measure_products=(lambda: product_flops_per_s) if product_flops_per_s else None,
         )
         if beside is not None:
             theirs = beside.machine
@@ -269,7 +273,7 @@ class Swarm:
                 household=self.household(name),
             ),
             admission=self.admission,
-            settings=run_settings(self.spec),
+            settings=replace(run_settings(self.spec), products=self.products),
             machine=machine,
             rng=random.Random(f"{self.seed}|{name}"),
             limits=self.limits,

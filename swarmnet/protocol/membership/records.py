@@ -230,6 +230,9 @@ class Record:
     `protocol.membership.publishers`)."""
     household: Household | None = None
     """The household that the peer is of."""
+    product_flops_per_s: float = 0.0
+    """What its products of matrices reach in steps of Muon, measured as it starts; 0 in runs that
+    have none, and of peers that do not say it."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -262,6 +265,7 @@ class Record:
             self.last_open_s,
             self.last_busy_s,
             self.last_exchange_s,
+            self.product_flops_per_s,
         )
         if any(not 0 <= x <= MAX_RATE for x in rates):
             raise ValueError("a rate of a record is out of range")

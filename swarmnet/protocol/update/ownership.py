@@ -28,10 +28,12 @@ RecordOf = Callable[[str], Record | None]
 """The newest record of a peer; None where it is not known."""
 
 
-def fit(candidates: Sequence[Record], cuts: Mapping[str, int]) -> dict[str, float]:
-    """Weights of possible owners. Those who are cut from others (`num_cuts`) come behind those who
-    are not, with whom everybody can exchange gradients."""
-    weights = weights_from(candidates)
+def fit(
+    candidates: Sequence[Record], cuts: Mapping[str, int], flops_per_byte: float = 0.0
+) -> dict[str, float]:
+    """Weights of possible owners (`weights_from`). Those who are cut from others (`num_cuts`) come
+    behind those who are not, with whom everybody can exchange gradients."""
+    weights = weights_from(candidates, flops_per_byte)
     return {p: w * CUT_WEIGHT ** cuts.get(p, 0) for p, w in weights.items()}
 
 

@@ -36,6 +36,9 @@ FAST_BYTES_PER_S = 125e6
 """1 Gbit/s. A faster link does not limit an update: a measurement beyond tells how busy the machine
 was. All such links count alike."""
 
+SLOW_FLOPS_PER_S = 1e9
+"""Slower products of matrices count as this."""
+
 
 def owners(stage: int, shard_index: int, weights: Mapping[str, float]) -> list[str]:
     """All peers of `weights`, the best owner of the shard first. Weights must be positive."""
@@ -161,7 +164,7 @@ def short_of_owners(placement: Placement, records: Iterable[Record], peer_id: st
     return [j for j in wanted if sum(r.holds_shard(j) for r in known.values()) < enough]
 
 
-def weights_from(records: Iterable[Record]) -> dict[str, float]:
+def weights_from(records: Iterable[Record], flops_per_byte: float = 0.0) -> dict[str, float]:
     """Weights of replicas: their upload bandwidth (bytes/s), between `SLOW_BYTES_PER_S` and
     `FAST_BYTES_PER_S`, rounded to a power of two so that the noise of measurements does not move
     shards. An unknown bandwidth counts as the geometric mean of the others.
@@ -170,13 +173,26 @@ def weights_from(records: Iterable[Record]) -> dict[str, float]:
     other peers join or leave. The exception is a peer far above the rest: no weight is above
     `MAX_RATIO` times the mean of all but the largest. So a huge link, or a false claim of one, does
     not make its owner hold everything. That bound moves smoothly with the swarm, and so do the
-    shards of a peer at the bound."""
-    rates = {r.peer_id: r.upload_bytes_per_s for r in records}
+    shards of a peer at the bound.
+
+    `flops_per_byte`: a primary's products of matrices, for each byte of its results. These take it
+    time before it sends the results to all others, so its weight is what it sends in the time of
+    both. Where no bandwidth is known, all links count as fast. The weights of replicas of which one
+    does not say how fast it multiplies are their bandwidths alone, for that one knows no others."""
+    known = list(records)
+    rates = {r.peer_id: r.upload_bytes_per_s for r in known}
     exponents = {p: _exponent(rate) for p, rate in rates.items() if rate > 0}
     usual = fmean(exponents.values()) if exponents else 0.0
     weights = {p: 2.0 ** exponents.get(p, usual) for p in rates}
     if len(weights) < 2:
         return weights
+    if flops_per_byte and all(r.product_flops_per_s for r in known):
+        if not exponents:
+            weights = dict.fromkeys(rates, 2.0 ** _exponent(FAST_BYTES_PER_S))
+        sent = 2.0 ** round(math.log2(len(known) - 1))
+        for r in known:
+            speed = 2.0 ** round(math.log2(max(r.product_flops_per_s, SLOW_FLOPS_PER_S)))
+            weights[r.peer_id] = 1 / (1 / weights[r.peer_id] + flops_per_byte / (sent * speed))
     others = sorted(weights.values())[:-1]
     bound = MAX_RATIO * sum(others) / len(others)
     return {p: min(w, bound) for p, w in weights.items()}

@@ -114,6 +114,7 @@ class StageChoice:
             stage=stage_index,
             restorable=self.recovery.offers(stage_index),
             samples_per_s=self.speed.expected_rate(stage_index),
+            product_flops_per_s=self.speed.product_flops_per_s,
             urgent=True,
         )
 

@@ -50,6 +50,8 @@ class Speed:
     machine: Machine
     transport: Transport
     samples_per_microbatch: int
+    product_flops_per_s: float = 0.0
+    """Of products of matrices in an optimizer's step; 0: unknown, or there are none."""
     _expected_s: float = 0.0
     """Device seconds of a microbatch in a stage of middle cost; 0: unknown."""
     _busy_s: float = 0.0
@@ -58,6 +60,9 @@ class Speed:
         """Measures the device, where nothing is known of it yet."""
         if not self._expected_s:
             self._expected_s = await self.machine.worker.run(self.machine.measure)
+        measure = self.machine.measure_products
+        if measure is not None and not self.product_flops_per_s:
+            self.product_flops_per_s = await self.machine.worker.run(measure)
 
     def expected_rate(self, stage_index: int) -> float:
         """Samples/s of a stage beside those that the machine serves; 0 while unknown."""

@@ -224,7 +224,7 @@ class Ownership:
 
     def _placement(self, round_index: int) -> Placement:
         candidates = self.members.candidates(self.replica.index, round_index)
-        weights = self._weights(candidates)
+        weights = self._weights(candidates, self.replica.index)
         return placed(
             self.replica.index,
             self.replica.num_shards,
@@ -232,8 +232,10 @@ class Ownership:
             self.settings.replication,
         )
 
-    def _weights(self, candidates: Sequence[Record]) -> dict[str, float]:
-        weights = rules.fit(candidates, num_cuts(candidates))
+    def _weights(self, candidates: Sequence[Record], stage_index: int) -> dict[str, float]:
+        products = self.settings.products
+        flops_per_byte = products[stage_index] if products else 0.0
+        weights = rules.fit(candidates, num_cuts(candidates), flops_per_byte)
         return rules.without_slow(weights) if self.replica.plan.mode == LOCAL else weights
 
     def _order(self, round_index: int, shard_index: int) -> tuple[str, ...]:
@@ -277,7 +279,7 @@ class Ownership:
 
         def placement() -> Placement:
             there = self.members.candidates(stage_index, round_index)
-            weights = tuple(self._weights(there).items())
+            weights = tuple(self._weights(there, stage_index).items())
             num_shards = self.members.num_shards(stage_index)
             return placed(stage_index, num_shards, weights, self.settings.replication)
 

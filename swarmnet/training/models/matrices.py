@@ -190,8 +190,13 @@ def matrix_parameters(layers: Sequence[LayerBuilder], parts: Parts) -> int:
 
 def orthogonal_flops(layers: Sequence[LayerBuilder], parts: Parts) -> float:
     """Of one step of Muon on these layers: the products of matrices."""
-    sides = [(min(m.shape), max(m.shape)) for m in muon_matrices(layers, parts)]
-    return sum(ITERATIONS * (4.0 * a * a * b + 2.0 * a**3) for a, b in sides)
+    return sum(step_flops(m.shape) for m in muon_matrices(layers, parts))
+
+
+def step_flops(shape: tuple[int, ...]) -> float:
+    """The same of one matrix."""
+    a, b = sorted(shape)
+    return ITERATIONS * (4.0 * a * a * b + 2.0 * a**3)
 
 
 def check_matrices(layers: Sequence[LayerBuilder], parts: Parts) -> None:

@@ -27,7 +27,13 @@ from swarmnet.training.models.base import (
     num_parameters,
 )
 from swarmnet.training.models.llama import llama_plan
-from swarmnet.training.models.matrices import Parts, cut_whole, family_parts, muon_matrices
+from swarmnet.training.models.matrices import (
+    Parts,
+    cut_whole,
+    family_parts,
+    muon_matrices,
+    orthogonal_flops,
+)
 from swarmnet.training.models.routing import ROUTED_FAMILIES
 from swarmnet.training.models.subspace import subspace_plan
 
@@ -304,6 +310,14 @@ def stage_matrices(spec: RunSpec, stage_index: int) -> tuple[ParameterRange, ...
 def stage_matrix_parameters(spec: RunSpec, stage_index: int) -> int:
     """How many of a stage's parameters Muon steps."""
     return sum(m.num_elements for m in stage_matrices(spec, stage_index))
+
+
+def stage_products(spec: RunSpec, stage_index: int) -> float:
+    """FLOPs of one step of Muon on a stage, for each of its parameters."""
+    plan = model_plan(spec)
+    layers = split_stages(plan, spec.pipeline.num_stages)[stage_index]
+    flops = orthogonal_flops(layers, muon_parts(spec, plan))
+    return flops / num_parameters(describe_parameters(layers))
 
 
 def stage_moments(spec: RunSpec, stage_index: int) -> tuple[int, ...]:

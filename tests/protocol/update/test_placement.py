@@ -298,3 +298,49 @@ def test_after_deaths_every_shard_gets_its_owners_back(
 def test_who_is_no_candidate_takes_nothing_over() -> None:
     placement = Placement(0, 4, {"a": 1.0, "b": 1.0}, 1)
     assert short_of_owners(placement, [record("a", holds=bitmap([], 4))], "b") == []
+
+
+PRODUCTS = 2e5
+"""FLOPs of Muon's steps on matrices of 4,096 x 14,336, for each byte of int4."""
+CPU_FLOPS, GPU_FLOPS = 5e10, 3e13
+
+
+def machine(name: str, flops: float, rate: float = 4e6) -> Record:
+    return record(name, upload_bytes_per_s=rate, product_flops_per_s=flops)
+
+
+def test_a_cpu_beside_a_gpu_leads_fewer_matrices() -> None:
+    """With as fast a link, and with a faster one."""
+    for rate in (4e6, 16e6):
+        found = [machine("cpu", CPU_FLOPS, rate), machine("gpu", GPU_FLOPS)]
+        led = {}
+        for flops_per_byte in (0.0, PRODUCTS):
+            placement = Placement(0, NUM_SHARDS, weights_from(found, flops_per_byte), 2)
+            led[flops_per_byte] = sum(placement.primary(j) == "cpu" for j in range(NUM_SHARDS))
+        assert led[0.0] >= NUM_SHARDS // 2 - 1
+        assert led[PRODUCTS] < NUM_SHARDS / 8
+
+
+def test_the_time_of_products_and_that_of_sending_are_added() -> None:
+    found = [machine("cpu", CPU_FLOPS), *(machine(f"gpu{i}", GPU_FLOPS) for i in range(4))]
+    weights = weights_from(found, PRODUCTS)
+    speed = 2.0**36  # the nearest to that of the CPU
+    assert weights["cpu"] == pytest.approx(1 / (2.0**-22 + PRODUCTS / speed / 4))
+    assert weights["gpu0"] == pytest.approx(2.0**22, rel=0.01)
+    assert weights_from(found) == {r.peer_id: 2.0**22 for r in found}
+    unknown = [replace(r, upload_bytes_per_s=0.0) for r in found]
+    fast = [replace(r, upload_bytes_per_s=FAST_BYTES_PER_S) for r in found]
+    assert weights_from(unknown, PRODUCTS) == weights_from(fast, PRODUCTS)
+
+
+@given(st.floats(0.9, 1.1), st.floats(0.9, 1.1))
+def test_noise_of_measurements_moves_no_matrix(a: float, b: float) -> None:
+    found = [machine("cpu", 2.0**36 * a, 2.0**22 * b), machine("gpu", 2.0**45 * b, 2.0**24 * a)]
+    usual = [machine("cpu", 2.0**36, 2.0**22), machine("gpu", 2.0**45, 2.0**24)]
+    assert weights_from(found, PRODUCTS) == weights_from(usual, PRODUCTS)
+
+
+def test_beside_one_that_does_not_say_how_fast_it_multiplies_links_count_alone() -> None:
+    """That one may be of a version that knows no other weights."""
+    found = [machine("cpu", CPU_FLOPS), machine("gpu", GPU_FLOPS), machine("old", 0.0)]
+    assert weights_from(found, PRODUCTS) == weights_from(found)
