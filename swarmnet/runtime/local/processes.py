@@ -75,9 +75,10 @@ class ChildPeer:
         return [line.rstrip() for line in lines if line.strip()][-LOG_TAIL_LINES:]
 
     def own_error(self) -> str:
-        """The one line with which it ended where something was wrong; else empty."""
+        """The one line with which it ended where something was wrong; else empty, also where others
+        have ended it: what it said before was then of something else."""
         tail = self.log_tail()
-        if self.process.returncode and tail and tail[-1].startswith(OWN_ERROR):
+        if (self.process.returncode or 0) > 0 and tail and tail[-1].startswith(OWN_ERROR):
             return tail[-1].removeprefix(OWN_ERROR)
         return ""
 

@@ -99,6 +99,23 @@ def test_a_death_is_told_once(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("end", "own"), [("sys.exit(1)", "the disk hangs"), ("os.kill(os.getpid(), 9)", "")]
+)
+def test_the_last_line_of_a_child_is_an_error_where_it_ended_by_itself(
+    end: str, own: str, tmp_path: Path
+) -> None:
+    program = f"import os, sys; print('swarmnet: the disk hangs', flush=True); {end}"
+
+    async def scenario() -> None:
+        processes = PeerProcesses(tmp_path, (sys.executable, "-c", program))
+        child = await processes.start("peer-1", [])
+        await until(lambda: not child.alive)
+        assert child.own_error() == own
+
+    asyncio.run(scenario())
+
+
 def test_a_child_finds_the_packages_where_this_process_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
