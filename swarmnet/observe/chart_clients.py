@@ -11,10 +11,11 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from swarmnet.errors import UsageError, UserError
+from swarmnet.errors import UsageError, UserError, one_line
 from swarmnet.needs import install_command
 
 MAX_WAITING = 100_000
@@ -23,7 +24,10 @@ FLUSH_S = 10
 CLOSE_S = 10.0
 """How long the end of a peer waits for what has not been sent."""
 MAX_EVENTS = 200
-"""Lines that a run has in MLflow, which keeps them as tags: the newest of one start."""
+"""Lines that a run has in MLflow, which keeps them as tags: the newest."""
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+"""Where MLflow keeps runs too, with all that it asks for."""
+FOLDERS = ("", "file")
 
 
 class Client(Protocol):
@@ -143,7 +147,25 @@ def _mlflow(where: str) -> Opens:
         from mlflow.tracking import MlflowClient
     except ImportError:
         raise _missing("mlflow", install_command("mlflow-skinny")) from None
+    _check_store(where, MlflowClient)
     return lambda name, _: OnThread(lambda: Mlflow(MlflowClient(tracking_uri=where), name))
+
+
+def _check_store(where: str, client: Any) -> None:
+    """Raises `UserError` where the library that is installed keeps nothing in such a store, which
+    it says when it is first asked, and of something else."""
+    scheme = where.partition("://")[0].partition("+")[0] if "://" in where else ""
+    if scheme in DATABASES and find_spec("sqlalchemy") is None:
+        raise _missing(f"mlflow:{scheme}://...", "pip install mlflow")
+    if scheme in FOLDERS or where.startswith("file:"):
+        try:
+            client(tracking_uri=where)
+        except Exception as e:  # of whatever library
+            said = one_line(e).partition(". ")[0]
+            raise UserError(
+                f"--log-to mlflow:{where[:64]}: MLflow keeps no run in this folder; write "
+                f"mlflow:sqlite:///FILE or the address of a server (it says: {said})"
+            ) from None
 
 
 class Mlflow:
@@ -151,9 +173,14 @@ class Mlflow:
     that has this name, if there is one."""
 
     EXPERIMENT = "swarmnet"
+    NUM_LINES = "events"
+    """The tag that has their number, those included that others have taken the place of."""
     has_worked = True
 
     def __init__(self, client: Any, name: str) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        self._metric, self._tag = Metric, RunTag
         self._client = client
         found = client.get_experiment_by_name(self.EXPERIMENT)
         experiment = (
@@ -164,16 +191,19 @@ class Mlflow:
         run = runs[0] if runs else client.create_run(experiment, run_name=name)
         self._id = run.info.run_id
         client.update_run(self._id, status="RUNNING")
-        self._num_lines = 0
+        before = run.data.tags.get(self.NUM_LINES, "")
+        self._num_lines = int(before) if before.isdecimal() else 0
 
     def scalars(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, int(1000 * unix_s), step)
+        unix_ms = int(1000 * unix_s)
+        found = [self._metric(name, value, unix_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=found)
 
     def line(self, step: int, unix_s: float, text: str) -> None:
         key = f"event {self._num_lines % MAX_EVENTS:03d}"
         self._num_lines += 1
-        self._client.set_tag(self._id, key, f"round {step}: {text}")
+        tags = {key: f"round {step}: {text}", self.NUM_LINES: str(self._num_lines)}
+        self._client.log_batch(self._id, tags=[self._tag(k, v) for k, v in tags.items()])
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -194,7 +194,25 @@ def test_a_run_goes_on_in_the_same_run_of_mlflow(
     history = client.get_metric_history(run.info.run_id, "loss/training")
     assert sorted((m.step, m.value) for m in history) == [(r, 5.0 - r / 10) for r in range(5)]
     assert "was lost (stage 1)" in run.data.tags["event 000"]
+    assert "was lost (stage 1)" in run.data.tags["event 001"], "what was told before stays"
+    assert run.data.tags["events"] == "2"
     assert run.info.status == "FINISHED"
+
+
+def test_a_store_that_mlflow_does_not_have_here_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow.tracking")
+    monkeypatch.setattr(chart_clients, "find_spec", lambda _: None)
+    for where in ("sqlite:////x.db", "postgresql+psycopg2://user:secret@host/runs"):
+        with pytest.raises(UserError, match="needs its library: pip install mlflow$") as told:
+            client_of(f"mlflow:{where}")
+        assert "secret" not in str(told.value)
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    for where in (f"file:{tmp_path}/runs", f"{tmp_path}/runs"):
+        with pytest.raises(UserError, match=r"write mlflow:sqlite:///FILE or the address of a"):
+            client_of(f"mlflow:{where}")
+    assert client_of("mlflow:http://127.0.0.1:9") is not None
 
 
 class Slow:
