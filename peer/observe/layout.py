@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
+from swarmnet.printable import printable
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -45,6 +47,12 @@ def fitting(columns: Sequence[Column], width: int, gap: int) -> dict[int, bool]:
         elif i in shown:
             shown[i] = True
     return shown
+
+
+def shown_in(encoding: str, text: str) -> str:
+    """In one line, as a terminal of this encoding gets it (`peer.console.never_fail`): an escape is
+    wider than the character that it stands for."""
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def first_that_fits(texts: Sequence[str], width: int) -> str:

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from peer.observe.layout import Column, first_that_fits, fitting
+from peer.observe.layout import Column, first_that_fits, fitting, shown_in
 from peer.observe.table import GAP, FittedTable
 from peer.options import ScreenName
 from swarmnet.observe.events import Event, RoundFinished, is_for_programs
@@ -149,12 +149,19 @@ def dashboard(spec: RunSpec, model: ViewModel, limits: str = "") -> RenderableTy
     if model.peers:
         parts += [Text(), peers_table(model.peers)]
     parts += [Text(line, "yellow") for line in allowance_lines(model.peers)[:MAX_PEERS_SHOWN]]
-    return Panel(
-        Group(*parts),
-        title=Text(printable(spec.name)),
-        title_align="left",
-        border_style="cyan",
-    )
+    return Framed(spec.name, Group(*parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Framed:
+    """In a frame, below a name, which is cut where there is no room for it."""
+
+    name: str
+    inside: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        title = Text(shown_in(console.encoding, self.name))
+        yield Panel(self.inside, title=title, title_align="left", border_style="cyan")
 
 
 @dataclass(frozen=True, slots=True)

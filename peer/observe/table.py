@@ -4,7 +4,7 @@ becomes a list."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -12,8 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from peer.observe.layout import Column, fitting
-from swarmnet.printable import printable
+from peer.observe.layout import Column, fitting, shown_in
 
 GAP = 2
 """Columns of the terminal between two of the table."""
@@ -34,11 +33,12 @@ class FittedTable:
     """Title of the column whose texts go on in the next line where nothing else helps."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = fitting(self.columns, options.max_width, GAP)
+        columns = [_shown_in(console.encoding, column) for column in self.columns]
+        shown = fitting(columns, options.max_width, GAP)
         table = Table(box=None, padding=(0, 1), header_style="dim")
-        rows: list[list[Text]] = [[] for _ in self.columns[0].cells]
+        rows: list[list[Text]] = [[] for _ in columns[0].cells]
         for i, is_short in shown.items():
-            column = self.columns[i]
+            column = columns[i]
             justify = "right" if column.title in self.to_right else "left"
             table.add_column(
                 column.title,
@@ -49,10 +49,17 @@ class FittedTable:
             texts = column.short if is_short else column.cells
             styles = self.styles.get(column.title) or [""] * len(texts)
             for row, text, style in zip(rows, texts, styles):
-                row.append(Text(printable(text), style))
+                row.append(Text(text, style))
         for row in rows:
             table.add_row(*row)
         yield table
+
+
+def _shown_in(encoding: str, column: Column) -> Column:
+    cells, short = (
+        [shown_in(encoding, text) for text in texts] for texts in (column.cells, column.short)
+    )
+    return replace(column, cells=cells, short=short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +72,29 @@ class WholeTable:
     title: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = [max(map(cell_len, column)) for column in zip(self.titles, *self.rows)]
+        rows = [[shown_in(console.encoding, text) for text in row] for row in self.rows]
+        widths = [max(map(cell_len, column)) for column in zip(self.titles, *rows)]
         needed = min(widths[0], LEAST_NAME) + sum(widths[1:]) + GAP * len(widths)
-        yield self._table() if needed <= options.max_width else self._list(widths)
+        yield self._table(rows) if needed <= options.max_width else self._list(rows, widths)
 
-    def _table(self) -> Table:
+    def _table(self, rows: Sequence[Sequence[str]]) -> Table:
         table = Table(title=self.title or None, title_justify="left", box=SIMPLE)
         table.padding, table.pad_edge = (0, 1, 0, 0), False
         table.add_column(self.titles[0], overflow="fold")
         for name in self.titles[1:]:
             table.add_column(name, justify="right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*(Text(printable(text)) for text in row))
+        for row in rows:
+            table.add_row(*map(Text, row))
         return table
 
-    def _list(self, widths: Sequence[int]) -> Text:
+    def _list(self, rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Text:
         name_width = max(map(cell_len, self.titles[1:]))
         lines = [self.title, ""] if self.title else [""]
-        for row in self.rows:
-            lines.append(f"{self.titles[0]} {printable(row[0])}")
+        for row in rows:
+            lines.append(f"{self.titles[0]} {row[0]}")
             figures = zip(self.titles[1:], row[1:], strict=True)
             lines += [
-                f"  {name:<{name_width}}  {printable(text):>{max(widths[1:])}}"
+                f"  {name:<{name_width}}  {text:>{max(widths[1:])}}"
                 for name, text in figures
                 if text
             ]

@@ -205,7 +205,7 @@ def test_a_store_that_mlflow_does_not_have_here_is_said_at_the_start(
     pytest.importorskip("mlflow.tracking")
     monkeypatch.setattr(chart_clients, "find_spec", lambda _: None)
     for where in ("sqlite:////x.db", "postgresql+psycopg2://user:secret@host/runs"):
-        with pytest.raises(UserError, match="needs its library: pip install mlflow$") as told:
+        with pytest.raises(UserError, match=r"needs its library: pip install mlflow$") as told:
             client_of(f"mlflow:{where}")
         assert "secret" not in str(told.value)
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)

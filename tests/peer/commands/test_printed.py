@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -28,8 +29,10 @@ from rich.text import Text
 from peer.cli import run_command, the_command
 from peer.console import make_console, never_fail, without_controls
 from peer.log import sum_up
+from peer.observe.layout import Column
 from peer.observe.report import report_peer
 from peer.observe.screen import Screen, dashboard
+from peer.observe.table import FittedTable, WholeTable
 from swarmnet.observe.view_model import StageRow, ViewModel
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.trouble import LINES_AT_ONCE, SUM_UP_S
@@ -88,6 +91,21 @@ def test_a_terminal_of_any_encoding_shows_every_line(
     assert ("■■□" if encoding == "utf-8" else "##o") in printed
     assert "nobody serves it" in printed
     assert ("ber ■" if encoding == "utf-8" else "ber \\u25a0") in printed
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("name", ["训练" * 30, "té" * 30, "e\u0301" * 40, "🏃" * 30, "\u202e" * 8])
+def test_escapes_keep_to_the_width_of_the_terminal(name: str, encoding: str) -> None:
+    """Of names that its encoding does not have: in a frame, and in both tables."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+    console = make_console(width=40, out=out)
+    console.print(dashboard(small_spec().model_copy(update={"name": name}), model()))
+    console.print(FittedTable([Column("name", [name]), Column("n", ["1"])], folds="name"))
+    console.print(WholeTable(["name", "n"], [[name, "1"]]))
+    out.flush()
+    lines = out.buffer.getvalue().decode(encoding).splitlines()
+    assert max(map(cell_len, lines)) <= 40
+    assert [line for line in lines if line.strip(" |").endswith((" 1", "|1"))][1:], "both tables"
 
 
 def model() -> ViewModel:
