@@ -15,6 +15,9 @@ STILL_S, STILL_ROUNDS = 600.0, 3.0
 """A run stands still when no sample has been committed for so long, and for so many times what its
 longest round took."""
 
+MAX_NAME = 200
+"""Characters: Discord takes messages of 2,000, and ntfy makes a file of one of 4,096 bytes."""
+
 STAGE, STILL, DONE = "stage", "still", "done"
 
 
@@ -43,7 +46,7 @@ class Notices:
     """Which messages are due."""
 
     run: str
-    """Its name."""
+    """Its name; a message has the beginning of a long one."""
     _stages: dict[int, _Stage] = field(default_factory=dict)
     _progress: tuple[int, int] = (-1, -1)
     """Round, and samples committed in it."""
@@ -52,6 +55,10 @@ class Notices:
     _longest_s: float = 0.0
     _is_still: bool = False
     _is_done: bool = False
+
+    @property
+    def _name(self) -> str:
+        return self.run if len(self.run) <= MAX_NAME else f"{self.run[:MAX_NAME]}..."
 
     def look(self, model: ViewModel, now: float) -> list[Notice]:
         """What is to be told since the last look. `now`: seconds, of a clock that never goes
@@ -68,12 +75,12 @@ class Notices:
         loss = "" if model.loss is None else f", loss {model.loss:.3f}"
         held_out = model.held_out_loss
         measured = "" if held_out is None else f", held-out loss {held_out:.3f}"
-        return Notice(DONE, f"{self.run}: done, {model.rounds} rounds{loss}{measured}")
+        return Notice(DONE, f"{self._name}: done, {model.rounds} rounds{loss}{measured}")
 
     def _stage(self, row: StageRow, model: ViewModel, now: float) -> Notice | None:
         seen = self._stages.setdefault(row.stage, _Stage())
         seen.had_several |= row.num_replicas > 1
-        where = f"{self.run}, round {model.round + 1}"
+        where = f"{self._name}, round {model.round + 1}"
         is_thin = row.num_replicas == 0 or (seen.had_several and row.num_replicas == 1)
         if not is_thin or not any(r.num_replicas for r in model.stages):
             was_told, seen.is_told, seen.thin_since = seen.is_told, False, None
@@ -97,7 +104,7 @@ class Notices:
             self._progress, self._moved_at = progress, now
             if self._is_still:
                 self._is_still = False
-                return Notice(STILL, f"{self.run}: round {model.round + 1} goes on", is_over=True)
+                return Notice(STILL, f"{self._name}: round {model.round + 1} goes on", is_over=True)
             return None
         lasts_s = now - self._moved_at
         if self._is_still or lasts_s < max(STILL_S, STILL_ROUNDS * self._longest_s):
@@ -105,6 +112,6 @@ class Notices:
         self._is_still = True
         return Notice(
             STILL,
-            f"{self.run}: nothing has happened in round {model.round + 1} for "
+            f"{self._name}: nothing has happened in round {model.round + 1} for "
             f"{lasts_s / 60:.0f} minutes; `swarmnet status` says what is missing",
         )

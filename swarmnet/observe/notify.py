@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,6 +31,9 @@ SEND_TIMEOUT_S = 10.0
 LAST_WORDS_S = 5.0
 """How long the end of a peer waits for what is to be sent."""
 AGENT = "swarmnet"
+
+DISCORD_HOOK = re.compile(r"/api(?:/v\d+)?/webhooks/\w+/[\w-]+(?P<form>/slack)?")
+"""With the version of its interface or without, and at choice in the form of Slack."""
 
 Form = Callable[[Notice, str], tuple[bytes, dict[str, str]]]
 """(notice, name of the run) -> the body of the request and its headers."""
@@ -66,11 +70,11 @@ def form_of(url: str) -> Form:
     host, path = (parts.hostname or "").lower(), parts.path
     if host.split(".")[0] == "ntfy" or host.endswith(".ntfy.sh"):
         return _ntfy
-    if host == "hooks.slack.com" or host.endswith(".slack.com"):
+    if host.endswith((".slack.com", ".slack-gov.com")):
         return _slack
     is_discord = host in ("discord.com", "discordapp.com") or host.endswith(".discord.com")
-    if is_discord and path.startswith("/api/webhooks/"):
-        return _discord
+    if is_discord and (hook := DISCORD_HOOK.match(path)):
+        return _slack if hook["form"] == "/slack" else _discord
     return _plain
 
 

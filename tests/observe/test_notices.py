@@ -97,6 +97,11 @@ def test_a_run_that_is_done_is_told_once() -> None:
     assert notice.text == "run: done, 10 rounds, loss 2.500, held-out loss 2.250"
 
 
+def test_a_run_of_any_name_has_messages_that_services_take() -> None:
+    (notice,) = Notices("n" * 1024).look(model(done=True), 0.0)
+    assert notice.text == "n" * 200 + "...: done, 10 rounds, loss 2.500"
+
+
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
@@ -107,6 +112,12 @@ def test_a_run_that_is_done_is_told_once() -> None:
             "https://discord.com/api/webhooks/1/x",
             {"content": "a <b> & c", "allowed_mentions": {"parse": []}},
         ),
+        (
+            "https://discord.com/api/v10/webhooks/1/x-_y?wait=true",
+            {"content": "a <b> & c", "allowed_mentions": {"parse": []}},
+        ),
+        ("https://discord.com/api/webhooks/1/x/slack", {"text": "a &lt;b&gt; &amp; c"}),
+        ("https://hooks.slack-gov.com/services/T/B/x", {"text": "a &lt;b&gt; &amp; c"}),
         (
             "http://127.0.0.1:9/x",
             {"run": "run", "about": "still", "text": "a <b> & c", "is_over": False},
