@@ -335,12 +335,16 @@ class SumsRequest:
     shards: tuple[int, ...]
     terms: tuple[int, ...]
     """Of the primary's ballots."""
+    num_tokens: tuple[int, ...] = ()
+    """Behind each; empty where that is not told."""
 
     def __post_init__(self) -> None:
-        check_indices(self.round, self.stage, *self.shards)
+        check_indices(self.round, self.stage, *self.shards, *self.num_tokens)
         _check_ballots(self.terms, "")
         if not len(set(self.shards)) == len(self.shards) == len(self.terms) <= MAX_ARRAYS:
             raise ValueError("shards and terms do not match")
+        if len(self.num_tokens) not in (0, len(self.shards)):
+            raise ValueError("shards and tokens do not match")
 
 
 @dataclass(frozen=True, slots=True)

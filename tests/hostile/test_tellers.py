@@ -1,9 +1,10 @@
 """One that does all its work, is proven everywhere, and tells false results and norms of the shards
-that it leads."""
+that it leads, or does not do one thing in exchanges."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,11 +12,20 @@ from typing import Any
 
 import pytest
 
-from swarmnet.methods.update import NORM, REDUCE, ReduceReply, ShardReply
+from swarmnet.errors import NotReady
+from swarmnet.methods.update import (
+    MIRROR,
+    NORM,
+    REDUCE,
+    SUMS,
+    ReduceReply,
+    ShardReply,
+)
 from swarmnet.methods.update_proof import SIGNED_AS, Proof, Stepped
 from swarmnet.protocol.update import shard_rules
 from swarmnet.protocol.update.shard_state import ShardState
 from swarmnet.swarm.pipeline.receipts import hash_of
+from swarmnet.swarm.update.ownership import ExchangeMembers
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, pack
 from tests.hostile.attacker import Attacker, NamedSigner, norm_said
@@ -193,3 +203,104 @@ def test_one_that_lies_to_one_of_two_others_holds_their_stage_up_twice() -> None
     rate = 6 / (ends[8] - ends[2])
     print(pace, rate)
     assert rate >= OPEN_PART * pace.before
+
+
+# ---- what is not done ---------------------------------------------------------------------------
+
+
+async def for_ever(*_: Any) -> Message[Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def gives_nothing(transport: Any) -> None:
+    """Its contributions do not leave it."""
+
+    async def keep(peer_id: str, message: Message[Any], go: Go) -> Message[Any]:
+        return await (for_ever() if message.arrays else go(message))
+
+    intercept_calls(transport, REDUCE.name, keep)
+
+
+def copies_nothing(transport: Any) -> None:
+    """As backup: neither sums nor steps are answered."""
+    transport.handle(MIRROR.name, for_ever)
+    transport.handle(SUMS.name, for_ever)
+
+
+def tells_no_norm(transport: Any) -> None:
+    """Of its own shards, and as collector."""
+
+    async def keep(peer_id: str, message: Message[Any], go: Go) -> Message[Any]:
+        if message.body.shards:
+            raise NotReady("it is not told")
+        return await go(message)
+
+    intercept_calls(transport, NORM.name, keep)
+    transport.handle(NORM.name, for_ever)
+
+
+SLOW_S = 2.0
+"""So long no round takes that is not held up."""
+SILENCE_S = 30.0
+SILENT: dict[str, tuple[Callable[[Any], None], int, int]] = {
+    "contributions": (gives_nothing, 4, 2),
+    "copies": (copies_nothing, 4, 1),
+    "copies, of three": (copies_nothing, 3, 1),
+    "norms": (tells_no_norm, 4, 1),
+}
+"""What is done, by one of how many of a stage, and how many rounds that holds up."""
+SILENT_LONG = ("contributions", "copies, of three")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.long if kind in SILENT_LONG else ()) for kind in SILENT],
+)
+def test_one_that_does_not_do_its_part_holds_few_rounds_up(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds it by what it waits for itself. No honest one is found, and nobody is barred. (Who
+    speaks for another one beside it, where a norm is late, takes nothing from it.)"""
+    begin, num_replicas, most_slow = SILENT[kind]
+    liar = f"peer-{2 * num_replicas - 1}"
+    found, ends = set[tuple[str, str]](), [0.0]
+    for name in ("hung", "absent", "uncopied"):
+        find = getattr(ExchangeMembers, f"found_{name}")
+
+        def noted(members: ExchangeMembers, peer_id: str, number: int, find: Any = find) -> None:
+            found.add((members.gossip.own.peer_id, peer_id))
+            find(members, peer_id, number)
+
+        monkeypatch.setattr(ExchangeMembers, f"found_{name}", noted)
+
+    def rounds(swarm: Swarm) -> int:
+        return min(m.peer.gossip.own.round for name, m in swarm.members.items() if name != liar)
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        loop = asyncio.get_running_loop()
+        attacker.victims.remove(liar)
+        begin(swarm.members[liar].peer.transport)
+        began, begun = loop.time(), rounds(swarm)
+        while True:
+            ends.extend([loop.time() - began] * (rounds(swarm) - begun + 1 - len(ends)))
+            await asyncio.sleep(0.02)
+
+    def untouched(swarm: Swarm, attacker: Attacker) -> None:
+        known: dict[tuple[int, int], bytes] = {}
+        for name, member in swarm.members.items():
+            own = member.peer.gossip.own
+            assert known.setdefault((own.stage, own.round), own.digests) == own.digests, name
+            is_barred = member.peer.dispatcher.conclusions.is_barred
+            assert not any(map(is_barred, swarm.members)), name
+        for total in ("norm_missed", "stage_restarted", "shard_reset", "diverged"):
+            assert not swarm.total(total), total
+
+    pace = trial(attack, num_replicas=num_replicas, during_s=SILENCE_S, look=untouched)
+    took = [b - a for a, b in itertools.pairwise(ends)]
+    slow = [s for s in took if s > SLOW_S]
+    rate = (len(took) - len(slow)) / (SILENCE_S - sum(slow))
+    print(pace, len(took), slow, rate)
+    assert len(slow) <= most_slow
+    assert rate >= OPEN_PART * pace.before
+    assert {theirs for own, theirs in found if own != liar} <= {liar}

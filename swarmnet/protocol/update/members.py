@@ -17,8 +17,12 @@ BEHIND_ROUNDS = 2
 """A record that is older than so many rounds is not just late: its peer was cut off."""
 
 RESTS = 8
-"""Exchanges in which one is not waited for that has hung or given nothing, and done so before."""
+"""Exchanges in which one is not waited for that was waited for in vain, and was so before."""
 MAX_DOUBLINGS = 16
+MAX_TIMES = 3
+"""That one is found so, for which it is in `RESTS` times as many each time. In some hundred
+exchanges a wait costs little, and whoever was slow for an hour is to be waited for again one
+day."""
 
 
 def candidates(members: Iterable[Record], plan: SyncPlan, round_index: int) -> list[Record]:
@@ -104,59 +108,24 @@ def status(record: Record, plan: SyncPlan, round_index: int, life: str) -> Membe
 
 
 @dataclass
-class Rests:
-    """Members from which nothing is expected in an exchange in which they did nothing, and those
-    after it, until their records say that they have finished that one. That is their word alone: so
-    one that is found so again rests for the next `RESTS` exchanges too, and each time for twice as
-    many."""
+class Hung:
+    """Members that live and get nothing done in an exchange: nobody waits for their work in it, nor
+    in those after it, until their records say that they have finished that one. That is their word
+    alone: so one that is found so again rests for the next `RESTS` exchanges too, and each time for
+    twice as many."""
 
     _found: dict[str, int] = field(default_factory=dict)
     """Exchanges, by peer."""
     _times: dict[str, int] = field(default_factory=dict)
     """How often each was found so."""
+    _mute: set[str] = field(default_factory=set)
+    """Those of them that do not even answer a question."""
 
     def found(self, peer_id: str, round_index: int) -> None:
         """A peer lives and does nothing in an exchange."""
         if peer_id not in self._found:
             self._times[peer_id] = self._times.get(peer_id, 0) + 1
         self._found[peer_id] = round_index
-
-    def works(self, peer_id: str) -> None:
-        """It does something, or has finished that exchange."""
-        self._found.pop(peer_id, None)
-
-    def resting(
-        self,
-        members: Mapping[str, MemberStatus],
-        record_of: Callable[[str], Record | None],
-        plan: SyncPlan,
-        round_index: int,
-    ) -> list[str]:
-        """Those of the members of an exchange that rest. Peers without a record are gone, and
-        forgotten."""
-        for gone in [p for p in self._times if record_of(p) is None]:
-            self.works(gone)
-            del self._times[gone]
-        resting = []
-        for peer_id in self._found.keys() & members.keys():
-            record, found_at = record_of(peer_id), self._found[peer_id]
-            version = -1 if record is None else plan.parameter_version(record.round)
-            again = min(self._times[peer_id] - 1, MAX_DOUBLINGS)
-            rests_until = found_at + (RESTS << again - 1 if again else 0)
-            has_rested = version > found_at and round_index > rests_until
-            if has_rested or (members[peer_id].is_past and not again):
-                self.works(peer_id)
-            else:
-                resting.append(peer_id)
-        return resting
-
-
-@dataclass
-class Hung(Rests):
-    """Members that live and get nothing done in an exchange: nobody waits for their work."""
-
-    _mute: set[str] = field(default_factory=set)
-    """Those of them that do not even answer a question."""
 
     def found_mute(self, peer_id: str) -> None:
         """One that was found to hang does not answer a question either: it is as good as dead."""
@@ -165,7 +134,7 @@ class Hung(Rests):
 
     def works(self, peer_id: str) -> None:
         """A peer that was found to hang leads an exchange now, or has finished that one."""
-        super().works(peer_id)
+        self._found.pop(peer_id, None)
         self._mute.discard(peer_id)
 
     def mark(
@@ -175,10 +144,109 @@ class Hung(Rests):
         plan: SyncPlan,
         round_index: int,
     ) -> None:
-        """Says of these members of an exchange which hang."""
-        for peer_id in self.resting(members, record_of, plan, round_index):
-            life = DEAD if peer_id in self._mute else HUNG
-            members[peer_id] = replace(members[peer_id], life=life)
+        """Says of these members of an exchange which hang. Peers without a record are gone, and
+        forgotten."""
+        for gone in [p for p in self._times if record_of(p) is None]:
+            self.works(gone)
+            del self._times[gone]
+        for peer_id in self._found.keys() & members.keys():
+            record, found_at = record_of(peer_id), self._found[peer_id]
+            version = -1 if record is None else plan.parameter_version(record.round)
+            again = min(self._times[peer_id] - 1, MAX_DOUBLINGS)
+            rests_until = found_at + (RESTS << again - 1 if again else 0)
+            has_rested = version > found_at and round_index > rests_until
+            if has_rested or (members[peer_id].is_past and not again):
+                self.works(peer_id)
+            else:
+                life = DEAD if peer_id in self._mute else HUNG
+                members[peer_id] = replace(members[peer_id], life=life)
+
+
+@dataclass
+class Rests:
+    """Members of which this replica does not expect one part of an exchange, which it has waited
+    for in vain: until they have done it again. That part is one that it may do without alone.
+
+    Nobody knows how long that lasts, so one that is found so again is not waited for in the next
+    `RESTS` exchanges either, and each time in `RESTS` times as many; unless it was waited for, and
+    not in vain, in about as many since."""
+
+    _found: dict[str, int] = field(default_factory=dict)
+    """Exchanges, by peer."""
+    _times: dict[str, int] = field(default_factory=dict)
+    """How often each was found so, less what was made good."""
+    _until: dict[str, int] = field(default_factory=dict)
+    """The last exchange in which each rests."""
+    _did: set[str] = field(default_factory=set)
+    """Those that have done it since."""
+
+    def found(self, peer_id: str, round_index: int) -> None:
+        """A peer lives and does not do it in an exchange."""
+        if peer_id not in self._found:
+            self._times[peer_id] = self._left(peer_id, round_index) + 1
+        self._found[peer_id] = round_index
+        self._until[peer_id] = round_index + self._rest(peer_id)
+        self._did.discard(peer_id)
+
+    def did(self, peer_id: str, round_index: int) -> None:
+        """It does it in an exchange. In the one in which it was found so it is slow, and no
+        more."""
+        if self._found.get(peer_id) == round_index:
+            self.works(peer_id)
+            self._times[peer_id] -= 1
+        elif peer_id in self._found:
+            self._did.add(peer_id)
+
+    def works(self, peer_id: str) -> None:
+        """It is waited for again."""
+        self._found.pop(peer_id, None)
+        self._did.discard(peer_id)
+
+    def rests(self, peer_id: str, round_index: int) -> bool:
+        """Whether it is not waited for in an exchange."""
+        if peer_id not in self._found:
+            return False
+        is_over = peer_id in self._did and round_index > self._until[peer_id]
+        if is_over:
+            self.works(peer_id)
+        return not is_over
+
+    def _rest(self, peer_id: str) -> int:
+        """For how many exchanges."""
+        return _many(self._times[peer_id] - 1)
+
+    def _left(self, peer_id: str, round_index: int) -> int:
+        """How often it was found so, less what it has made good since it rested."""
+        times = self._times.get(peer_id, 0)
+        well = round_index - self._until.get(peer_id, round_index)
+        while times and well > (costs := _many(max(times, 2))):
+            times, well = times - 1, well - costs
+        return times
+
+    def forget(self, record_of: Callable[[str], Record | None]) -> None:
+        """Peers without a record are gone."""
+        for gone in [p for p in self._times if record_of(p) is None]:
+            self.works(gone)
+            del self._times[gone], self._until[gone]
+
+
+def _many(times: int) -> int:
+    """Exchanges."""
+    return RESTS ** min(times, MAX_TIMES) if times else 0
+
+
+@dataclass
+class Replaced(Rests):
+    """Members whose part another one does in their place. As long as it does, nobody can see
+    whether such a one would, so time alone counts, and from the first time on. It is no loss."""
+
+    def rests(self, peer_id: str, round_index: int) -> bool:
+        """Whether another one is to do it."""
+        self._did.update(self._found.keys() & {peer_id})
+        return super().rests(peer_id, round_index)
+
+    def _rest(self, peer_id: str) -> int:
+        return _many(self._times[peer_id] + 1)
 
 
 @dataclass
@@ -188,20 +256,15 @@ class Absent(Rests):
     counts. One that comes late is slow, and no more: the next deadline has room for it
     (`exchange_waits.ExchangeDurations`)."""
 
-    def came_late(self, peer_id: str, round_index: int) -> None:
-        """A contribution to an exchange, after that was found."""
-        if self._found.get(peer_id) == round_index:
-            self.works(peer_id)
-            self._times[peer_id] -= 1
-
     def mark(
         self,
         members: dict[str, MemberStatus],
         record_of: Callable[[str], Record | None],
-        plan: SyncPlan,
         round_index: int,
     ) -> None:
         """Says of these members of an exchange which have nothing to contribute, as far as anybody
         waits for it."""
-        for peer_id in self.resting(members, record_of, plan, round_index):
-            members[peer_id] = replace(members[peer_id], declared=0)
+        self.forget(record_of)
+        for peer_id, status in members.items():
+            if self.rests(peer_id, round_index):
+                members[peer_id] = replace(status, declared=0)

@@ -32,7 +32,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.protocol.update import members as taking_part
 from swarmnet.protocol.update import ownership as rules
-from swarmnet.protocol.update.members import Absent, Hung
+from swarmnet.protocol.update.members import Absent, Hung, Replaced, Rests
 from swarmnet.protocol.update.placement import Placement, placed, short_of_owners
 from swarmnet.protocol.update.roster import ALIVE, SUSPECT, MemberStatus, Roster
 from swarmnet.swarm.membership.gossip import Gossip
@@ -67,6 +67,10 @@ class ExchangeMembers:
 
     def __post_init__(self) -> None:
         self._hung, self._absent = Hung(), Absent()
+        self._uncopied = Rests()
+        """Backups that did not make this primary's step in time."""
+        self._unspoken = Replaced()
+        """Primaries that did not tell other stages of their sums, as their backup sees it."""
 
     def remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
         """The answer of `ask()` on the stage's records and a round: asked again when one of them
@@ -158,7 +162,9 @@ class ExchangeMembers:
                 found[record.peer_id] = taking_part.status(record, plan, round_index, SUSPECT)
         found.pop(self.gossip.own.peer_id, None)
         self._hung.mark(found, view.get, plan, round_index)
-        self._absent.mark(found, view.get, plan, round_index)
+        self._absent.mark(found, view.get, round_index)
+        self._uncopied.forget(view.get)
+        self._unspoken.forget(view.get)
         return found
 
     def has_begun(self, peer_id: str, round_index: int) -> bool:
@@ -184,8 +190,29 @@ class ExchangeMembers:
         """As `Absent.found`, and so on."""
         self._absent.found(peer_id, round_index)
 
-    def came_late(self, peer_id: str, round_index: int) -> None:
-        self._absent.came_late(peer_id, round_index)
+    def contributed(self, peer_id: str, round_index: int) -> None:
+        """A contribution has come, in time or not."""
+        self._absent.did(peer_id, round_index)
+
+    def found_unspoken(self, peer_id: str, round_index: int) -> None:
+        """As backup, this replica has spoken for a primary."""
+        self._unspoken.found(peer_id, round_index)
+
+    def speaks(self, peer_id: str, round_index: int) -> bool:
+        """A primary is waited for to speak."""
+        return not self._unspoken.rests(peer_id, round_index)
+
+    def found_uncopied(self, peer_id: str, round_index: int) -> None:
+        """This primary has waited in vain for a backup."""
+        self._uncopied.found(peer_id, round_index)
+
+    def copied(self, peer_id: str, round_index: int) -> None:
+        """A backup has made this primary's step, in time or not."""
+        self._uncopied.did(peer_id, round_index)
+
+    def copies(self, peer_id: str, round_index: int) -> bool:
+        """A backup is waited for."""
+        return not self._uncopied.rests(peer_id, round_index)
 
 
 @dataclass

@@ -7,7 +7,8 @@ whatever it carries. What comes of a call is returned: `exchange` makes events o
 Sums go to the backups while their primary waits for the norm of all stages. For an exchange its
 uplink has little to send meanwhile, and a home link takes as long for the sums as all stages do for
 the norm. The step that is mirrored then names its sum by a digest, in place of carrying it. That is
-tried once: where the sum does not come, or the call breaks, the step carries it."""
+tried once: where the sum does not come, or the call breaks, the step carries it. A backup that has
+let the time pass that a call for it has gets no other."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from typing import Any
 
 import xxhash
 
-from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale, SwarmnetError
+from swarmnet.errors import (
+    DeadlineExceeded,
+    NotReady,
+    ProtocolViolation,
+    Redirect,
+    Stale,
+    SwarmnetError,
+)
 from swarmnet.methods.method import Method, ReplyT, RequestT
 from swarmnet.methods.update import (
     BALLOT,
@@ -417,11 +425,11 @@ class ExchangeCalls:
     # ---- mirrored steps ---------------------------------------------------------------------
 
     def sum_ahead(
-        self, shard: int, gradient: Array, ballot: Ballot, backups: Sequence[str]
+        self, shard: int, gradient: Array, num_tokens: int, ballot: Ballot, backups: Sequence[str]
     ) -> None:
         """These backups will be asked to make a step with the sum, when the norm is known."""
         followers = [p for p in backups if self._progress.is_follower(p, shard)]
-        self._sums_ahead.give(shard, gradient, ballot, followers)
+        self._sums_ahead.give(shard, gradient, num_tokens, ballot, followers)
 
     async def mirror(self, backup: str, request: MirrorRequest, gradient: Array) -> bytes:
         """Has a backup make the step too. Returns the digest of what it has made; raises
@@ -446,6 +454,8 @@ class ExchangeCalls:
                     raise
             finally:
                 asking.cancel()
+            if ahead.group.overdue is not None:
+                raise ahead.group.overdue
         await self._calls.turn(gradient.num_bytes)
         return await self._calls.call_in_time(backup, MIRROR, Message(request, (gradient,)))
 
@@ -513,16 +523,18 @@ def digest_of(total: Array) -> bytes:
 class Group:
     """Sums that go to one backup in one message."""
 
-    sums: dict[int, tuple[Array, Ballot]] = field(default_factory=dict)
-    """By shard."""
+    sums: dict[int, tuple[Array, int, Ballot]] = field(default_factory=dict)
+    """By shard, with the tokens behind each."""
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     """It is being sent, or was."""
     there: set[int] = field(default_factory=set)
     """Shards whose sum the backup has."""
+    overdue: DeadlineExceeded | None = None
+    """It has not answered in time."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(total.num_bytes for total, _ in self.sums.values())
+        return sum(total.num_bytes for total, _, _ in self.sums.values())
 
     def close(self) -> None:
         """It has been sent, or has failed: whoever waits for it looks whether it has come."""
@@ -565,7 +577,9 @@ class SumsAhead:
         """By backup, what waits for other sums that are ready in a moment."""
         self._going: dict[tuple[str, int], OnItsWay] = {}
 
-    def give(self, shard: int, total: Array, ballot: Ballot, backups: Iterable[str]) -> None:
+    def give(
+        self, shard: int, total: Array, num_tokens: int, ballot: Ballot, backups: Iterable[str]
+    ) -> None:
         """Sends the sum of a shard to these, each in its turn on the uplink."""
         named = list(backups)
         digest = digest_of(total) if named else b""  # what nobody gets may have no bytes yet
@@ -575,7 +589,7 @@ class SumsAhead:
                 group = Group()
                 sent = self.tasks.start(self._give(backup, group))
                 self._open[backup] = group, sent
-            group.sums[shard] = total, ballot
+            group.sums[shard] = total, num_tokens, ballot
             self._going[backup, shard] = OnItsWay(shard, total, digest, group, sent)
 
     def _has_room(self, group: Group, total: Array) -> bool:
@@ -592,14 +606,15 @@ class SumsAhead:
             await self._send(backup, group)
         except SwarmnetError as e:
             log.debug("round %d: no sums ahead at %s: %s", self.exchange, backup[-8:], e)
+            group.overdue = e if isinstance(e, DeadlineExceeded) else None
         finally:
             group.close()
 
     async def _send(self, backup: str, group: Group) -> None:
         shards = tuple(group.sums)
-        terms = tuple(ballot.term for _, ballot in group.sums.values())
-        totals = tuple(total for total, _ in group.sums.values())
-        request = SumsRequest(self.exchange, self.stage_index, shards, terms)
+        totals, num_tokens, ballots = zip(*group.sums.values(), strict=True)
+        terms = tuple(ballot.term for ballot in ballots)
+        request = SumsRequest(self.exchange, self.stage_index, shards, terms, num_tokens)
         reply = await self.calls.call_in_time(backup, SUMS, Message(request, totals))
         group.there.update(set(shards).difference(reply.body.refused))
 

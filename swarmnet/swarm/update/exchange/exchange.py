@@ -404,7 +404,7 @@ class Exchange:
                     # In the exchange before, it was slow and no more.
                     self._pace.durations.straggled(contributor)
                     if event.gradient is not None:
-                        self._ownership.members.came_late(contributor, self.number)
+                        self._ownership.members.contributed(contributor, self.number)
             elif isinstance(event, on.Asked) and event.is_final:
                 self._leads(event.sender)
             self.feed(shard, event)
@@ -717,7 +717,8 @@ class Exchange:
                 self._books.heard(self.number, j, came.told)
                 self._audits.came(self.number, j, came)
                 if self._machines[j].shard.roster.clips:
-                    self._books.norms.adopted(self.number, j, came.told.summed)
+                    summed = came.told.summed or self._proofs.sum_behind(self.number, j)
+                    self._books.norms.adopted(self.number, j, summed)
             self.results[j] = result
         shard = self._machines[j].shard
         if members := self._calls.members.get(j):
@@ -808,7 +809,9 @@ class Exchange:
     def _begin_work(self, j: int, command: do.Sum | do.FindNorm | do.Step | do.Repeat) -> None:
         self.progress.begins(j, command)
         if isinstance(command, do.FindNorm) and command.total is not None:
-            self._calls.sum_ahead(j, command.total.gradient, command.ballot, command.backups)
+            summed: Total = command.total
+            given = summed.gradient, summed.num_tokens
+            self._calls.sum_ahead(j, *given, command.ballot, command.backups)
         if isinstance(command, do.Repeat):
             mirror, total, maker = command.step
             self._books.summed(self.number, j, self._audits.mirrored(mirror, maker, total))
@@ -850,6 +853,9 @@ class Exchange:
         request = self._steps.mirror_request(j, total, command.ballot, state)
         given = total.gradient if state.result is None else state.result
         event: on.Event = on.Refused(backup, command.attempt)
+        members = self._ownership.members
+        if not members.copies(backup, self.number):
+            self.feed(j, event)  # it gets the step all the same, and may show that it makes it
         if self.progress.is_follower(backup, j):
             try:
                 digest = await self._calls.mirror(backup, request, given)
@@ -857,6 +863,7 @@ class Exchange:
                 event = self._not_mirrored(j, backup, command, e)
             else:
                 event = on.Confirmed(backup, command.attempt)
+                members.copied(backup, self.number)
                 if self._steps.is_newest(j, command.attempt):
                     self._books.copied(self.number, j, backup, digest)
         self.feed(j, event)
@@ -866,7 +873,9 @@ class Exchange:
     ) -> on.Event:
         log.debug("shard %d was not mirrored at %s: %s", shard, backup[-8:], error)
         if isinstance(error, DeadlineExceeded):  # its link is too slow: it fetches the state later
-            self._silent(backup)
+            members = self._ownership.members
+            if self._pace.waits().is_known and not members.behind([backup], self.number):
+                members.found_uncopied(backup, self.number)
         elif isinstance(error, TransportError):
             self._gossip.liveness.probe(backup)
             return on.MirrorFailed(backup, command.attempt)
@@ -875,6 +884,22 @@ class Exchange:
             return on.Refused(backup, command.attempt)
         self.feed(shard, on.Denied(backup, denied, command.ballot))
         return on.MirrorFailed(backup, command.attempt)  # it is asked again where this one goes on
+
+    def stand_in(self, j: int, primary: str, total: Array, num_tokens: int) -> None:
+        """As backup that has got the sum of a shard: its primary ought to tell other stages of its
+        squares."""
+        if self._machine(j).shard.roster.clips and not self._work.tells_results and num_tokens:
+            self._tasks.start(self._stand_in(j, primary, total, num_tokens))
+
+    async def _stand_in(self, j: int, primary: str, total: Array, num_tokens: int) -> None:
+        members, norms = self._ownership.members, self._books.norms
+        at_once = not members.speaks(primary, self.number)
+        try:
+            squares = await self._work.squares(j, total, num_tokens)
+            if await norms.stand_in(self.number, j, squares, at_once=at_once) and not at_once:
+                members.found_unspoken(primary, self.number)
+        except SwarmnetError as e:
+            log.debug("round %d shard %d: no squares: %s", self.number, j, e)
 
     # ---- time -------------------------------------------------------------------------------
 

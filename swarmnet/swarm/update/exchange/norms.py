@@ -237,6 +237,27 @@ class Norms:
         where = self.gossip.own.run_id, speaker, 0, norm.round, norm.stage
         return Squares(*where, norm.shards, norm.sums)
 
+    # ---- for a primary that does not speak ----------------------------------------------------
+
+    async def stand_in(
+        self, round_index: int, shard: int, squares: float, *, at_once: bool
+    ) -> bool:
+        """As backup that has the sum of a shard: says its squares in the primary's place, where no
+        result comes for a while, or `at_once`. Returns whether it was said."""
+        awake_s = self.gossip.liveness.awake_s
+        end = Deadline.after(awake_s(), 0.0 if at_once else LOOK_LESS_S)
+        while not end.is_over(awake_s()):
+            await asyncio.sleep(RETRY_S)
+            if self.known(round_index) is not None or self.replica.current_exchange > round_index:
+                return False
+        request = self._signed(round_index, {shard: squares})
+        while self.known(round_index) is None and self.replica.current_exchange <= round_index:
+            total = await self._first_answer(request, ATTEMPT_S)
+            if total is not None:
+                self._take(round_index, total)
+            await asyncio.sleep(RETRY_S)
+        return True
+
     # ---- for primaries that have told a result ------------------------------------------------
 
     def adopted(self, round_index: int, shard: int, summed: Proof | None) -> None:

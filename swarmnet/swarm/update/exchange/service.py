@@ -296,7 +296,7 @@ class ExchangeService:
         """The parameters of this round are what it lacks."""
         self.pace.durations.straggled(remote)
         if gradient is not None:
-            self.exchange.ownership.members.came_late(remote, asked)
+            self.exchange.ownership.members.contributed(remote, asked)
         is_late = await self._is_taken(asked, j, remote, num_tokens, gradient)
         replica = self.replica
         current, changes = replica.current_exchange, replica.transitions.changes
@@ -420,12 +420,16 @@ class ExchangeService:
         if len(arrays) != len(ahead.shards):
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(ahead.shards)} shards")
         refused = list[int]()
-        for j, term, total in zip(ahead.shards, ahead.terms, arrays, strict=True):
+        num_tokens = ahead.num_tokens or (0,) * len(arrays)
+        for j, term, total, tokens in zip(
+            ahead.shards, ahead.terms, arrays, num_tokens, strict=True
+        ):
             check_for_backup(self.replica, j, total)
             await self._until_now(r, j, may_wait=False)
             exchange = self.exchange.now()
             if exchange.ballot(j) == Ballot(term, remote):
                 exchange.sums.put(j, remote, total)
+                exchange.stand_in(j, remote, total, tokens)
             else:
                 refused.append(j)
         return Message(SumsReply(tuple(refused)))

@@ -340,6 +340,15 @@ class ShardWork:
         clip = min(1.0, self._clip_norm / (math.sqrt(squares) + CLIP_EPSILON))
         return clip / total.num_tokens
 
+    async def squares(self, shard: int, total: Array, num_tokens: int) -> float:
+        """Of the mean gradient, of a sum as backups get it. Raises `ProtocolViolation`."""
+        optimizer = self._replica.optimizer
+
+        def work() -> float:
+            return optimizer.sum_of_squares(optimizer.codec.decoded_sum(shard, total))
+
+        return await self._replica.worker.run(work) / num_tokens**2
+
     async def before(
         self, exchange: int, shard: int, scale: float, total: Total, term: int
     ) -> Before:

@@ -227,9 +227,9 @@ def test_sums_that_are_ready_together_travel_together() -> None:
         tasks, calls = Tasks("test"), Calls()
         ahead = SumsAhead(3, 0, calls, tasks)  # type: ignore[arg-type]
         for j, total in enumerate(TOTALS[:3]):
-            ahead.give(j, total, BALLOT, ["b"])
+            ahead.give(j, total, 8, BALLOT, ["b"])
         await asyncio.sleep(0.5)
-        ahead.give(3, TOTALS[3], BALLOT, ["b", "cut"])
+        ahead.give(3, TOTALS[3], 8, BALLOT, ["b", "cut"])
         going = ahead.take("b", 3, TOTALS[3])
         assert going is not None
         assert going.digest == digest_of(TOTALS[3])
