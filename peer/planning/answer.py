@@ -275,8 +275,7 @@ def _sent(found: Found) -> dict[int, tuple[float, float]]:
     for k, (first, end) in enumerate(plan.cut):
         indices = plan.replicas(k)
         replicas = [found.machines[i] for i in indices]
-        parameters = costs.parameters(first, end)
-        exchanged = costs.exchanged_bytes(parameters, replicas, costs.muon_parameters(first, end))
+        exchanged = costs.exchanged_bytes(first, end, replicas)
         at_work = _late_at(found, k)
         rates = [
             rate * at_work.get(m, 1.0) for m, (rate, _, _) in zip(replicas, loads[k], strict=True)

@@ -71,23 +71,31 @@ def has_products(spec: RunSpec) -> bool:
 
 
 def product_flops_per_s(device: str) -> float:
-    """FLOP/s of Muon's steps, measured on the smallest matrix that takes long enough. Blocks."""
+    """FLOP/s of Muon's steps, measured on the smallest matrix that takes long enough; 0 where the
+    device has no room for any. Blocks."""
     import torch
 
+    from swarmnet.training.accelerators import is_out_of_memory
     from swarmnet.training.models.matrices import step_flops
     from swarmnet.training.optimizer.muon import orthogonal
 
     size, found = LEAST_SIDE, 0.0
-    while True:
+    while size <= MOST_SIDE:
         matrix = torch.randn((size, size), generator=torch.Generator().manual_seed(0))
-        on_device = matrix.to(device)
-        start_s = time.perf_counter()
-        orthogonal(on_device).cpu()  # which waits for the device
+        try:
+            on_device = matrix.to(device)
+            start_s = time.perf_counter()
+            orthogonal(on_device).cpu()  # which waits for the device
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            break
         took_s = time.perf_counter() - start_s
         found = max(found, step_flops((size, size)) / took_s)
-        if took_s >= ENOUGH_OF_PRODUCTS_S or size >= MOST_SIDE:
-            return found
+        if took_s >= ENOUGH_OF_PRODUCTS_S:
+            break
         size *= 2
+    return found
 
 
 def _kept(path: Path, key: str) -> float:

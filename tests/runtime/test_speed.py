@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 
 from swarmnet.runtime import speed
+from swarmnet.runtime.compose import _products
 from swarmnet.runtime.machine import build_machine
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.spec import RunSpec
-from swarmnet.training.models.registry import model_plan, stage_costs
+from swarmnet.training.models.matrices import step_flops
+from swarmnet.training.models.registry import (
+    model_plan,
+    stage_costs,
+    stage_matrices,
+    stage_parameter_ranges,
+)
 from tests.swarm.harness import tiny_spec
-from tests.training.specs import small_spec
+from tests.training.specs import small_spec, write_text
 
 
 def expected(spec: RunSpec, folder: Path) -> float:
@@ -145,7 +152,7 @@ def test_threads_are_the_devices(
 import asyncio, pathlib, torch
 from swarmnet.runtime.machine import build_machine
 from swarmnet.runtime.options import PeerOptions
-from tests.training.specs import small_spec
+from tests.training.specs import small_spec, write_text
 torch.set_num_threads(3)
 options = PeerOptions(pathlib.Path({str(tmp_path)!r}), precision="fp32", threads={asked})
 
@@ -160,3 +167,19 @@ asyncio.run(main())
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.splitlines()[-1] == f"{device} {other}"
+
+
+def test_products_are_measured_where_primaries_make_them(tmp_path: Path) -> None:
+    """Muon's, in modes in which primaries make its steps."""
+    assert 1e8 < speed.product_flops_per_s("cpu") < 1e14
+    plain = small_spec(write_text(tmp_path))
+    muon = small_spec(write_text(tmp_path), optimizer={"kind": "muon"})
+    alone = small_spec(write_text(tmp_path), optimizer={"kind": "muon"}, sync={"mode": "local"})
+    options = PeerOptions(tmp_path, precision="fp32", threads=1)
+    measures = [build_machine(s, options).measure_products for s in (plain, muon, alone)]
+    assert [measure is not None for measure in measures] == [False, True, False]
+    assert _products(plain, options) == _products(alone, options) == ()
+    flops = [step_flops(m.shape) for k in range(2) for m in stage_matrices(muon, k)]
+    sizes = [stage_parameter_ranges(muon, k)[-1].stop for k in range(2)]
+    found = _products(muon, options)
+    assert sum(4 * p * n for p, n in zip(found, sizes, strict=True)) == pytest.approx(sum(flops))

@@ -35,10 +35,12 @@ from itertools import accumulate, pairwise
 from swarmnet.protocol.planning.exchange import (
     Home,
     auto_shard_parameters,
+    codec_in,
     contributed_bytes,
     crossing_bytes,
     exchanged_bytes,
     inside_bytes,
+    number_bytes,
 )
 from swarmnet.protocol.planning.flow import (
     IN_FLIGHT_PER_REPLICA,
@@ -249,15 +251,15 @@ class Costs:
         rates = [r for r in found if r is not None]
         if not replicas or len(rates) < len(replicas):
             return None
-        parameters, n = self.parameters(first, end), len(replicas)
-        muon = self.muon_parameters(first, end)
-        exchange_s, ways_s, behind_s = self._exchange(parameters, replicas, muon, rates)
+        n = len(replicas)
+        products = self._products(first, end)
+        exchange_s, ways_s, behind_s = self._exchange(first, end, replicas, rates)
         in_time = [r for r, late_s in zip(rates, behind_s, strict=True) if not late_s]
         sharing = None
         if any(m.house for m in replicas):
             over_links = [(0.0, 0.0)] * n
             if self._all_are_waited_for:
-                over_links = self.exchanged_bytes(parameters, replicas, muon)
+                over_links = self.exchanged_bytes(first, end, replicas)
             at_work = zip(replicas, rates, over_links, behind_s, strict=True)
             sharing = self._sharing(first, end, [(m, r, x) for m, r, x, s in at_work if not s])
         return StageCost(
@@ -267,7 +269,10 @@ class Costs:
             slowest=min(r.flow for r in in_time),
             latency_s=sum(m.latency_s for m in replicas) / n,
             exchange_s=exchange_s,
-            update_s=max(self._update_s(first, end, m, n) for m in replicas),
+            update_s=max(
+                self._update_s(first, end, m, part)
+                for m, part in zip(replicas, self._led_by(replicas, products), strict=True)
+            ),
             late=tuple(
                 Late(m, r, s) for m, r, s in zip(replicas, rates, behind_s, strict=True) if s
             ),
@@ -309,16 +314,24 @@ class Costs:
             tuple(homes.values()), flow_of(apart), slowest, *self._boundaries(first, end)
         )
 
-    def _update_s(self, first: int, end: int, machine: Machine, num_replicas: int) -> float:
-        """Of the end of a round. Of Muon's steps each replica makes those whose primary it is, or
-        all where it steps alone."""
+    def _update_s(self, first: int, end: int, machine: Machine, part: float) -> float:
+        """Of the end of a round. Of Muon's steps each replica makes those whose primary it is,
+        `part` of them, or all where it steps alone."""
         flops = sum(x.muon_flops for x in self.job.layers[first:end])
         if self.job.update.mode not in (LOCAL, GOSSIP):
-            flops /= num_replicas
+            flops *= part
         parameters = self.parameters(first, end)
         seconds = parameters / machine.update_parameters_per_s
         seconds += self._num_exchanged(parameters) * machine.shard_s
         return seconds + flops / machine.exact_flops_per_s
+
+    def _products(self, first: int, end: int) -> float:
+        """FLOPs of Muon's steps that a primary makes, for each byte of its results."""
+        update, parameters = self.job.update, self.parameters(first, end)
+        flops = sum(x.muon_flops for x in self.job.layers[first:end])
+        if not flops or update.mode in (LOCAL, GOSSIP):
+            return 0.0
+        return flops / parameters / number_bytes(codec_in(update.mode, update.codec).results)
 
     def _num_exchanged(self, parameters: int) -> float:
         """Shards of a stage that a round waits for, on average."""
@@ -330,16 +343,18 @@ class Costs:
         return num_shards / update.local_steps if update.mode in (LOCAL, GOSSIP) else num_shards
 
     def exchanged_bytes(
-        self, parameters: int, replicas: Sequence[Machine], muon: int = 0
+        self, first: int, end: int, replicas: Sequence[Machine]
     ) -> list[tuple[float, float]]:
-        """(sent, received) of each replica in a round, over its link: of a house, its part. `muon`:
-        of the parameters, those that Muon steps."""
+        """(sent, received) of each replica of a stage in a round, over its link: of a house, its
+        part."""
+        parameters, muon = self.parameters(first, end), self.muon_parameters(first, end)
+        products = self._products(first, end)
         update, n = self.job.update, len(replicas)
         how = update.replication, update.mode, update.local_steps, update.codec
         if not any(m.house for m in replicas):
             of = parameters, n, *how
-            return [exchanged_bytes(*of, part, muon) for part in self._led_by(replicas)]
-        homes = self._homes(replicas)
+            return [exchanged_bytes(*of, part, muon) for part in self._led_by(replicas, products)]
+        homes = self._homes(replicas, products)
         crossing = crossing_bytes(parameters, list(homes.values()), *how, muon)
         each = {
             name: (sent / home.replicas, received / home.replicas)
@@ -347,18 +362,23 @@ class Costs:
         }
         return [each[name] for name in _names_of_homes(replicas)]
 
-    def _homes(self, replicas: Sequence[Machine]) -> dict[str | int, Home]:
+    def _homes(self, replicas: Sequence[Machine], products: float = 0.0) -> dict[str | int, Home]:
         """The replicas by their house; who is of none is its own."""
         homes: dict[str | int, Home] = {}
-        names, led = _names_of_homes(replicas), self._led_by(replicas)
+        names, led = _names_of_homes(replicas), self._led_by(replicas, products)
         for m, name, part in zip(replicas, names, led, strict=True):
             known = homes.get(name, Home(0, 0.0))
             homes[name] = Home(known.replicas + 1, known.part + part, m.has_key)
         return homes
 
-    def _led_by(self, replicas: Sequence[Machine]) -> list[float]:
-        """The part of the shards that each replica leads."""
+    def _led_by(self, replicas: Sequence[Machine], products: float) -> list[float]:
+        """The part of the shards that each replica leads: by how much it sends in the time that it
+        multiplies and sends in. `products`: FLOPs for each byte of results."""
         weights = [m.up_bytes_per_s for m in replicas]
+        if products:
+            each = products / max(1, len(replicas) - 1)
+            seconds = [1 / m.up_bytes_per_s + each / m.exact_flops_per_s for m in replicas]
+            weights = [1 / s if s else float("inf") for s in seconds]
         least = least_to_lead(weights) if self.job.update.mode == LOCAL else 0.0
         led = [w if w >= least else 0.0 for w in weights]
         return [w / sum(led) if sum(led) < float("inf") else 1 / len(led) for w in led]
@@ -375,11 +395,12 @@ class Costs:
         return self.job.update.mode != LOCAL or self._every < 2
 
     def _exchange(
-        self, parameters: int, replicas: Sequence[Machine], muon: int, rates: Sequence[Rates]
+        self, first: int, end: int, replicas: Sequence[Machine], rates: Sequence[Rates]
     ) -> tuple[float, float, list[float]]:
         """Seconds of an exchange, of these the ones of latency, and by how much later each
         replica's contribution comes than those that it waits for: all by round."""
         update, n, every = self.job.update, len(replicas), self._every
+        parameters = self.parameters(first, end)
         if n < 2:
             return 0.0, 0.0, [0.0] * n
         of_houses = Counter(m.house for m in replicas if m.house)
@@ -390,7 +411,7 @@ class Costs:
         inside = inside_bytes(parameters, most, update.mode, update.codec) / every
         all_wait = self._all_are_waited_for
         took_s = []
-        over_links = self.exchanged_bytes(parameters, replicas, muon)
+        over_links = self.exchanged_bytes(first, end, replicas)
         for m, (sent, received) in zip(replicas, over_links, strict=True):
             # parts of a link that no other stage uses: `round` looks at all stages
             parts = m.sharing / of_houses[m.house] if m.house and all_wait else 1.0

@@ -265,9 +265,28 @@ def test_steps_of_muon_are_divided_among_who_makes_them(mode: str, part: int) ->
     layer = replace(job.layers[0], muon_parameters=10**5, muon_flops=6e9)
     costs = Costs(replace(job, layers=(layer, layer)))
     slow = replace(FAST, exact_flops_per_s=1e9)
-    stage = costs.stage(0, 2, 1, [FAST, slow, FAST, FAST])
+    stage = costs.stage(0, 2, 1, [slow] * 4)
     assert stage is not None
     assert stage.update_s == pytest.approx(2 * 6 / part)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+def test_who_multiplies_slowly_makes_few_steps_of_muon(mode: str) -> None:
+    """One sends the results of as many numbers in the time of both that the others do."""
+    job = equal_job(2, 8, mode)
+    layer = replace(job.layers[0], muon_parameters=10**5, muon_flops=6e9)
+    costs = Costs(replace(job, layers=(layer, layer)))
+    quick = replace(FAST, up_bytes_per_s=1e7, exact_flops_per_s=1e13)
+    slow = replace(quick, exact_flops_per_s=1e9)
+    stage = costs.stage(0, 2, 1, [quick, slow, quick, quick])
+    assert stage is not None
+    if mode == "local":
+        assert stage.update_s == pytest.approx(2 * 6)
+        return
+    each = 1.2e10 / costs.parameters(0, 2) / 4 / 3
+    weights = [1 / (1e-7 + each / flops) for flops in (1e13, 1e9, 1e13, 1e13)]
+    assert stage.update_s == pytest.approx(12 * weights[1] / sum(weights))
+    assert stage.update_s < 3 / 4, "even parts would be 3 s each"
 
 
 def test_an_exchange_waits_for_the_slowest_link_and_delayed_hides_it() -> None:
