@@ -51,18 +51,22 @@ class Identity:
         except OSError as e:
             raise UserError(f"cannot read the identity {path}: {e.strerror}") from None
         identity = cls.generate()
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(handle, "wb") as file:
-                file.write(identity.to_file_bytes())
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
+            identity.save(path)
         except OSError as e:
             raise UserError(f"cannot write the identity {path}: {e.strerror}") from None
         return identity
+
+    def save(self, path: Path) -> None:
+        """Writes the file, which its owner alone can read. Raises `OSError`."""
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(self.to_file_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
 
     @classmethod
     def _parse(cls, data: bytes, path: Path) -> Identity:

@@ -15,7 +15,7 @@ import psutil
 
 from peer.machine.bill import counted, used_line, why_used_up
 from peer.machine.bill_file import BILL_FILE, BillFile, date_now, read_bill
-from peer.machine.limits import read_limits
+from peer.machine.limits import read_limits, write_limits
 from peer.machine.memory_cap import MemoryCap, tree_bytes
 from peer.machine.metered import is_metered
 from peer.machine.others_load import OthersLoad
@@ -27,6 +27,7 @@ from swarmnet.protocol.resource_limits import (
     told_totals,
     why_paused,
 )
+from swarmnet.runtime.state_dir import lock_stamp
 from swarmnet.swarm.resource_limits import ResourceLimits
 
 log = logging.getLogger("swarmnet.peer")
@@ -88,6 +89,8 @@ class Keeper:
 
     def __post_init__(self) -> None:
         self._stamp: tuple[int, int] | None = None
+        self._lock = lock_stamp(self.path.parent)
+        """Of the folder in which the file was last seen."""
         self._watch = BusyWatch()
         self._battery = BusyWatch()  # a plug that is moved is no reason to leave
         self._is_metered = False
@@ -150,6 +153,11 @@ class Keeper:
 
     def _reread(self) -> None:
         stamp = self._look()
+        if stamp is None and self._is_made_anew():
+            self._write_again()
+            stamp = self._look()
+        elif stamp is not None:
+            self._lock = lock_stamp(self.path.parent)
         if stamp == self._stamp or (stamp is None and not self.path.parent.exists()):
             return  # an owner whose folder is gone, or whose disk is, has changed nothing
         self._stamp = stamp
@@ -161,6 +169,20 @@ class Keeper:
         if limits != self.limits:
             self._take(limits)
             log.warning("limits: %s", limits.describe() or "none")
+
+    def _is_made_anew(self) -> bool:
+        """The folder was removed, and not the file alone: that was not the owner's word on what the
+        peer may take."""
+        return self.path.parent.exists() and lock_stamp(self.path.parent) != self._lock
+
+    def _write_again(self) -> None:
+        self._lock = lock_stamp(self.path.parent)
+        if self.limits != OwnerLimits():
+            try:
+                write_limits(self.path, self.limits)
+            except UserError as e:
+                log.warning("%s; the limits stay as they were", e)
+        self._stamp = self._look()
 
     def _take(self, limits: OwnerLimits) -> None:
         self.limits = limits

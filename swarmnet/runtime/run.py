@@ -30,6 +30,7 @@ from swarmnet.runtime.machine import build_machine, free_when_idle
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
 from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
+from swarmnet.runtime.state_dir import Claim, until_taken
 from swarmnet.runtime.stuck import until_copied, until_one, until_stuck
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.discovery import Directory
@@ -256,8 +257,12 @@ class RunningPeer:
         """Until all have left. Cancelled once, they hand over and leave."""
         life = asyncio.get_running_loop().create_task(self.seats.run(self._neighbours))
         try:
-            copied = until_copied(self.peer.gossip, self.options.state_dir)
-            await until_over(life, self._group, until_one(until_stuck(self._threads), copied))
+            folder, transport = self.options.state_dir, self._entry.net.transport
+            copied = until_copied(self.peer.gossip, folder)
+            claim = Claim(folder, self._entry.key, lambda: tell(folder, self.spec, transport))
+            taken = until_taken(claim)
+            watches = until_one(until_stuck(self._threads), copied, taken)
+            await until_over(life, self._group, watches)
         except asyncio.CancelledError:
             if not self.options.is_quiet:
                 _say("handing over and leaving, as soon as others have what only this peer has")
@@ -295,7 +300,13 @@ async def follow_addresses(transport: Transport, state_dir: Path, spec: RunSpec)
         if now[:1] != told[:1]:
             _say(f"this peer has another address now: {now[0]}")
         told = now
-        tell_run(state_dir, spec.run_id, spec.name, now, spec.model.continues)
+        tell(state_dir, spec, transport)
+
+
+def tell(state_dir: Path, spec: RunSpec, transport: Transport) -> None:
+    """As `tell_run`."""
+    addresses = transport.addresses()
+    tell_run(state_dir, spec.run_id, spec.name, addresses, spec.model.continues)
 
 
 async def _stop_when_expired(peer: Seats, not_after_unix_s: int) -> None:

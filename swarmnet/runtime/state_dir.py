@@ -2,19 +2,21 @@
 
 Two peers with one identity would overrule each other's records for ever, so a folder is locked
 while its peer lives. The lock is the kernel's (`flock`) and ends with the process, however it
-ends.
+ends. Where the folder is removed, or a disk goes and comes back, the peer makes lock and key anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from swarmnet.errors import UserError
+from swarmnet.errors import UsageError, UserError
 from swarmnet.files import write_whole
+from swarmnet.identity import Identity
 from swarmnet.system import is_locked, try_lock
 
 log = logging.getLogger("swarmnet.peer")
@@ -23,6 +25,11 @@ MAX_INCARNATION = 1 << 60
 MAX_PEERS_PER_USER = 256
 """Folders tried before giving up."""
 LOCK_NAME = "lock"
+KEY_FILE = "identity.key"
+LOOK_S = 10.0
+TAKEN_LOOKS = 3
+"""So often in a row another process has the lock of a folder that was made anew: a peer, and nobody
+who only looks."""
 SEAT_FOLDER = "seat-"
 """In a state folder: what a further seat of the machine keeps; its number follows."""
 INCARNATION_FILE = "incarnation"
@@ -52,6 +59,75 @@ def claimed_state_dir(wanted: Path | None, root: Path | None = None) -> Iterator
         yield path
     finally:
         os.close(lock)
+
+
+class Claim:
+    """Of a folder that this process has claimed."""
+
+    def __init__(
+        self, folder: Path, key: Identity, tell: Callable[[], object] = lambda: None
+    ) -> None:
+        """`tell`: writes what the peer is part of."""
+        self.folder = folder
+        self._key = key
+        self._tell = tell
+        self._own = set(filter(None, [lock_stamp(folder)]))
+        """Locks that this process has: a disk that comes back brings an older one."""
+        self._handles: list[int] = []
+        self._num_taken = 0
+
+    def renew(self) -> bool:
+        """Makes the lock and the key anew where somebody removed them, and says whether the folder
+        is this process's own, as far as that is known. Blocks."""
+        if lock_stamp(self.folder) not in self._own:
+            try:
+                handle = _claim(self.folder)
+            except UserError:  # a disk that is gone
+                return True
+            if handle is None:
+                self._num_taken += 1
+                return self._num_taken < TAKEN_LOOKS
+            self._handles.append(handle)
+            found = os.fstat(handle)
+            if self._own:
+                log.warning("the state folder %s was removed; it is made anew", self.folder)
+                self._tell()
+            self._own.add((found.st_dev, found.st_ino))
+        self._num_taken = 0
+        try:
+            if not (self.folder / KEY_FILE).exists():
+                self._key.save(self.folder / KEY_FILE)
+        except OSError as e:
+            log.warning("the key of this peer cannot be written again: %s", e.strerror)
+        return True
+
+    def close(self) -> None:
+        while self._handles:
+            os.close(self._handles.pop())
+
+
+async def until_taken(claim: Claim) -> None:
+    """Keeps the lock and the key of a folder there, and closes the claim. Raises `UsageError` when
+    it was removed, and another process has the one in its place."""
+    try:
+        while True:
+            if not await asyncio.to_thread(claim.renew):
+                raise UsageError(
+                    f"the state folder {claim.folder} was removed, and another peer uses the one "
+                    "in its place: this peer ends. Start it again with another --state-dir"
+                )
+            await asyncio.sleep(LOOK_S)
+    finally:
+        claim.close()
+
+
+def lock_stamp(folder: Path) -> tuple[int, int] | None:
+    """Which lock is there; None for none. While its peer lives no other file is the same."""
+    try:
+        found = (folder / LOCK_NAME).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def next_incarnation(state_dir: Path, now_unix_s: float) -> int:

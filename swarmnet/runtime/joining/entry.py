@@ -25,12 +25,12 @@ from swarmnet.runtime.joining.starting import Run, start_run
 from swarmnet.runtime.net import Net, once_free, open_net, port_mapping
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.run_files import RunFiles
+from swarmnet.runtime.state_dir import KEY_FILE
 from swarmnet.spec import RunSpec
 from swarmnet.transport.direct import DirectListener, port_after
 
 log = logging.getLogger("swarmnet.peer")
 
-KEY_FILE = "identity.key"
 """In the state folder."""
 
 

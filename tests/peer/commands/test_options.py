@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet.errors import UserError
+from swarmnet.errors import UsageError, UserError
+from swarmnet.identity import Identity
 from swarmnet.runtime.joining.beside import tell_run
 from swarmnet.runtime.joining.past import unused_states
 from swarmnet.runtime.joining.ready import (
@@ -24,7 +27,14 @@ from swarmnet.runtime.joining.ready import (
     write_ready_file,
 )
 from swarmnet.runtime.options import PeerOptions, default_spec_path, with_overrides
-from swarmnet.runtime.state_dir import claimed_state_dir, next_incarnation
+from swarmnet.runtime.state_dir import (
+    KEY_FILE,
+    Claim,
+    claimed_state_dir,
+    is_claimed,
+    next_incarnation,
+    until_taken,
+)
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 
 STDLIB = load_spec(default_spec_path())
@@ -126,6 +136,42 @@ def test_a_state_folder_is_unused_where_no_peer_of_the_run_is_at_work_in_it(
     assert set(unused_states(own, run_id)) > set(unused)
     monkeypatch.setattr("os.geteuid", lambda: -1)
     assert unused_states(own, run_id) == [], "they are somebody else's"
+
+
+def test_a_state_folder_that_is_removed_stays_its_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, key = tmp_path / "peer-1", Identity.generate()
+    with claimed_state_dir(folder), ExitStack() as stack:
+        told: list[str] = []
+        claim = Claim(folder, key, lambda: told.append("the run"))
+        stack.callback(claim.close)
+        assert claim.renew()
+        assert Identity.load_or_create(folder / KEY_FILE) == key
+        (folder / KEY_FILE).unlink()
+        folder.rename(tmp_path / "away")
+        assert claim.renew()
+        assert is_claimed(folder), "nobody else begins in it"
+        assert Identity.load_or_create(folder / KEY_FILE) == key
+        shutil.rmtree(folder)
+        (tmp_path / "away").rename(folder)  # a disk comes back
+        assert claim.renew()
+        assert claim.renew()
+        assert [r.message for r in caplog.records] == [
+            f"the state folder {folder} was removed; it is made anew"
+        ]
+        assert told == ["the run"]
+        shutil.rmtree(folder)
+        folder.write_text("")
+        assert claim.renew(), "nothing can be written there, and nobody has taken it"
+        folder.unlink()
+
+        monkeypatch.setattr("swarmnet.runtime.state_dir.LOOK_S", 0.0)
+        with (
+            claimed_state_dir(folder),
+            pytest.raises(UsageError, match="was removed, and another peer uses the one in its"),
+        ):
+            asyncio.run(until_taken(claim))
 
 
 def test_a_file_system_without_locks_is_no_other_peer(

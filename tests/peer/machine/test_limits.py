@@ -42,6 +42,7 @@ from swarmnet.protocol.resource_limits import (
     told_allowances,
 )
 from swarmnet.runtime.options import default_spec_path
+from swarmnet.runtime.state_dir import claimed_state_dir
 from swarmnet.spec import load_spec
 from swarmnet.swarm.resource_limits import ResourceLimits
 
@@ -312,17 +313,22 @@ def test_what_others_use_is_the_machines_load_without_ours() -> None:
 
 def test_limits_outlast_their_folder_but_not_their_file(tmp_path: Path) -> None:
     async def main() -> None:
-        bench = Bench(tmp_path / "state")
-        bench.folder.mkdir()
-        bench.keeper.start()
-        bench.write(FULL)
-        await bench.pass_time(2)
-        shutil.rmtree(bench.folder)
-        await bench.pass_time(4)
-        assert bench.upload == [1.25e6], "nobody took the limits away"
-        bench.folder.mkdir()
-        await bench.pass_time(2)
-        assert bench.upload == [1.25e6, None], "the folder is there without them"
+        folder = tmp_path / "state"
+        with claimed_state_dir(folder):
+            bench = Bench(folder)
+            bench.keeper.start()
+            bench.write(FULL)
+            await bench.pass_time(2)
+            shutil.rmtree(folder)
+            await bench.pass_time(4)
+            assert bench.upload == [1.25e6], "nobody took the limits away"
+            with claimed_state_dir(folder):  # as the peer does
+                await bench.pass_time(2)
+                assert bench.upload == [1.25e6]
+                assert read_limits(folder / LIMITS_FILE) == bench.keeper.limits
+                (folder / LIMITS_FILE).unlink()
+                await bench.pass_time(2)
+                assert bench.upload == [1.25e6, None], "that was the owner"
 
     asyncio.run(main())
 
