@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarmnet.errors import RemoteError
 from swarmnet.printable import MAX_MARKS, printable
-from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.membership.records import Owing, Record
 from swarmnet.transport.calls.heads import parse_error
 
 ANY = st.text(st.characters(), max_size=40)
@@ -73,6 +73,7 @@ EVIL = "a\u202eb\x1b[2J"
         {"strikes": {EVIL: 1}},
         {"totals": {EVIL: 1}},
         {"unreached": (EVIL,)},
+        {"owing": (Owing(EVIL, 1, 2),)},
         {"peer_id": EVIL},
         {"run_id": EVIL},
     ],

@@ -222,6 +222,17 @@ def gives_nothing(transport: Any) -> None:
     intercept_calls(transport, REDUCE.name, keep)
 
 
+def tells_no_result(transport: Any) -> None:
+    """It has it, and makes the step with its backup."""
+    reduce = handler_of(transport, REDUCE.name)
+
+    async def keep(request: Request[Any]) -> Message[Any]:
+        await reduce(request)
+        return await for_ever()
+
+    transport.handle(REDUCE.name, keep)
+
+
 def copies_nothing(transport: Any) -> None:
     """As backup: neither sums nor steps are answered."""
     transport.handle(MIRROR.name, for_ever)
@@ -247,10 +258,12 @@ SILENT: dict[str, tuple[Callable[[Any], None], int, int]] = {
     "contributions": (gives_nothing, 4, 2),
     "copies": (copies_nothing, 4, 1),
     "copies, of three": (copies_nothing, 3, 1),
+    "results": (tells_no_result, 4, 2),
+    "results, of three": (tells_no_result, 3, 2),
     "norms": (tells_no_norm, 4, 1),
 }
 """What is done, by one of how many of a stage, and how many rounds that holds up."""
-SILENT_LONG = ("contributions", "copies, of three")
+SILENT_LONG = ("contributions", "copies, of three", "results, of three")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +278,7 @@ def test_one_that_does_not_do_its_part_holds_few_rounds_up(
     begin, num_replicas, most_slow = SILENT[kind]
     liar = f"peer-{2 * num_replicas - 1}"
     found, ends = set[tuple[str, str]](), [0.0]
-    for name in ("hung", "absent", "uncopied"):
+    for name in ("hung", "absent", "owing", "uncopied"):
         find = getattr(ExchangeMembers, f"found_{name}")
 
         def noted(members: ExchangeMembers, peer_id: str, number: int, find: Any = find) -> None:

@@ -37,6 +37,8 @@ MAX_VOUCHES = 64
 """Peers for which one vouches, at most."""
 MAX_UNREACHED = 32
 """Peers that a record names as out of its reach, at most."""
+MAX_OWING = 16
+"""Peers whose results a record says were waited for in vain, at most."""
 
 JOINING = "joining"
 ACTIVE = "active"
@@ -136,6 +138,23 @@ class Household:
             raise ValueError("the signature of a household has an impossible length")
 
 
+@dataclass(frozen=True, slots=True)
+class Owing:
+    """One of the stage whose result, as primary, a replica has waited for in vain."""
+
+    peer_id: str
+    since: int
+    """The first exchange in which others are to lead in its place, as far as this one has a say."""
+    until: int
+    """The last one."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.peer_id) <= MAX_TEXT:
+            raise ValueError("a peer id is too long")
+        if not 0 <= self.since <= self.until < MAX_NUMBER:
+            raise ValueError("the exchanges in which one is passed over are out of range")
+
+
 NOTHING_DECLARED = (-1, 0)
 
 
@@ -233,6 +252,9 @@ class Record:
     product_flops_per_s: float = 0.0
     """What its products of matrices reach in steps of Muon, measured as it starts; 0 in runs that
     have none, and of peers that do not say it."""
+    owing: tuple[Owing, ...] = ()
+    """Whose results it has waited for in vain, ascending by peer; the newest `MAX_OWING` of
+    them."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -292,6 +314,8 @@ class Record:
             raise ValueError("too many or too long ids of peers that a peer cannot reach")
         if len(self.vouches) > MAX_VOUCHES * VOUCH_BYTES or len(self.vouches) % VOUCH_BYTES:
             raise ValueError("vouches of an impossible length")
+        if len(self.owing) > MAX_OWING:
+            raise ValueError("too many that owe a result in a record")
         if len(self.switches) > MAX_SWITCHES:
             raise ValueError("too many switches in a record")
         if len(self.paused) > MAX_TEXT:
@@ -299,6 +323,7 @@ class Record:
         if len(self.agent) > MAX_TEXT:
             raise ValueError("the agent of a record is too long")
         names = (self.peer_id, self.run_id, *self.unreached, *self.totals, *self.strikes)
+        names = (*names, *(one.peer_id for one in self.owing))
         if not "".join((*names, *self.addresses, self.paused, self.agent)).isprintable():
             raise ValueError("a text of a record is not printable")
 

@@ -31,6 +31,7 @@ def kept_bytes(num_bytes: int, record: Record) -> int:
         + len(record.strikes)
         + len(record.restorable)
         + len(record.unreached)
+        + len(record.owing)
         + len(record.addresses)
         + len(record.switches)
         + len(record.counts)

@@ -1,8 +1,9 @@
 """Who gets something done in an exchange, and who lives and does not. Pure.
 
 A primary tells who waits long for a result when it has the sum: from then on other stages may be
-what it waits for. One that has none in time hangs, and so does who does not answer a call in the
-time that it has."""
+what it waits for, until the norm of all stages is known. One that has no sum in time hangs, and so
+does who does not answer a call in the time that it has. One that has no result in time after that
+owes it: it is as good as gone, for this exchange."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus
 from swarmnet.protocol.update.shard_state import (
     CANVASSING,
     CLIPPING,
+    COPIED,
     COPYING,
     FOLLOWING,
     STEPPING,
@@ -39,6 +41,7 @@ class ExchangeProgress:
         self._has_state: dict[tuple[str, int], bool] = {}
         """By peer and shard, whether it has the optimizer state, by its own word."""
         self._waits = SumWaits()
+        self._results = ResultWaits()
         self._held_up = HeldUp()
         self._unled_since: dict[tuple[int, Ballot], float] = {}
         """By shard and ballot, since when its primary is dead to this replica."""
@@ -108,11 +111,7 @@ class ExchangeProgress:
         has `begin_s`, for its sum waits for nobody."""
         for peer_id in behind:
             self._behind_at[peer_id] = now
-        is_at_work = any(
-            shard.state in (STEPPING, COPYING) or (shard.state is CLIPPING and j not in self.summed)
-            for j, shard in shards.items()
-        )
-        if began is None or is_at_work or now < began + begin_s:
+        if began is None or self._is_at_work(shards) or now < began + begin_s:
             return []
 
         def limit_s(peer_id: str) -> float:
@@ -122,6 +121,38 @@ class ExchangeProgress:
             return max(began, min(self._behind_at.get(peer_id, began), began + begin_s))
 
         return sorted(self._waits.hung(shards, since, now, limit_s))
+
+    def _is_at_work(self, shards: Mapping[int, ShardState]) -> bool:
+        return any(
+            shard.state in (STEPPING, COPYING) or (shard.state is CLIPPING and j not in self.summed)
+            for j, shard in shards.items()
+        )
+
+    def owing(
+        self,
+        shards: Mapping[int, ShardState],
+        now: float,
+        longest_s: Callable[[str], float],
+        *,
+        has_norm: bool,
+    ) -> list[str]:
+        """As `ResultWaits.owing`, ascending. Who is still at work itself may be what is waited
+        for. `has_norm`: that of all stages is known here."""
+        if self._is_at_work(shards):
+            return []
+        has_sum = {j for j, s in shards.items() if self._waits.is_summed(j, s.ballot.primary)}
+        self._results.look(shards, now, has_sum, has_norm=has_norm)
+        return sorted(self._results.owing(shards, now, longest_s))
+
+    def is_owed(self, shard: int, primary: str, now: float, longest_s: float) -> bool:
+        """As `ResultWaits.is_owed`."""
+        return self._results.is_owed(shard, primary, now, longest_s)
+
+    def owes(self, peer_id: str) -> bool:
+        """As `hangs`, of a primary with a sum. What it contributes later does not make the wait
+        for its result a measure of what an exchange takes."""
+        self.is_usual = False
+        return self.hangs(peer_id)
 
     def holding_up(
         self, shards: Mapping[int, ShardState], now: float, longest_s: float
@@ -195,6 +226,58 @@ class SumWaits:
             if not is_summed and now >= since + limit_s(asked):
                 found.add(asked)
         return found
+
+
+class ResultWaits:
+    """Whose results are waited for, that wait for nobody themselves: with the norm of all stages,
+    which has the first primary's sum in it; with the sum, where no norm is needed; and with the
+    step that a backup has copied. Times are seconds awake."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, str], float] = {}
+        """By shard and who is asked for its result, since when that is known here."""
+
+    def look(
+        self,
+        shards: Mapping[int, ShardState],
+        now: float,
+        has_sum: Container[int],
+        *,
+        has_norm: bool,
+    ) -> None:
+        """Notes who waits for nobody. `has_sum`: shards whose primary has said so."""
+        for j, shard in shards.items():
+            if shard.state is COPIED:
+                is_due = True
+            elif shard.state is FOLLOWING and shard.begun is not None:
+                may_wait = shard.roster.clips and not has_norm
+                is_due = not may_wait and (j in has_sum or (has_norm and shard.ballot.is_first))
+            else:
+                is_due = False
+            if is_due:
+                self._since.setdefault((j, shard.target()), now)
+
+    def owing(
+        self, shards: Mapping[int, ShardState], now: float, longest_s: Callable[[str], float]
+    ) -> set[str]:
+        """Living primaries, and neighbours between them and this replica, of which nothing has come
+        in `longest_s` of each after they wait for nobody."""
+        found = set()
+        for j, shard in shards.items():
+            primary, asked = shard.ballot.primary, shard.target()
+            is_waiting = shard.state in (FOLLOWING, COPIED) and shard.begun is not None
+            if not is_waiting or asked not in (primary, shard.neighbour) or shard.is_dead(asked):
+                continue
+            # Who has taken over waits for all that have yet to find the one before it.
+            times = 1 if shard.ballot.is_first else 2
+            if self.is_owed(j, asked, now, times * longest_s(asked)):
+                found.add(asked)
+        return found
+
+    def is_owed(self, shard: int, peer_id: str, now: float, longest_s: float) -> bool:
+        """It waits for nobody since so long."""
+        since = self._since.get((shard, peer_id))
+        return since is not None and now >= since + longest_s
 
 
 class HeldUp:

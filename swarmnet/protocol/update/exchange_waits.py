@@ -159,6 +159,12 @@ class ExchangeWaits:
         return 2 * (self.contributions_s if self.is_known else self._longest_s) + self.norm_s
 
     @property
+    def result_s(self) -> float:
+        """For the result of a primary that lives and has sum and norm: until each backup has made
+        the step, or is dead, and all have promised."""
+        return (self.contributions_s if self.is_known else self._longest_s) + self.lease_s
+
+    @property
     def norm_s(self) -> float:
         """For the norm over all stages: until the last shard has been summed."""
         summed_s = self.contributions_s + self.lease_s

@@ -9,13 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, LEAVING, Record
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    DIGEST_BYTES,
+    LEAVING,
+    MAX_OWING,
+    Owing,
+    Record,
+)
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update.roster import DEAD, HUNG, MemberStatus
 
 BEHIND_ROUNDS = 2
 """A record that is older than so many rounds is not just late: its peer was cut off."""
 
+AHEAD = 2
+"""Exchanges after which all have heard what records said in one."""
+LEAST_WORDS = 2
+"""One alone passes nobody over."""
 RESTS = 8
 """Exchanges in which one is not waited for that was waited for in vain, and was so before."""
 MAX_DOUBLINGS = 16
@@ -67,6 +78,19 @@ def shown_past(known: Sequence[Record], plan: SyncPlan, round_index: int) -> lis
     half of them say so. As many are not the word of one, unless they are two."""
     found = past(known, plan, round_index)
     return found if 2 * len(found) >= len(known) else []
+
+
+def passed_over(records: Sequence[Record], round_index: int) -> frozenset[str]:
+    """Who is to lead nothing in an exchange, by the word of at least half of the others that may
+    lead (`records`), and of two."""
+    said = Counter(
+        one.peer_id
+        for r in records
+        for one in {o.peer_id: o for o in r.owing}.values()
+        if one.since <= round_index <= one.until and one.peer_id != r.peer_id
+    )
+    least = max(LEAST_WORDS, (len(records) - 1) / 2)
+    return frozenset(p for p, n in said.items() if n >= least)
 
 
 def has_begun(record: Record | None, round_index: int) -> bool:
@@ -247,6 +271,31 @@ class Replaced(Rests):
 
     def _rest(self, peer_id: str) -> int:
         return _many(self._times[peer_id] + 1)
+
+
+@dataclass
+class Owed(Replaced):
+    """Primaries whose result this replica has waited for in vain. Who leads is what all have to
+    compute alike: so it says so in its record, and what most say counts (`passed_over`)."""
+
+    def owed_last(self, peer_id: str, round_index: int) -> bool:
+        """Whether it has owed a result in the exchange before this one, and others have yet to be
+        told."""
+        return 0 < round_index - self._found.get(peer_id, round_index) < AHEAD
+
+    def words(self, round_index: int) -> tuple[Owing, ...]:
+        """What the own record says, from an exchange on. All have the records of those with whom
+        they have ended one, so what is found in one is so from the one after the next on."""
+        resting = [p for p in sorted(self._found) if self.rests(p, round_index)]
+        resting.sort(key=self._found.__getitem__, reverse=True)
+        return tuple(
+            Owing(p, self._found[p] + AHEAD, self._until[p]) for p in sorted(resting[:MAX_OWING])
+        )
+
+    def found(self, peer_id: str, round_index: int) -> None:
+        """Until the others have heard of it, it owes its results again: once is enough."""
+        if not self.rests(peer_id, round_index):
+            super().found(peer_id, round_index)
 
 
 @dataclass

@@ -144,15 +144,18 @@ def without(roster: Roster, is_barred: Callable[[str], bool]) -> Roster:
     only where there is no other that holds the state."""
     if not any(map(is_barred, roster.order)):
         return roster
-    order, known = (tuple(sorted(p, key=is_barred)) for p in (roster.order, roster.holders))
+    backups = tuple(p for p in roster.backups if not is_barred(p))
+    return replace(passing_over(roster, is_barred), backups=backups)
+
+
+def passing_over(roster: Roster, is_last: Callable[[str], bool]) -> Roster:
+    """A roster in which these come last, and do what they do else."""
+    if not any(map(is_last, roster.order)):
+        return roster
+    order, known = (tuple(sorted(p, key=is_last)) for p in (roster.order, roster.holders))
     first = known[0] if known else order[0]
-    return replace(
-        roster,
-        ballot=first_ballot(first, is_holder=bool(known)),
-        order=order,
-        holders=known,
-        backups=tuple(p for p in roster.backups if not is_barred(p)),
-    )
+    ballot = first_ballot(first, is_holder=bool(known))
+    return replace(roster, ballot=ballot, order=order, holders=known)
 
 
 def is_settled(record: Record, owned: list[int], num_shards: int) -> bool:

@@ -32,7 +32,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
 from swarmnet.protocol.update import members as taking_part
 from swarmnet.protocol.update import ownership as rules
-from swarmnet.protocol.update.members import Absent, Hung, Replaced, Rests
+from swarmnet.protocol.update.members import Absent, Hung, Owed, Replaced, Rests
 from swarmnet.protocol.update.placement import Placement, placed, short_of_owners
 from swarmnet.protocol.update.roster import ALIVE, SUSPECT, MemberStatus, Roster
 from swarmnet.swarm.membership.gossip import Gossip
@@ -69,6 +69,8 @@ class ExchangeMembers:
         self._hung, self._absent = Hung(), Absent()
         self._uncopied = Rests()
         """Backups that did not make this primary's step in time."""
+        self._owed = Owed()
+        """Primaries that gave no result in time."""
         self._unspoken = Replaced()
         """Primaries that did not tell other stages of their sums, as their backup sees it."""
 
@@ -163,6 +165,7 @@ class ExchangeMembers:
         found.pop(self.gossip.own.peer_id, None)
         self._hung.mark(found, view.get, plan, round_index)
         self._absent.mark(found, view.get, round_index)
+        self._owed.forget(view.get)
         self._uncopied.forget(view.get)
         self._unspoken.forget(view.get)
         return found
@@ -193,6 +196,26 @@ class ExchangeMembers:
     def contributed(self, peer_id: str, round_index: int) -> None:
         """A contribution has come, in time or not."""
         self._absent.did(peer_id, round_index)
+
+    def found_owing(self, peer_id: str, round_index: int) -> None:
+        """A primary has been waited for in vain, as all are told."""
+        self._owed.found(peer_id, round_index)
+        self.gossip.update(owing=self._owed.words(round_index), urgent=True)
+
+    def owed_last(self, peer_id: str, round_index: int) -> bool:
+        """As `Owed.owed_last`."""
+        return self._owed.owed_last(peer_id, round_index)
+
+    def are_passed_over(self, stage_index: int, round_index: int) -> frozenset[str]:
+        """As `protocol.update.members.passed_over`, of a stage."""
+        now, view, plan = asyncio.get_running_loop().time(), self.gossip.view, self.replica.plan
+
+        def found() -> frozenset[str]:
+            there = self.candidates(stage_index, round_index)
+            return taking_part.passed_over(there, round_index)
+
+        name = ("passed over", round_index, plan)
+        return view.remembered(stage_index, name, now, found)
 
     def found_unspoken(self, peer_id: str, round_index: int) -> None:
         """As backup, this replica has spoken for a primary."""
@@ -313,7 +336,8 @@ class Ownership:
         def found() -> tuple[str, ...]:
             known = dict.fromkeys(r.peer_id for r in view.known(stage_index, now))
             order = [p for p in dict.fromkeys((*ranked(), *known)) if p in known]
-            return tuple(sorted(order, key=is_lost))
+            passed_over = self.members.are_passed_over(stage_index, round_index)
+            return tuple(sorted(order, key=lambda p: (is_lost(p), p in passed_over)))
 
         return view.remembered(stage_index, ("leaders", round_index, shard_index, plan), now, found)
 
@@ -338,6 +362,8 @@ class Ownership:
             and not follows_tied(self.replica, shard_index),
             quorum=self._quorum(round_index),
         )
+        passed_over = self.members.are_passed_over(self.replica.index, round_index)
+        roster = rules.passing_over(roster, passed_over.__contains__)
         return rules.without(roster, self.gossip.view.is_barred)
 
     @property

@@ -16,6 +16,7 @@ from swarmnet.protocol.membership.records import (
     MAX_COUNT,
     MAX_CREDENTIAL_BYTES,
     MAX_LOSS_SUM,
+    MAX_OWING,
     MAX_RATE,
     MAX_RESTORABLE,
     MAX_STRIKES,
@@ -23,6 +24,7 @@ from swarmnet.protocol.membership.records import (
     MAX_TEXT,
     MAX_UNREACHED,
     HeldOut,
+    Owing,
     Record,
     Restorable,
     RoundCount,
@@ -71,6 +73,14 @@ def test_what_many_say_at_most_adds_up_to_what_one_may_say() -> None:
     assert math.isfinite(state.loss_sum)
 
 
+def test_who_owes_a_result_is_named_within_bounds() -> None:
+    for since, until, name in ((3, 2, "x"), (-1, 2, "x"), (0, 2**62, "x"), (0, 1, "")):
+        with pytest.raises(ValueError, match=r"passed over|too long"):
+            Owing(name, since, until)
+    with pytest.raises(ValueError, match="owe"):
+        Record("a", "run", 1, 1, owing=(Owing("x", 1, 2),) * (MAX_OWING + 1))
+
+
 @pytest.mark.parametrize("unreached", [("x",) * (MAX_UNREACHED + 1), ("x" * (MAX_TEXT + 1),)])
 def test_too_many_or_too_long_ids_are_refused(unreached: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="cannot reach"):
@@ -100,6 +110,7 @@ def test_the_largest_record_of_a_run_fits_its_limit(num_shards: int, num_slots: 
         credential=bytes(MAX_CREDENTIAL_BYTES),
         held_out=HeldOut(2**61, 1.5, 2.5),
         unreached=(long,) * MAX_UNREACHED,
+        owing=(Owing(long, 2**61, 2**61),) * MAX_OWING,
         switches=tuple(Switch(2**61 + i, "delayed", 1.5, 2.5) for i in range(MAX_SWITCHES)),
     )
     assert len(pack(largest)) <= record_bytes(num_shards, num_slots) <= MAX_RECORD_BYTES

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update.exchange_progress import ExchangeProgress, HeldUp, SumWaits
+from swarmnet.protocol.update.exchange_progress import (
+    ExchangeProgress,
+    HeldUp,
+    ResultWaits,
+    SumWaits,
+)
 from swarmnet.protocol.update.roster import (
     ALIVE,
     DEAD,
@@ -55,6 +61,77 @@ def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
     waits.summed(0, PRIMARY)
     assert waits.hung({0: shards[0]}, began, 150.0, lambda _: LIMIT_S) == set()
     assert waits.hung(shards, began, 150.0, lambda _: LIMIT_S) == {PRIMARY}
+
+
+RESULT_S = 20.0
+
+
+@pytest.mark.parametrize("kind", ["norm", "copy", "no norm needed"])
+def test_a_primary_that_waits_for_nobody_owes_its_result(kind: str) -> None:
+    """Where the norm is known its sum is in that; a copy is of a step; and where no norm is needed,
+    it says that it has the sum."""
+    progress, shard = ExchangeProgress(), waiting(Ballot(1, PRIMARY))
+    if kind == "copy":
+        shard.state = State.COPIED
+    if kind == "no norm needed":
+        shard.roster = replace(shard.roster, clips=False)
+        progress.has_sum(0, PRIMARY)
+
+    def owing(now: float) -> list[str]:
+        return progress.owing({0: shard}, now, lambda _: RESULT_S, has_norm=kind == "norm")
+
+    assert owing(102.0) == []
+    assert owing(121.9) == []
+    assert progress.is_owed(0, PRIMARY, 112.0, RESULT_S / 2)
+    assert owing(122.0) == [PRIMARY]
+    assert progress.owes(PRIMARY)
+    assert not progress.owes(PRIMARY)
+    assert not progress.is_usual
+
+
+def test_a_primary_that_may_wait_for_other_stages_owes_nothing() -> None:
+    progress, shard = ExchangeProgress(), waiting(Ballot(1, PRIMARY))
+    progress.has_sum(0, PRIMARY)
+    for now in (100.0, 500.0):
+        assert progress.owing({0: shard}, now, lambda _: RESULT_S, has_norm=False) == []
+    assert not progress.is_owed(0, PRIMARY, 500.0, RESULT_S)
+
+
+def test_who_is_at_work_itself_is_owed_nothing() -> None:
+    progress, shard = ExchangeProgress(), waiting(Ballot(1, PRIMARY))
+    own = waiting(Ballot(1, ME))
+    own.state = State.STEPPING
+    for now in (100.0, 500.0):
+        found = progress.owing({0: shard, 1: own}, now, lambda _: RESULT_S, has_norm=True)
+        assert found == []
+
+
+def test_who_has_taken_over_after_the_norm_has_more_time() -> None:
+    waits, shard = ResultWaits(), waiting(Ballot(3, NEXT))
+
+    def owing(now: float, has_sum: bool = True) -> set[str]:
+        waits.look({0: shard}, now, {0} if has_sum else set(), has_norm=True)
+        return waits.owing({0: shard}, now, lambda _: RESULT_S)
+
+    assert owing(110.0, has_sum=False) == set()
+    assert owing(120.0) == set()
+    assert owing(159.9) == set()
+    assert owing(160.0) == {NEXT}
+
+
+def test_a_neighbour_between_owes_first_and_the_primary_from_then_on() -> None:
+    waits, shard = ResultWaits(), waiting(Ballot(1, PRIMARY))
+    shard.neighbour = NEXT
+
+    def owing(now: float) -> set[str]:
+        waits.look({0: shard}, now, set(), has_norm=True)
+        return waits.owing({0: shard}, now, lambda _: RESULT_S)
+
+    assert owing(100.0) == set()
+    assert owing(120.0) == {NEXT}
+    shard.members = {**shard.members, NEXT: MemberStatus(HUNG)}
+    assert owing(120.0) == set()
+    assert owing(140.0) == {PRIMARY}
 
 
 def test_a_neighbour_between_hangs_first_and_the_primary_from_then_on() -> None:

@@ -36,6 +36,7 @@ def test_nothing_is_known_so_a_slow_peer_is_not_suspected() -> None:
     assert waits.contributions_s == 60.0
     assert waits.norm_s == 66.0, "until the last shard has been summed"
     assert waits.sum_s == 2 * 60.0 + 66.0
+    assert waits.result_s == 60.0 + 6.0
     assert waits.call_s == 66.0 + 60.0
 
 
@@ -55,6 +56,7 @@ def test_what_exchanges_took_bounds_every_wait() -> None:
     assert waits.contributions_s == waits.contributions_due_s == WAIT_FACTOR * 2.0 + 1.0 + 2.0
     assert waits.norm_s == waits.contributions_s + 6.0
     assert waits.sum_s == 2 * waits.contributions_s + waits.norm_s
+    assert waits.result_s == waits.contributions_s + waits.lease_s
     assert replace(waits, exchange_s=100.0).contributions_s == 60.0, "and never for longer"
 
 

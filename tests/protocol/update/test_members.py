@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, JOINING, LEAVING, Record
+import pytest
+
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    DIGEST_BYTES,
+    JOINING,
+    LEAVING,
+    MAX_OWING,
+    Owing,
+    Record,
+)
 from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.protocol.update import members
 from swarmnet.protocol.update.members import (
@@ -12,6 +23,7 @@ from swarmnet.protocol.update.members import (
     RESTS,
     Absent,
     Hung,
+    Owed,
     Replaced,
     Rests,
 )
@@ -212,3 +224,48 @@ def test_who_is_replaced_rests_from_the_first_time_on_and_its_time_alone_counts(
     assert does == [0, RESTS**2 + 1, RESTS**2 + 1 + RESTS**3 + 1]
     replaced.forget({}.get)
     assert not replaced.rests("a", 1000)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "least"), [(2, None), (3, 2), (4, 2), (5, 2), (6, 3), (9, 4)]
+)
+def test_who_is_passed_over_is_so_by_the_word_of_half_of_the_others(
+    num_replicas: int, least: int | None
+) -> None:
+    """And of two: so never where one other is all. Its own word of others counts as any."""
+
+    def found(num_words: int, exchange: int = 7) -> frozenset[str]:
+        said = {"owing": (Owing("r0", 7, 9), Owing("r0", 7, 9), Owing("gone", 1, 2))}
+        records = [
+            replica(f"r{i}", 7, **(said if 1 <= i <= num_words else {}))
+            for i in range(num_replicas)
+        ]
+        records[0] = replace(records[0], owing=(Owing("r0", 7, 9), Owing("r1", 7, 9)))
+        return members.passed_over(records, exchange)
+
+    for num_words in range(num_replicas):
+        is_enough = least is not None and num_words >= least
+        assert found(num_words) == ({"r0"} if is_enough else set())
+    for exchange in (6, 10):
+        assert not found(num_replicas - 1, exchange)
+
+
+def test_what_is_said_of_who_owes_a_result_holds_from_the_exchange_after_the_next_on() -> None:
+    """And is no other word where the next one owes it too."""
+    owed = Owed()
+    owed.found("a", 10)
+    first = (Owing("a", 12, 10 + RESTS**2),)
+    assert owed.words(10) == first
+    assert not owed.owed_last("a", 10)
+    assert owed.owed_last("a", 11)
+    assert not owed.owed_last("b", 11)
+    owed.found("a", 11)
+    assert owed.words(11) == first
+    assert not owed.owed_last("a", 12)
+    over = 10 + RESTS**2 + 1
+    assert owed.words(over) == ()
+    owed.found("a", over)
+    assert owed.words(over) == (Owing("a", over + 2, over + RESTS**3),)
+    for i in range(MAX_OWING):
+        owed.found(f"p{i:02}", over + 1)
+    assert [one.peer_id for one in owed.words(over + 1)] == [f"p{i:02}" for i in range(MAX_OWING)]

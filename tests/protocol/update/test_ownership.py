@@ -155,3 +155,17 @@ def test_a_quorum_is_for_known_uplinks_and_has_a_majority_for_robust_rules() -> 
     assert ownership.quorum(plan, 9, robust.MEAN, measured(6, unknown=1)) == 0
     assert ownership.quorum(plan, 9, robust.MEDIAN_CLIP, measured(6)) == robust.MIN_CONTRIBUTORS
     assert ownership.quorum(plan, 9, robust.MEDIAN_CLIP, measured(3)) == LEAST_QUORUM
+
+
+def test_who_is_passed_over_comes_last_and_makes_steps_with_others() -> None:
+    roster = Roster(
+        first_ballot("a", is_holder=True), ("a", "b", "c"), ("a", "b"), ("b", "a"), is_holder=True
+    )
+    found = ownership.passing_over(roster, {"a"}.__contains__)
+    assert found.ballot == first_ballot("b", is_holder=True)
+    assert (found.order, found.holders) == (("b", "c", "a"), ("b", "a"))
+    assert found.backups == ("b", "a")
+    assert ownership.passing_over(roster, set[str]().__contains__) is roster
+    alone = Roster(first_ballot("a", is_holder=True), ("a", "b"), ("a",))
+    assert ownership.passing_over(alone, {"a"}.__contains__).ballot.primary == "a"
+    assert ownership.without(roster, {"a"}.__contains__).backups == ("b",)

@@ -28,7 +28,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress
 from swarmnet.protocol.update.exchange_waits import Pauses, may_miss_members
-from swarmnet.protocol.update.roster import SUSPECT, Ballot, MemberStatus, still_known
+from swarmnet.protocol.update.roster import HUNG, SUSPECT, Ballot, MemberStatus, still_known
 from swarmnet.protocol.update.shard_state import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
@@ -200,6 +200,8 @@ class Exchange:
         """When this replica closed its round, in seconds awake."""
         self._distrusted: set[str] = set()
         """Who gave parameters that no stage takes."""
+        self._owing: set[str] = set()
+        """Primaries whose results are waited for no more."""
         self._put: Put | None = None
         """Where results go; None before this replica has closed its round."""
         self._callers: dict[on.Call, asyncio.Future[do.Command]] = {}
@@ -418,6 +420,9 @@ class Exchange:
         members = self._ownership.members.statuses(self.number)
         for peer_id in self._distrusted:
             members.pop(peer_id, None)
+        for peer_id in self._owing & members.keys():
+            if members[peer_id].is_waited_for:
+                members[peer_id] = replace(members[peer_id], life=HUNG)
         members = still_known(self._members, members)
         counted = self._counted(members)
         if (members, counted) == (self._members, self._short_of):
@@ -482,6 +487,11 @@ class Exchange:
         )
         for peer_id in found:
             self._hangs(peer_id)
+        has_norm = self._books.norms.known(self.number) is not None
+        for peer_id in self.progress.owing(
+            shards, self._gossip.liveness.awake_s(), self._result_s, has_norm=has_norm
+        ):
+            self._owes(peer_id)
         awake_s = self._gossip.liveness.awake_s()
         for peer_id in self.progress.holding_up(shards, awake_s, waits.sum_s + waits.lease_s):
             self._mute(peer_id)
@@ -495,6 +505,37 @@ class Exchange:
             log.info("round %d: %s lives and gets nothing done", self.number, peer_id[-8:])
             self._ownership.members.found_hung(peer_id, self.number)
             self.refresh()
+
+    def _result_s(self, peer_id: str) -> float:
+        """For the result of a primary that waits for nobody: not the same twice in a row."""
+        waits = self._pace.waits()
+        owed_last = self._ownership.members.owed_last(peer_id, self.number)
+        return waits.contributions_s if owed_last else waits.result_s
+
+    def _owes(self, peer_id: str) -> None:
+        """It is as good as gone for this exchange, and does what else it does. One that has taken
+        over may not get on because of others, so all are told of a first primary only."""
+        if not self.progress.owes(peer_id):
+            return
+        log.info("round %d: %s lives and gives no result", self.number, peer_id[-8:])
+        for machine in self._machines.values():
+            if machine.shard.ballot.is_first and machine.shard.ballot.primary == peer_id:
+                self._ownership.members.found_owing(peer_id, self.number)
+                break
+        self._owing.add(peer_id)
+        self.refresh()
+
+    def _look_who_owed(self, j: int, giver: str) -> None:
+        """A result has come of another one than its primary (of none: it is the own copy). Where
+        that owed it for half of the time, others have waited for all of it: whoever finds it
+        a moment later says so too."""
+        primary = self._machines[j].shard.ballot.primary
+        is_first = self._machines[j].shard.ballot.is_first
+        if not is_first or primary in (giver, self._gossip.own.peer_id):
+            return
+        now, longest_s = self._gossip.liveness.awake_s(), self._result_s(primary) / 2
+        if self.progress.is_owed(j, primary, now, longest_s):
+            self._ownership.members.found_owing(primary, self.number)
 
     def _silent(self, peer_id: str) -> None:
         """It has not answered in the time that an exchange takes, if that is known."""
@@ -711,9 +752,11 @@ class Exchange:
         return made
 
     def _adopt(self, j: int, result: Result | None, *, is_own: bool) -> None:
+        giver = ""
         if result is not None:
             came, result.came = result.came, None
             if came is not None:
+                giver = came.sender
                 self._books.heard(self.number, j, came.told)
                 self._audits.came(self.number, j, came)
                 if self._machines[j].shard.roster.clips:
@@ -727,6 +770,8 @@ class Exchange:
                 self._books.counts_too(self.number, j, members)
         if is_own and shard.roster.quorum:
             self._late.decided(self.number, j, shard.senders)
+        if not is_own:
+            self._look_who_owed(j, giver)
         self._steps.forget(j)
         self._calls.forget(j)
         self._work.adopted(self.number, j)
