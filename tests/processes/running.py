@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -211,6 +212,11 @@ def has_state(peer: Command) -> bool:
     return any("has the optimizer state" in line for line in peer.errors())
 
 
+def serves(peer: Command) -> bool:
+    """It says with --debug that it has the parameters of its stage."""
+    return any("serving from round" in line for line in peer.errors())
+
+
 @dataclass
 class Machine:
     """The processes of one test. Nothing that it waits for is waited for without a bound."""
@@ -315,8 +321,10 @@ class Machine:
         ]
         self.until_ready(*others)
         if together:
+            mode = tomllib.loads(spec.read_text())["sync"]["mode"]
+            is_in = serves if mode == "gossip" else has_state  # which nobody shares there
             for peer in (first, *others):
-                self.until(lambda p=peer: has_state(p))
+                self.until(lambda p=peer: is_in(p))
             may_begin(self.folder, 0)
         return [first, *others]
 

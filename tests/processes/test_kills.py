@@ -20,6 +20,7 @@ from tests.processes.running import (
     Machine,
     counted_by,
     parameters_of,
+    serves,
     tiny_run,
 )
 from tests.swarm.harness import relative_difference, replay
@@ -106,16 +107,11 @@ def test_a_run_survives_the_death_of_a_donor(running: Machine) -> None:
         name = f"joiner-{len(joiners)}"
         joiner = running.start_peer(name, *join, "--stage", "0", "--debug", *SLOW)
         running.until_ready(joiner)
-        running.until(lambda j=joiner: victim.process.poll() is not None or _serves(j))
+        running.until(lambda j=joiner: victim.process.poll() is not None or serves(j))
         joiners.append(joiner)
     _assert_killed(running, [victim])
     survivors = [p for p in (*peers, *joiners) if p is not victim]
     _assert_a_good_end(running, witness, [*peers, *joiners], survivors)
-
-
-def _serves(joiner: Command) -> bool:
-    """It has the parameters of its stage."""
-    return any("serving from round" in line for line in joiner.errors())
 
 
 def _long_rounds(path: Path) -> Path:

@@ -41,6 +41,7 @@ def test_processes_make_the_updates_of_one_process(running: Machine) -> None:
             ("--transport", "py-libp2p", "--stage", "0"),
             ("--transport", "py-libp2p", "--stage", "1"),
         ],
+        together=True,
     )
     running.until_round(peers[0], ROUNDS)
     running.until(lambda: _is_all_on_record(peers, spec.pipeline.microbatch))
@@ -73,13 +74,13 @@ def test_a_run_survives_its_first_peer(running: Machine) -> None:
     rounds = 120
     path = tiny_run(running.folder, rounds=rounds)
     stages = [("--stage", stage) for stage in "101"]
-    peers = running.start_swarm(path, stages, everywhere=SLOW)
+    peers = running.start_swarm(path, stages, everywhere=SLOW, together=True)
     victim, witness = peers[0], peers[1]
     running.until_all_are_in(peers, 5)
     daemons = children_of(victim.pid)
     assert daemons, "the peer has no daemon"
     running.kill(victim)
-    running.until(lambda: not any(pid in processes_of(running.folder) for pid in daemons), 10)
+    running.until(lambda: not any(pid in processes_of(running.folder) for pid in daemons))
 
     newcomer = running.start_peer(
         "late", "--join", witness.address, "--data", str(running.folder / "text.txt"), *SLOW

@@ -20,7 +20,7 @@ def test_processes_make_the_updates_of_one_process_that_is_one_update_late(
 ) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS, sync_mode="delayed")
     spec = start_run(path).spec
-    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"], together=True)
     running.until_round(peers[0], ROUNDS)
     running.until(
         lambda: all(len(counted_by(peers).get(r, ())) >= NUM_MICROBATCHES for r in range(ROUNDS))
@@ -45,7 +45,7 @@ def test_gossip_between_processes_keeps_replicas_close_and_says_how_close(
 ) -> None:
     """No group: replicas of a stage are never equal, and the distance is told and shown."""
     path = tiny_run(running.folder, rounds=4 * ROUNDS, sync_mode="gossip")
-    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"], together=True)
     running.until(lambda: any(e.get("spread", 0.0) > 0 for e in peers[0].events("round")))
     running.until_round(peers[0], 4 * ROUNDS)
     rounds = peers[0].events("round")
