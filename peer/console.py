@@ -16,6 +16,7 @@ from swarmnet.protocol.trouble import Trouble
 
 if TYPE_CHECKING:  # slow to import, and of no use to a command that prints nothing
     from rich.console import Console
+    from rich.text import Text
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -120,6 +121,11 @@ def _plain(kind: type[Console]) -> type[Console]:
     from rich.segment import Segment
 
     class Plain(kind):  # type: ignore[valid-type, misc]
+        def render_str(self, text: str, **kwargs: Any) -> Text:
+            """Lines are broken where they are full of what the terminal gets."""
+            encoded = text.encode(self.encoding, "backslashreplace")
+            return super().render_str(encoded.decode(self.encoding), **kwargs)
+
         def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
             for segment in super().render(*args, **kwargs):
                 text = segment.text if segment.control else without_controls(segment.text)

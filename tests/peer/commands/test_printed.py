@@ -102,6 +102,7 @@ def test_escapes_keep_to_the_width_of_the_terminal(name: str, encoding: str) -> 
     console.print(dashboard(small_spec().model_copy(update={"name": name}), model()))
     console.print(FittedTable([Column("name", [name]), Column("n", ["1"])], folds="name"))
     console.print(WholeTable(["name", "n"], [[name, "1"]]))
+    console.print(f"{name}: a llama, and the words of others after it")
     out.flush()
     lines = out.buffer.getvalue().decode(encoding).splitlines()
     assert max(map(cell_len, lines)) <= 40
