@@ -31,13 +31,12 @@ AT_ONCE = 32
 async def stop_run(options: StopOptions, join: JoinRun = join_run) -> None:
     """Tells all peers, and waits until they have left. Raises `UserError` where this is not the
     owner's key, `NotNow` where no peer takes the order."""
-    if not options.key.exists():
-        raise UserError(f"there is no key {options.key}; name the one that closed the run")
-    owner = Identity.load_or_create(options.key)
     observer = await join(options.join, options.transport)
     try:
         spec = observer.spec
+        owner = Identity.load_or_create(options.key) if options.key.exists() else None
         check_owner(spec, owner, str(options.key))
+        assert owner is not None
         await _gather(observer)
         peers = _live(observer)
         replicas = [r for r in peers if r.is_replica]
@@ -56,13 +55,16 @@ async def stop_run(options: StopOptions, join: JoinRun = join_run) -> None:
         await observer.close()
 
 
-def check_owner(spec: RunSpec, owner: Identity, key: str) -> None:
-    """Raises `UserError` where the run is not this key's to end."""
+def check_owner(spec: RunSpec, owner: Identity | None, key: str) -> None:
+    """Raises `UserError` where the run is not this key's to end. `owner`: None for no such file,
+    which does not matter where nobody has such a key."""
     if spec.security.admission != "invite":
         raise UserError(
             f"the run {spec.name!r} is open: nobody owns it, and it ends when the people of its "
             "peers stop them, or with its last round"
         )
+    if owner is None:
+        raise UserError(f"there is no key {key}; name the one that closed the run")
     if spec.security.owner != owner.peer_id:
         raise UserError(f"{key} is not the key of the run's owner {spec.security.owner}")
 

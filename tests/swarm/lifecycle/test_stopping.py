@@ -247,8 +247,11 @@ def test_only_the_owner_of_a_closed_run_ends_it(tmp_path: Path) -> None:
     check_owner(spec, OWNER, "owner.key")
     with pytest.raises(UserError, match=r"other\.key is not the key of the run's owner"):
         check_owner(spec, STRANGER, "other.key")
-    with pytest.raises(UserError, match="is open: nobody owns it"):
-        check_owner(tiny_spec(tmp_path, num_stages=2), OWNER, "owner.key")
+    with pytest.raises(UserError, match=r"there is no key gone\.key; name the one that closed"):
+        check_owner(spec, None, "gone.key")
+    for key in (OWNER, None):  # nobody looks for a key that nobody has
+        with pytest.raises(UserError, match="is open: nobody owns it"):
+            check_owner(tiny_spec(tmp_path, num_stages=2), key, "owner.key")
 
 
 def test_a_run_that_stands_still_ends_too(tmp_path: Path) -> None:
