@@ -1,40 +1,66 @@
 """Peak memory of a stage by activation policy and precision, beside the formula.
 
-    python benchmarks/memory.py                 # the table of benchmarks/results/memory.md
+    python benchmarks/memory.py                 # the tables of benchmarks/results/memory.md
+    python benchmarks/memory.py --device fake
     python benchmarks/memory.py --device cuda
 
 One stage in the middle of a pipeline: `--in-flight` microbatches go forward, then each comes back
 and another one goes forward in its place, and in the end all come back; as in a swarm, what came
 and what was sent is held meanwhile. On a CPU every tensor is counted from the operation that makes
 it until its memory is given back; scratch inside one operation is not seen. On a GPU it is what the
-allocator says, and what came and was sent lies in main memory and does not count.
+allocator says, and what came and was sent lies in main memory and does not count. `fake` is a
+second part of main memory (`tests/training/memory/fake_device.py`, needs a C++ compiler), which
+counts as a GPU's allocator does, scratch too. There `weights` may be `host` or `disk`: each layer's
+come for its part of a pass.
 
-`formula`: weights and gradients (no optimizer is made here) and the activations of
-`swarmnet.training.memory.plan`. It leaves out what a backward pass has besides: the gradients
-on their way through a layer. `elsewhere` is what `offload` has moved, by the formula.
+`formula`: weights, gradients and what is not trained (no optimizer is made here), and the
+activations of `swarmnet.training.memory.plan`: what `swarmnet plan` says. It leaves out what a
+backward pass has besides: the gradients on their way through a layer. `elsewhere` is what `offload`
+has moved, by the formula. `adapters` trains those of q_proj and v_proj alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import sys
 import tempfile
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from swarmnet.spec import RunSpec
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from swarmnet.spec import LoraSpec, RunSpec
 from swarmnet.training.arrays import from_tensor
-from swarmnet.training.computing import ActivationsName, Computing, PrecisionName
-from swarmnet.training.memory.plan import PRECISIONS, stage_activations, state_bytes
+from swarmnet.training.computing import (
+    KEEP_NO_WEIGHTS,
+    ActivationsName,
+    Computing,
+    PrecisionName,
+    WeightsPlace,
+)
+from swarmnet.training.memory.activation_choice import known_activations
+from swarmnet.training.memory.plan import (
+    PRECISIONS,
+    base_bytes,
+    fixed_bytes,
+    state_bytes,
+    streamed_bytes,
+)
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
+from tests.training.memory import fake_device
 
 STAGE, NUM_STAGES = 1, 3
 POLICIES: tuple[ActivationsName, ...] = ("keep", "blocks", "recompute", "offload")
+PLACES: tuple[WeightsPlace, ...] = ("device", "host", "disk")
+TRAINED = ("all", "adapters")
 NUM_MORE = 2
 """Microbatches beyond those in flight at the beginning."""
 
@@ -72,9 +98,17 @@ class PeakMeter(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Row:
+class Cell:
+    """What a row of the table is of."""
+
     precision: PrecisionName
+    trained: str
+    weights: WeightsPlace
     activations: ActivationsName
+
+
+@dataclass(frozen=True)
+class Row:
     peak_bytes: int
     formula_bytes: float
     elsewhere_bytes: float
@@ -119,62 +153,98 @@ def fly(stage: TorchStage, options: argparse.Namespace) -> None:
             held[i] = came, stage.forward((0, i), came)
 
 
+def planned(spec: RunSpec, stage: TorchStage, cell: Cell, options: argparse.Namespace) -> Row:
+    """Without a peak."""
+    numbers = PRECISIONS[cell.precision]
+    if cell.weights == "device":
+        held = sum(state_bytes(stage.num_parameters, 1, 1, numbers)[:2])
+        held += base_bytes(spec, STAGE, numbers) + fixed_bytes(spec.model)
+    else:
+        held = sum(streamed_bytes(spec, STAGE, numbers))
+    one = known_activations(spec, STAGE, numbers)
+    assert one is not None
+    here, elsewhere = one.held(cell.activations, options.in_flight)
+    if options.device != "cpu":
+        here -= options.in_flight * (one.sent + (0 if one.outputs == 0 else one.came))
+    return Row(0, held + here, elsewhere)
+
+
 def measure(
-    spec: RunSpec,
-    precision: PrecisionName,
-    activations: ActivationsName,
-    options: argparse.Namespace,
-    folder: str,
+    spec: RunSpec, cell: Cell, options: argparse.Namespace, folder: str, fake: Any | None
 ) -> Row:
-    computing = Computing(precision, activations, folder=folder)
-    stage = build_stage(spec, STAGE, device=options.device, computing=computing)
+    if cell.trained == "adapters":
+        lora = LoraSpec(r=8, lora_alpha=8.0, target_modules=("q_proj", "v_proj"))
+        spec = spec.model_copy(update={"lora": lora})
+    computing = Computing(
+        cell.precision,
+        cell.activations,
+        weights=cell.weights,
+        updates_on_device=options.device != "cpu" and cell.weights == "device",
+        folder=folder,
+    )
+    before = 0 if fake is None else fake.fake_used()
+    device = "fake:0" if fake else options.device
+    stage = build_stage(spec, STAGE, device=device, computing=computing)
+    for number in stage.base.missing:  # nobody has brought the base
+        size = stage.base.shard_sizes[number]
+        stage.base.put(number, from_tensor(torch.full((size,), 0.01)))
     fly(stage, options)  # rotary tables, threads, pools
     stage.finish_round()
-    numbers = PRECISIONS[precision]
-    state = sum(state_bytes(stage.num_parameters, 1, 1, numbers)[:2])
-    one = stage_activations(spec, STAGE, numbers)
-    assert one is not None
-    here, elsewhere = one.held(activations, options.in_flight)
-    if options.device == "cuda":
+    found = planned(spec, stage, cell, options)
+    if fake is not None:
+        fake.fake_reset_peak()
+        fly(stage, options)
+        peak = fake.fake_peak() - before
+    elif options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         fly(stage, options)
         peak = torch.cuda.max_memory_allocated()
-        here -= options.in_flight * (one.sent + (0 if one.outputs == 0 else one.came))
     else:
         with PeakMeter() as meter:
             vectors = stage.vectors.present
-            for tensor in (vectors.parameters, vectors.gradients, *stage.layers.parameters()):
+            held = [p for module in stage.layers.modules for p in module.parameters()]
+            held += [b for module in stage.layers.modules for b in module.buffers()]
+            for tensor in (vectors.parameters, vectors.gradients, *held):
                 meter.see(tensor)
             fly(stage, options)
         peak = meter.peak_bytes
-    return Row(precision, activations, peak, state + here, elsewhere)
+    return Row(peak, found.formula_bytes, found.elsewhere_bytes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "fake"), default="cpu")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4, help="of the stage")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--samples", type=int, default=2, help="of a microbatch")
     parser.add_argument("--in-flight", type=int, default=4)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "fp16"])
+    parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED)
     options = parser.parse_args()
     torch.manual_seed(0)
     spec = make_spec(options)
-    print("| precision | activations | peak | formula | peak / formula | elsewhere |")
-    print("|---|---|---|---|---|---|")
+    print("| precision | trained | weights | activations | peak | formula | ratio | elsewhere |")
+    print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for precision in cast(list[PrecisionName], options.precisions):
-            for policy in POLICIES:
-                row = measure(spec, precision, policy, options, folder)
-                print(
-                    f"| {precision} | {policy} | {row.peak_bytes / 1e6:.1f} MB "
-                    f"| {row.formula_bytes / 1e6:.1f} MB "
-                    f"| {row.peak_bytes / row.formula_bytes:.2f} "
-                    f"| {row.elsewhere_bytes / 1e6:.1f} MB |",
-                    flush=True,
-                )
+        fake = None
+        if options.device == "fake":
+            fake = fake_device.install(fake_device.build(Path(folder)))
+        places = PLACES if fake is not None else PLACES[:1]
+        for of in itertools.product(options.precisions, options.trained, places, POLICIES):
+            cell = Cell(*cast(tuple[PrecisionName, str, WeightsPlace, ActivationsName], of))
+            if cell.weights != "device" and (
+                cell.activations not in KEEP_NO_WEIGHTS or cell.precision == "fp16"
+            ):
+                continue  # refused
+            row = measure(spec, cell, options, folder, fake)
+            print(
+                f"| {cell.precision} | {cell.trained} | {cell.weights} | {cell.activations} "
+                f"| {row.peak_bytes / 1e6:.1f} MB | {row.formula_bytes / 1e6:.1f} MB "
+                f"| {row.peak_bytes / row.formula_bytes:.2f} "
+                f"| {row.elsewhere_bytes / 1e6:.1f} MB |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
