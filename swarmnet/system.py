@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,21 +92,35 @@ class ProcessorUse(NamedTuple):
     """A thread computes, or could if there were a processor for it, or waits for a disk."""
 
 
-def processor_use(pid: int) -> ProcessorUse | None:
-    """Of another process, now; None where the system does not say, or the process is gone."""
+def processor_use(
+    pid: int, *, without: Collection[int] = (), with_helpers: bool = False
+) -> ProcessorUse | None:
+    """Of a process, now; None where the system does not say, or the process is gone. `without`:
+    threads that do not count, by the system's numbers. `with_helpers`: with the processes that the
+    others have started, and theirs."""
     if PORTABLE:
         return None
-    ticks, wants_more = 0, False
+    ticks, wants_more, helpers = 0, False, list[str]()
     try:
         for name in os.listdir(f"/proc/{pid}/task"):
+            if int(name) in without:
+                continue
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
                 said = Path(f"/proc/{pid}/task/{name}/stat").read_text()
                 words = said.rpartition(")")[2].split()
                 wants_more |= words[STATE_AT] in WANTING
                 ticks += int(words[USER_TICKS_AT]) + int(words[USER_TICKS_AT + 1])
+                if with_helpers:
+                    helpers += Path(f"/proc/{pid}/task/{name}/children").read_text().split()
     except (OSError, ValueError, IndexError):
         return None
-    return ProcessorUse(ticks / os.sysconf("SC_CLK_TCK"), wants_more)
+    used_s = ticks / os.sysconf("SC_CLK_TCK")
+    for helper in helpers:
+        use = processor_use(int(helper), with_helpers=True)
+        if use is not None:
+            used_s += use.used_s
+            wants_more |= use.wants_more
+    return ProcessorUse(used_s, wants_more)
 
 
 def give_way_for_memory() -> None:

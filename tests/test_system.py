@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,49 @@ def test_what_a_process_wants_of_a_processor_is_seen(program: str, wants_more: b
         child.kill()
         child.wait()
     assert system.processor_use(child.pid) is None
+
+
+HAS_HELPER = f"import subprocess; subprocess.Popen([sys.executable, '-c', {SPINS!r}])"
+SAYS_THREAD = (
+    f"import threading; t = threading.Thread(target=lambda: exec({SPINS!r}), daemon=True); "
+    "t.start(); print(t.native_id, flush=True)"
+)
+
+
+def until_it_wants(wanted: bool, pid: int, **how: Any) -> None:
+    """Several times in a row, and in time."""
+    deadline, in_a_row = time.monotonic() + 30, 0
+    while in_a_row < 5:
+        assert time.monotonic() < deadline
+        found = system.processor_use(pid, **how)
+        assert found is not None
+        in_a_row = in_a_row + 1 if found.wants_more is wanted else 0
+        time.sleep(0.02)
+
+
+def test_helpers_of_a_process_count_and_some_of_its_threads_do_not() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import sys; {HAS_HELPER}; {WAITS}"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        try:
+            until_it_wants(False, child.pid)
+            until_it_wants(True, child.pid, with_helpers=True)
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{SAYS_THREAD}; {WAITS}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        try:
+            assert child.stdout is not None
+            thread = int(child.stdout.readline())
+            until_it_wants(True, child.pid)
+            until_it_wants(False, child.pid, without={thread})
+        finally:
+            child.kill()
 
 
 def test_nobody_says_elsewhere_what_a_process_wants(monkeypatch: pytest.MonkeyPatch) -> None:

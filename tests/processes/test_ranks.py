@@ -20,6 +20,17 @@ from swarmnet.training.ranks.local_group import LocalGroup
 LocalGroup.__init__.__kwdefaults__["silence_s"] = 6.0
 """
 """A peer that waits so long, not 20 s, for a sign of life of its ranks."""
+HANGS = """
+import threading, swarmnet.training.ranks.tensor_parallel as module
+plain, calls = module.Region.all_reduce, []
+def hangs(*arguments, **options):
+    calls.append(1)
+    if len(calls) > 300:
+        threading.Semaphore(0).acquire()
+    return plain(*arguments, **options)
+module.Region.all_reduce = hangs
+"""
+"""A peer whose rank 0 hangs after some rounds, while its rank 1 waits for it and the peer talks."""
 
 
 def ranks_of(peer: Command) -> list[int]:
@@ -85,6 +96,22 @@ def test_a_peer_and_its_ranks_end_together_and_the_swarm_goes_on(running: Machin
     running.kill(is_killed)
     running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
     five_more_rounds(running, witness)
+
+
+def test_a_pass_that_hangs_ends_its_peer(running: Machine) -> None:
+    """Long before the collective that the other rank is in does, which is after 120 s."""
+    path = tiny_run(running.folder, num_stages=1, rounds=ROUNDS)
+    begin = ("--spec", str(path), "--data", str(running.folder / "text.txt"))
+    ranked = ("--tp", "2", "--device", "cpu")
+    peer = running.start_peer("one", *begin, *ranked, before=LESS_PATIENT + HANGS)
+    running.until_round(peer, 1)
+    ranks = ranks_of(peer)
+    assert running.wait(peer, LOST_LIMIT_S) == 1
+    lines = [line for line in peer.errors() if "this peer ends" in line]
+    assert len(lines) == 1, peer.describe()
+    assert "the ranks hang: none has worked for 6 s; rank 0 at hangs" in lines[0]
+    assert "at all_reduce (tensor_parallel.py:" in lines[0]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
 def is_told(witness: Command, name: str, peer: Command) -> bool:

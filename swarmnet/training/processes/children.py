@@ -5,9 +5,9 @@ make the same calls in the same order. A process answers every call with one sma
 the peer knows when all are through (`join`).
 
 Failure. Without one of them the others are of no use, so any fault ends all (`failure`): a process
-that died (its socket closes), one that is silent for `SILENCE_S` (stopped, or its machine hangs),
-and what a process says itself. Those that outlive the peer are ended by the kernel. `watch` raises
-what happened, in one line.
+that died (its socket closes), one that is silent for `SILENCE_S` (stopped, or stuck with the
+interpreter's lock), what a process says itself, and what a subclass sees. Those that outlive the
+peer are ended by the kernel. `watch` raises what happened, in one line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.training.processes.frames import ANSWER, BEAT_S, BROKEN, DONE, LENGTH, REFUSED
+from swarmnet.training.processes.frames import (
+    ANSWER,
+    BEAT,
+    BEAT_S,
+    BROKEN,
+    DONE,
+    LENGTH,
+    REFUSED,
+)
 from swarmnet.wire import Array
 
 SILENCE_S = 20.0
@@ -57,6 +65,10 @@ class Child:
     socket: socket.socket
     heard_at: float
     num_answered: int = 0
+    beating: int = 0
+    """The thread that gives its signs of life, by the system's number."""
+    place: str = "its start"
+    """Where in its code it is, for people."""
     received: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
     """That have come from it and were not taken."""
@@ -194,6 +206,11 @@ class Children:
     def _has_ended(self, child: Child, number: int, is_refused: bool, text: str) -> None:
         """A process has answered a call. With the condition held."""
 
+    def _hangs(self, now: float) -> str:
+        """Why they do not go on though they give signs of life; "" where they do. Asked again and
+        again, by a thread of its own."""
+        return ""
+
     # ---- inside -----------------------------------------------------------------------------
 
     def _supervise(self, started: threading.Event) -> None:
@@ -224,6 +241,8 @@ class Children:
                             f"{child.name} (pid {child.process.pid}) gave no sign of life "
                             f"for {self._silence_s:.0f} s"
                         )
+                if reason := self._hangs(now):
+                    self.fail(reason)
         # The thread that started the children must outlive them.
         for child in self._children:
             child.process.wait()
@@ -263,7 +282,9 @@ class Children:
             self._answered(child, kind, number, text)
 
     def _answered(self, child: Child, kind: int, number: int, text: str) -> None:
-        if kind == BROKEN:
+        if kind == BEAT:
+            child.beating, child.place = number, text
+        elif kind == BROKEN:
             self.fail(f"{child.name}: {text}")
         elif kind in (DONE, REFUSED):
             with self._condition:

@@ -14,6 +14,7 @@ from typing import Any
 
 from swarmnet.errors import SwarmnetError, one_line
 from swarmnet.system import end_with_parent
+from swarmnet.training.processes.standstill import place_of
 from swarmnet.wire import Array
 
 BEAT_S = 0.5
@@ -22,7 +23,8 @@ MAX_HEADER_BYTES = 1 << 20
 
 BEAT, DONE, REFUSED, BROKEN = range(4)
 ANSWER = struct.Struct("<BQI")
-"""Kind, number of the call, bytes of text that follow."""
+"""Kind, number of the call, bytes of text that follow. Of a beat: the system's number of the thread
+that beats, and where in the code the thread is that does the calls."""
 LENGTH = struct.Struct("<I")
 
 
@@ -32,13 +34,13 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._lock = threading.Lock()
-        beat = ANSWER.pack(BEAT, 0, 0)
+        calls = threading.current_thread()
 
         def beats() -> None:
-            pause = threading.Event()
+            pause, own = threading.Event(), threading.get_native_id()
             try:
                 while not pause.wait(BEAT_S):
-                    self._send(beat)
+                    self._send(self._packed(BEAT, own, place_of(calls).encode()))
             except OSError:
                 return
 

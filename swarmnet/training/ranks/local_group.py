@@ -4,8 +4,10 @@ Rank 0 tells every other rank each call, and makes it itself; so all ranks run t
 and rank 0 hears whether they agree on the outcome. The stage's canonical vectors lie in memory that
 all ranks map (`SharedFloats`), whose descriptor travels with a call.
 
-A group with a rank missing is of no use, so any fault ends all of it: what `Children` finds, and a
-collective that takes `COLLECTIVE_TIMEOUT_S`.
+A group with a rank missing is of no use, so any fault ends all of it: what `Children` finds, a call
+at which no rank works (`Standstill`), and a collective that takes `COLLECTIVE_TIMEOUT_S`. The last
+is for what looks like work: a rank that runs in circles, and a GPU that hangs, since its rank looks
+at it all the time.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import datetime
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +26,10 @@ import torch
 import torch.distributed as dist
 
 from swarmnet.errors import SwarmnetError, one_line
-from swarmnet.system import LOOPBACK_INTERFACE
+from swarmnet.system import LOOPBACK_INTERFACE, ProcessorUse, processor_use
 from swarmnet.training.processes.children import SILENCE_S, Child, Children, ProcessLost
+from swarmnet.training.processes.standstill import Standstill, place_of
+from swarmnet.wire import Array
 
 COLLECTIVE_TIMEOUT_S = 120.0
 """Longest wait of a rank for the others within one collective."""
@@ -111,6 +117,10 @@ class LocalGroup(Children):
         self._open = open_group
         self._timeout_s = timeout_s
         self._outcomes: dict[int, bool] = {}
+        self._caller, self._caller_id = threading.current_thread(), threading.get_native_id()
+        self._is_at_call = False
+        self._standstill = Standstill(silence_s)
+        self._is_seen = all(device.type == "cpu" for device in self.devices)
         self._folder = Path(tempfile.mkdtemp(prefix="swarmnet-ranks-"))
         names = {index: f"rank {index}" for index in range(1, num_ranks)}
         super().__init__(names, PROGRAM, silence_s=silence_s)
@@ -119,6 +129,25 @@ class LocalGroup(Children):
         except BaseException:
             self.close()
             raise
+
+    def send(
+        self,
+        call: str,
+        values: dict[str, Any] | None = None,
+        arrays: Sequence[Array] = (),
+        fd: int | None = None,
+    ) -> int:
+        self._caller, self._caller_id = threading.current_thread(), threading.get_native_id()
+        return super().send(call, values, arrays, fd)
+
+    @contextmanager
+    def at_call(self) -> Iterator[None]:
+        """In this context rank 0 does what it has told the others."""
+        self._is_at_call = True
+        try:
+            yield
+        finally:
+            self._is_at_call = False
 
     def report(self, number: int, is_refused: bool) -> None:
         """How a call ended here; another end at another rank is a fault."""
@@ -145,6 +174,33 @@ class LocalGroup(Children):
         done = min(r.num_answered for r in self._children)
         for old in [n for n in self._outcomes if n < done]:
             del self._outcomes[old]
+
+    def _hangs(self, now: float) -> str:
+        if not self._is_seen:
+            return ""
+        answered = tuple(child.num_answered for child in self._children)
+        at = self._num_sent, answered, self._is_at_call
+        is_idle = not self._is_at_call and min(answered) == self._num_sent
+        if not self._standstill.see(now, None if is_idle else at, self._uses):
+            return ""
+        places = [f"rank 0 at {place_of(self._caller)}"] + [
+            f"{child.name} (pid {child.process.pid}) at {child.place}" for child in self._children
+        ]
+        return f"the ranks hang: none has worked for {self._silence_s:.0f} s; {', '.join(places)}"
+
+    def _uses(self) -> list[ProcessorUse | None]:
+        """Of the ranks. In this process, of the thread that does the calls, and of those that
+        libraries have for it."""
+        others = {t.native_id or 0 for t in threading.enumerate()}
+        others.add(os.getpid())  # the first thread, whose number Python has wrong after a fork
+        others.discard(self._caller_id)
+        return [
+            processor_use(os.getpid(), without=others, with_helpers=True),
+            *(
+                processor_use(child.process.pid, without={child.beating}, with_helpers=True)
+                for child in self._children
+            ),
+        ]
 
     def _connect(self) -> None:
         with self._condition:

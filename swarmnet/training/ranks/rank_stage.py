@@ -303,7 +303,8 @@ class LeadStage(RankStage):
             if adds:
                 self._is_whole = False
             try:
-                result = work()
+                with self._group.at_call():
+                    result = work()
             except (SwarmnetError, ValueError):
                 is_refused = True
                 raise
