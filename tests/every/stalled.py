@@ -127,13 +127,14 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("--stands", type=float, nargs=2, default=(0.3, 1.5), metavar="S")
     parser.add_argument("--runs", type=float, nargs=2, default=(0.2, 0.6), metavar="S")
-    ours, theirs = parser.parse_known_args()
+    parser.add_argument("tests", nargs=argparse.REMAINDER, help="what pytest takes")
+    ours = parser.parse_args()
     # Processes whose parent has ended come here.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         begins = Path(folder) / "begins"
         first = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-p", "tests.every.stalled", *theirs],
+            [sys.executable, "-m", "pytest", "-p", "tests.every.stalled", *ours.tests],
             env={**os.environ, BEGINS: str(begins)},
         )
         stalls = Stalls(random.Random(ours.seed), tuple(ours.stands), tuple(ours.runs), first)
