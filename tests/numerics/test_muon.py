@@ -10,14 +10,18 @@ import pytest
 
 from swarmnet.protocol.update.pairing import partner
 from swarmnet.spec import RunSpec
-from swarmnet.training.models.model_config import load_config
 from swarmnet.training.models.registry import stage_matrices
 from swarmnet.training.optimizer.muon import ShardedMuon
-from swarmnet.training.resolving import resolve
-from tests.numerics.test_mixed_ranks import SIZES
 from tests.numerics.test_sync_modes import start_together
 from tests.oracles.reference_modes import DelayedReference, GossipReference, LocalReference
-from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+from tests.swarm.harness import (
+    Swarm,
+    in_virtual_time,
+    relative_difference,
+    replay,
+    stepped_by_parts,
+    tiny_spec,
+)
 
 ROUNDS = 8
 FAMILIES = {
@@ -33,14 +37,7 @@ def muon_spec(folder: Path, num_stages: int, family: str = "", **sync: Any) -> R
     values["optimizer"] |= {"kind": "muon", "learning_rate": 3e-3}
     if not family:
         return RunSpec.model_validate(values)
-    known = load_config({"model_type": family}).canonical_values.keys()
-    sizes = SIZES | {"num_local_experts": 4, "num_hidden_layers": 2}
-    sizes = {k: v for k, v in sizes.items() if k in known}
-    values["model"] = {"kind": "transformers", "config": {"model_type": family, **sizes}}
-    values["data"] |= {"sequence_length": 16}
-    values["optimizer"] |= {"parts": "auto"}
-    values["sync"] |= {"shard_parameters": 1200}
-    spec = resolve(RunSpec.model_validate(values))
+    spec = stepped_by_parts(RunSpec.model_validate(values), family)
     assert spec.optimizer.parts == FAMILIES[family]
     names = [m.name for k in range(num_stages) for m in stage_matrices(spec, k)]
     assert sum(", part 1 of " in name for name in names) == 2 * (2 if family == "phi3" else 4)

@@ -42,6 +42,7 @@ from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import WaitLimits
 from swarmnet.training.data import open_data
 from swarmnet.training.optimizer.local_steps import build_local_steps, build_optimizer
+from swarmnet.training.resolving import resolve
 from swarmnet.training.stage import build_stage
 from swarmnet.transport.memory import MemoryHub
 from tests.oracles.reference import ReferenceTrainer
@@ -128,6 +129,40 @@ microbatch = 4
 [sync]
 {more}
 """)
+
+
+MODEL_SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+"""Of a small model, by transformers' names."""
+
+
+def stepped_by_parts(spec: RunSpec, family: str) -> RunSpec:
+    """The run of a model of transformers of this family in its place, with Muon by the family's
+    parts."""
+    from swarmnet.training.models.model_config import load_config  # slow to import
+
+    known = load_config({"model_type": family}).canonical_values.keys()
+    sizes = MODEL_SIZES | {"num_hidden_layers": spec.model.num_hidden_layers}
+    sizes = {k: v for k, v in sizes.items() if k in known}
+    values = spec.model_dump()
+    values["model"] = {"kind": "transformers", "config": {"model_type": family, **sizes}}
+    values["data"] |= {"sequence_length": 16}
+    values["optimizer"] |= {"kind": "muon", "parts": "auto"}
+    values["sync"] |= {"shard_parameters": 1200}
+    found = resolve(RunSpec.model_validate(values))
+    assert found.optimizer.parts
+    return found
 
 
 def coded(codec: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from swarmnet.training.models.registry import (
     stage_shard_sizes,
 )
 from swarmnet.training.resolving import resolve
-from tests.numerics.test_mixed_ranks import SIZES
+from tests.swarm.harness import MODEL_SIZES
 from tests.training.specs import small_spec, write_text
 
 MUON = {"kind": "muon"}
@@ -127,7 +127,7 @@ def test_several_matrices_in_one_are_adamw_s_unless_they_are_named(
 def family(kind: str, **changes: Any) -> RunSpec:
     values = small_spec(optimizer=MUON).model_dump()
     known = load_config({"model_type": kind}).canonical_values.keys()
-    sizes = SIZES | {"num_local_experts": 4} | changes
+    sizes = MODEL_SIZES | {"num_hidden_layers": 4} | changes
     sizes = {k: v for k, v in sizes.items() if k in known}
     values["model"] = {"kind": "transformers", "config": {"model_type": kind, **sizes}}
     return RunSpec.model_validate(values)

@@ -27,13 +27,19 @@ from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
 from swarmnet.training.resolving import Resolved, resolve, resolve_run
 from tests.numerics.test_lora import Losses
 from tests.oracles.reference import ReferenceTrainer
-from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
+from tests.swarm.harness import (
+    Swarm,
+    in_virtual_time,
+    relative_difference,
+    stepped_by_parts,
+    tiny_spec,
+)
 from tests.swarm.initial.test_weights import folder_of
 from tests.swarm.lora_runs import LORA
 from tests.swarm.recovery.test_continuing import changed, continuing
 
 ROUNDS = 4
-WHAT = ("whole", "adapters", "muon")
+WHAT = ("whole", "adapters", "muon", "parts")
 CONSTANT = {
     "learning_rate": 3e-3,
     "min_learning_rate_ratio": 1.0,
@@ -137,6 +143,8 @@ def spec_of(tmp_path: Path, what: str, *, num_stages: int) -> tuple[RunSpec, Pat
         tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS),
         {"optimizer": CONSTANT | {"kind": kind}},
     )
+    if what == "parts":
+        return stepped_by_parts(spec, "phi3"), None
     if what != "adapters":
         return spec, None
     folder = folder_of(tmp_path / "model")

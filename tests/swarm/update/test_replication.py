@@ -29,7 +29,7 @@ from swarmnet.training.data import open_data
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message, convert
 from tests.swarm.handlers import handler_of
-from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.harness import Swarm, in_virtual_time, stepped_by_parts, tiny_spec
 from tests.swarm.update.results import results_at
 
 NUM_PEERS = 4
@@ -68,8 +68,11 @@ def spec_of(folder: Path, replication: int, mode: str = "zero", kind: str = "ada
     values["model"]["num_hidden_layers"] = 1
     values["sync"] |= {"replication": replication, "mode": mode}
     values["sync"] |= {"local_steps": STRUCK + 1}  # there is an exchange in that round
-    values["optimizer"] |= {"warmup_rounds": 0, "kind": kind}
-    return RunSpec.model_validate(values)
+    values["optimizer"] |= {"warmup_rounds": 0}
+    if kind in ("adamw", "muon"):
+        values["optimizer"] |= {"kind": kind}
+        return RunSpec.model_validate(values)
+    return stepped_by_parts(RunSpec.model_validate(values), kind)
 
 
 async def start(swarm: Swarm) -> None:
@@ -191,6 +194,16 @@ def test_muons_owners_may_die_at_any_moment(
     Delayed, it knows how far the parameters are ahead of the step before."""
     monkeypatch.setattr(UpdateAudits, "draws", lambda *_: False)  # else it is made anyway
     all_but_one_die(folder, mode, 2, moment, "muon")
+
+
+@pytest.mark.parametrize(
+    ("mode", "family", "moment"),
+    [("zero", "phi3", 9), ("delayed", "phi3", 7), ("zero", "qwen3_moe", 6)],
+)
+def test_owners_of_parts_of_matrices_may_die(
+    folder: Path, mode: str, family: str, moment: int
+) -> None:
+    all_but_one_die(folder, mode, 2, moment, family)
 
 
 def test_somebody_makes_the_rest_of_a_step_whose_primary_died(

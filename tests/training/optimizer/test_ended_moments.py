@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from swarmnet.spec import OptimizerSpec
 from swarmnet.training.checkpoint import OPTIMIZER_FILE, Meta, checksum
-from swarmnet.training.ended_moments import EndedMoments, Layout
+from swarmnet.training.ended_moments import EndedMoments, Layout, misfit
 from swarmnet.training.models.base import ParameterRange
+from tests.training.specs import small_spec
 
 SIZES = {"embed": 12, "a": 7, "b": 1, "c": 20, "head": 12}
 TIED = {"head": "embed"}
@@ -115,3 +116,14 @@ def test_what_one_checkpoint_lacks_is_said(tmp_path: Path) -> None:
     assert ended.lacks == "no checkpoint here has those of stage 1, shard 0"
     assert ended.flat(1, 0) is None
     assert ended.flat(0, 0) is not None
+
+
+def test_moments_of_matrices_that_were_divided_otherwise_do_not_go_on() -> None:
+    """AdamW has two, of what Muon has one now."""
+    old, new = (
+        small_spec(optimizer={"kind": "muon", "parts": parts})
+        for parts in ({}, {"mlp.gate_up_proj": (1, 1)})
+    )
+    assert misfit(old, old) == misfit(new, new) == ""
+    why = r"[optimizer] parts is {} there, {'mlp.gate_up_proj': (1, 1)} here"
+    assert misfit(old, new) == why
