@@ -42,7 +42,9 @@ def show_data(options: DataOptions, console: Console) -> None:
     for k, source in enumerate(data.sources):
         about = source.about
         _say(console, f"{source.source.name}: {', '.join(source.source.paths)}")
-        _say(console, f"  {about.num_documents:,} documents, {about.num_tokens:,} tokens")
+        num = about.num_documents
+        documents = "1 document" if num == 1 else f"{num:,} documents"
+        _say(console, f"  {documents}, {about.num_tokens:,} tokens")
         if about.is_dialogues:
             _say(console, f"  {about.num_learned:,} of them are what the assistant says: learned")
         if about.lengths:

@@ -68,9 +68,10 @@ def sentence(event: Event, rounds: int) -> str:
         case RoundFinished():
             speed = f"  {number(event.tokens_per_s)} tokens/s" if event.tokens_per_s else ""
             spread = f"  spread {event.spread:.2%}" if event.spread else ""
+            peers = "1 peer" if event.peers == 1 else f"{event.peers} peers"
             return (
                 f"round {event.round + 1}{f'/{rounds}' if rounds else ''}  loss {event.loss:.3f}"
-                f"{speed}  {event.peers} peers{spread}"
+                f"{speed}  {peers}{spread}"
             )
         case HeldOut():
             bits = f", {event.bits_per_byte:.3f} bits per byte" if event.bits_per_byte else ""

@@ -152,5 +152,8 @@ async def _find_again(
     if neighbours and known.run_id != spec.run_id:
         log.warning("this run is alive beside this peer already: joining it")
     if not neighbours and known.run_id == spec.run_id and known.peers:
-        log.warning("none of the %d peers met before answers; it goes on looking", len(known.peers))
+        num = len(known.peers)
+        met = "the one peer" if num == 1 else f"none of the {num} peers"
+        answers = "does not answer" if num == 1 else "answers"
+        log.warning("%s met before %s; it goes on looking", met, answers)
     return neighbours

@@ -56,7 +56,8 @@ class LocalSwarm:
         choices, processes = self.choices, self.processes
         seats = seats_of(self.spec.pipeline.num_stages, choices.num_peers)
         several = f"; one serves up to {seats[0]} stages" if seats[0] > 1 else ""
-        say(f"starting {choices.num_peers} peers{several}")
+        peers = "1 peer" if choices.num_peers == 1 else f"{choices.num_peers} peers"
+        say(f"starting {peers}{several}")
         own = [*seat_arguments(seats[0]), *self.more]
         first = await processes.start("peer-1", first_arguments(choices, *own))
         self.address = (await processes.wait_ready(first, say)).address

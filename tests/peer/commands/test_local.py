@@ -168,7 +168,7 @@ def test_a_peer_serves_several_stages_where_there_are_few(
     run(tmp_path, "good", Looking(spec, last_round=ROUNDS), num_peers=1)
     (words,) = started
     assert words[words.index("--stages") + 1] == "2"
-    assert "starting 1 peers; one serves up to 2 stages" in capsys.readouterr().out
+    assert "starting 1 peer; one serves up to 2 stages" in capsys.readouterr().out
 
 
 def test_ranks_serve_one_stage(tmp_path: Path, spec: RunSpec) -> None:

@@ -169,6 +169,7 @@ def test_how_far_replicas_are_apart_is_shown() -> None:
         screen.show(SPEC, model_of(SPEC, *apart), [])
     assert "2.00% between replicas that met last" in out.getvalue()
     assert sentence(replace(ROUND, spread=0.02), 10).endswith("spread 2.00%")
+    assert sentence(replace(ROUND, peers=1), 10).endswith("  1 peer")
 
 
 def test_a_quiet_screen_says_only_what_it_is_told_to() -> None:
