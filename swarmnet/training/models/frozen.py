@@ -108,9 +108,13 @@ def settle(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
                 continue
             if isinstance(part, FrozenLinear) and part.packing and p is part.weight:
                 # Not touched before its values come: by then others are packed.
-                p.data = torch.empty(p.shape, dtype=kept or dtype, device=device)
+                values = torch.empty(p.shape, dtype=kept or dtype, device=device)
             else:
-                p.data = p.data.to(device, kept or dtype)
+                values = p.data.to(device, kept or dtype)
+            if torch._has_compatible_shallow_copy_type(p, values):  # noqa: SLF001  as `Module.to`
+                p.data = values
+            else:  # a device that torch has as a plug-in
+                torch.utils.swap_tensors(p, nn.Parameter(values, requires_grad=False))
 
 
 Write = Callable[[ParameterRange, Tensor, int, Tensor], None]
