@@ -202,7 +202,8 @@ def measure(
     else:
         with PeakMeter() as meter:
             vectors = stage.vectors.present
-            held = [p for module in stage.layers.modules for p in module.parameters()]
+            held: list[torch.Tensor] = []
+            held += [p for module in stage.layers.modules for p in module.parameters()]
             held += [b for module in stage.layers.modules for b in module.buffers()]
             for tensor in (vectors.parameters, vectors.gradients, *held):
                 meter.see(tensor)

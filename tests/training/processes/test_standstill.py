@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from swarmnet.system import ProcessorUse
 from swarmnet.training.processes.standstill import Standstill, place_of
@@ -16,7 +17,7 @@ def found_at(uses: Callable[[float], Uses], *, look_s: float = 0.5, at: int | No
     standstill = Standstill(20.0)
     now = 95.0
     while now < 1_000.0:
-        if standstill.see(now, at if now >= 100.0 else None, lambda at=now: uses(at)):
+        if standstill.see(now, at if now >= 100.0 else None, partial(uses, now)):
             return now
         now += look_s
     return 1_000.0

@@ -75,7 +75,7 @@ if __name__ == "__main__":
         groups.append(open_group(*arguments))
         return groups[-1]
 
-    local_group.open_process_group = kept
+    local_group.open_process_group = kept  # type: ignore[assignment]
     rank_module._start = start  # noqa: SLF001
     FD, RANK, PARENT = (int(word) for word in sys.argv[1:4])
     live(FD, PARENT, functools.partial(rank_module.serve, rank=RANK))
