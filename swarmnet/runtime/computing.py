@@ -3,10 +3,12 @@ says, else what its memory allows. Said to the person in one line."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import UsageError, UserError
+from swarmnet.protocol.resource_limits import parse_size
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
@@ -38,6 +40,29 @@ def free_bytes_of(device: torch.device | str) -> int:
     return min(here, free_bytes_in_container(), *([] if of_device is None else [of_device]))
 
 
+def bound_devices(options: PeerOptions, devices: Sequence[str]) -> int:
+    """Holds this process to `--max-device-memory`; returns its bytes, 0 where it is not given.
+    Raises `UsageError`."""
+    if not options.max_device_memory:
+        return 0
+    import torch
+
+    import swarmnet.training.accelerators as accelerators
+
+    try:
+        most = int(parse_size(options.max_device_memory))
+    except ValueError as e:
+        raise UsageError(f"--max-device-memory {e}") from None
+    if devices[0] == accelerators.CPU:
+        raise UsageError(
+            "--max-device-memory: there is no GPU at work here; --max-memory bounds what a CPU "
+            "computes with"
+        )
+    for device in devices:
+        accelerators.bound_memory(torch.device(device), most)
+    return most
+
+
 def choose_computing(
     spec: RunSpec, options: PeerOptions, stage: int, devices: list[str]
 ) -> tuple[Computing, str]:
@@ -60,6 +85,7 @@ def choose_computing(
         POLICIES,
         expected_in_flight,
         known_activations,
+        least_bytes,
     )
     from swarmnet.training.memory.plan import (
         EXPERTS,
@@ -82,6 +108,7 @@ def choose_computing(
     shared = EXPERTS if options.shares_experts else SEQUENCES
     is_sharded = len(devices) > 1 and options.local == "fsdp"
     check_options(spec, options, devices)
+    most = bound_devices(options, devices)
     precision = choose_precision(spec, options.precision, device)
     numbers = PRECISIONS[precision]
     wanted = spec.pipeline.activations if options.activations == "auto" else options.activations
@@ -132,7 +159,8 @@ def choose_computing(
     if options.weights_memory != "auto":
         weights = options.weights_memory
     elif is_apart:
-        is_too_large = needs.on_device(place, is_apart=True) > room
+        least = least_bytes(activations, policies)
+        is_too_large = needs.on_device(place, is_apart=True) + least > room
         if is_too_large and not _why_not_streamed(spec, options, devices, precision, HOST):
             weights = "host"
     if weights != DEVICE:
@@ -176,6 +204,7 @@ def choose_computing(
         max_in_flight=choice.max_in_flight,
         updates_on_device=is_there,
         weights=weights,
+        max_device_bytes=most,
     )
     kept = DEVICE if is_there else host_place(spec, options)
     line = _line(stage, device, computing, choice.needed_bytes, in_flight, left)

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, UsageError, UserError
 from swarmnet.ports import OTHER
-from swarmnet.runtime.computing import choose_computing, free_bytes_of, host_place
+from swarmnet.runtime.computing import (
+    bound_devices,
+    choose_computing,
+    free_bytes_of,
+    host_place,
+)
 from swarmnet.runtime.joining.past import open_ended, unused_states
 from swarmnet.runtime.joining.starting import Run
 from swarmnet.runtime.options import PeerOptions
@@ -58,6 +63,8 @@ def build_machine(
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
     from swarmnet.training.models.registry import model_plan, stage_costs
 
+    if apart is None:
+        bound_devices(options, choose_devices(spec, options))
     if beside is None and apart is None and choose_devices(spec, options)[0] == "cpu":
         CORES.keep_for_device(options.threads)
     elif beside is None and options.threads:

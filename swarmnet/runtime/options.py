@@ -302,6 +302,14 @@ class ComputeOptions:
             "(host where the device has no room).",
         ),
     ] = "auto"
+    max_device_memory: Annotated[
+        str,
+        Option(
+            metavar="SIZE",
+            help="Take no more of the memory of each GPU than this: 8GB. Default: what is free.",
+            show_default=False,
+        ),
+    ] = ""
     tp: Annotated[
         int | None,
         Option(

@@ -46,10 +46,38 @@ def shares_memory(device: torch.device) -> bool:
     return device.type in (CPU, MPS)
 
 
+_most_bytes: dict[torch.device, int] = {}
+"""That this process may take of a device's memory; all of it, where nothing is said."""
+
+
+def bound_memory(device: torch.device, num_bytes: int) -> None:
+    """From now on this process takes no more of the memory of an accelerator, by all that it plans;
+    and where torch's allocator takes such a bound, more is out of memory for it. What the driver
+    needs comes on top."""
+    device = _numbered(device)
+    _most_bytes[device] = num_bytes
+    module = module_of(device.type)
+    whole = total_bytes(device)
+    bound = getattr(module, "set_per_process_memory_fraction", None)
+    if bound is not None and device.type == MPS:
+        bound(min(1.0, num_bytes / int(module.recommended_max_memory())))
+    elif bound is not None and whole:
+        bound(min(1.0, num_bytes / whole), device)
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Of what it may take; None for a CPU, and where it does not say."""
     if device.type == CPU:
         return None
+    free, most = _free_bytes(device), _most_bytes.get(_numbered(device))
+    if most is None:
+        return free
+    taken = getattr(module_of(device.type), "memory_reserved", None)
+    left = max(0, most - (0 if taken is None else int(taken(device))))
+    return left if free is None else min(free, left)
+
+
+def _free_bytes(device: torch.device) -> int | None:
     module = module_of(device.type)
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(device)[0])
@@ -57,6 +85,10 @@ def free_bytes(device: torch.device) -> int | None:
         taken = int(module.driver_allocated_memory())
         return max(0, int(module.recommended_max_memory()) - taken)
     return None
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device(device.type, 0)
 
 
 def total_bytes(device: torch.device) -> int | None:

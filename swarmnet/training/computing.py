@@ -51,6 +51,8 @@ class Computing:
     folder: str = ""
     """Where `offload` puts its files without a GPU, and weights on the disk; empty for the system's
     temporary folder."""
+    max_device_bytes: int = 0
+    """That this process may take of an accelerator's memory; 0 for all of it."""
 
     @property
     def dtype(self) -> torch.dtype:

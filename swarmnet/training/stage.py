@@ -499,6 +499,8 @@ def build_stage(
     Raises:
         SpecError: the model cannot be built or cut so.
     """
+    if computing is not None and computing.max_device_bytes:
+        accelerators.bound_memory(torch.device(device), computing.max_device_bytes)
     plan = model_plan(spec)
     stages = split_stages(plan, spec.pipeline.num_stages)
     before = stages[stage_index - 1][-1] if stage_index else None

@@ -152,6 +152,20 @@ def test_optimizer_state_that_fits_nowhere_is_refused_at_the_start(
     refused(r"needs .* of this machine's memory", ["cuda:0"])
 
 
+@pytest.mark.parametrize(
+    ("size", "devices", "why"),
+    [
+        ("8GB", CPU, "there is no GPU at work here; --max-memory bounds what a CPU"),
+        ("a lot", ["cuda:0"], "'a lot': an amount is written 4GB"),
+    ],
+)
+def test_a_bound_on_device_memory_that_means_nothing_is_refused(
+    tmp_path: Path, size: str, devices: list[str], why: str
+) -> None:
+    with pytest.raises(UsageError, match=f"--max-device-memory:? {why}"):
+        choose(tmp_path, large(), devices, max_device_memory=size)
+
+
 def test_weights_that_have_no_room_on_a_device_lie_on_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

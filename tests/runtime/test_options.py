@@ -35,6 +35,7 @@ OTHERS: dict[str, Any] = {
     "activations": "blocks",
     "optimizer_memory": "host",
     "weights_memory": "host",
+    "max_device_memory": "8GB",
     "local": "fsdp",
     "announce": ("/ip4/1.2.3.4/tcp/1",),
     "household": Path("house.key"),

@@ -96,6 +96,11 @@ def choose_activations(
     return Choice(policy, room, float(one.held(policy, in_flight)[0]))
 
 
+def least_bytes(one: Activations | None, policies: Sequence[ActivationsName]) -> int:
+    """With as few microbatches in flight as there may be, by the policy that keeps least."""
+    return 0 if one is None else min(one.held(p, MIN_IN_FLIGHT)[0] for p in policies)
+
+
 def _room(one: Activations, policy: str, free_bytes: float) -> int:
     """Microbatches in flight that fit."""
     first, second = one.held(policy, 1)[0], one.held(policy, 2)[0]

@@ -87,6 +87,29 @@ def test_memory_is_what_the_device_says_and_the_host_has(monkeypatch: pytest.Mon
     assert free_bytes_of(XPU) > 1000, "it does not say"
 
 
+def test_a_bound_on_a_device_s_memory_is_one_for_all_that_is_planned_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accelerators, "_most_bytes", {})
+    bounds: list[tuple[float, torch.device]] = []
+    card = SimpleNamespace(total_memory=8 * GIB)
+    says = {
+        "mem_get_info": lambda device: (5 * GIB, 8 * GIB),
+        "memory_reserved": lambda device: GIB,
+        "get_device_properties": lambda device: card,
+        "set_per_process_memory_fraction": lambda *told: bounds.append(told),
+    }
+    has(monkeypatch, **says)
+    accelerators.bound_memory(torch.device("xpu"), 4 * GIB)
+    assert free_bytes_of(XPU) == 3 * GIB, "what it has already is of the four"
+    assert bounds == [(0.5, XPU)], "torch's allocator gives no more"
+    assert free_bytes_of(torch.device("xpu:1")) == 5 * GIB
+    has(monkeypatch, **says | {"mem_get_info": lambda device: (GIB, 8 * GIB)})
+    assert free_bytes_of(XPU) == GIB, "others have the rest"
+    has(monkeypatch)
+    assert free_bytes_of(XPU) == 4 * GIB, "it does not say what is free"
+
+
 def test_want_of_memory_is_known_by_its_word_where_it_has_no_type() -> None:
     assert accelerators.is_out_of_memory(torch.OutOfMemoryError())
     assert accelerators.is_out_of_memory(RuntimeError("MPS backend out of memory (MPS ...)"))
@@ -162,6 +185,7 @@ from swarmnet.training.stage import build_stage
 from swarmnet.training.memory.device_copies import WaitingCopies, copies_of
 from swarmnet.training.optimizer import adamw
 from swarmnet.training.codecs.fused import is_right_on
+from swarmnet.errors import UserError
 from swarmnet.spec import RunSpec
 
 device, spec = torch.device("fake:0"), RunSpec.model_validate(SPEC)
@@ -237,6 +261,30 @@ for left in range(2_400_000, 400_000, -100_000):
 else:
     raise AssertionError("memory was never short in a pass")
 fake.fake_limit(1 << 40)
+
+# `--max-device-memory`: what is kept follows, the peak stays below, and too little is refused.
+kept = []
+for most in ("200MB", "60MB", "20MB"):
+    little = replace(options, max_device_memory=most, precision="fp32")
+    computing, line = choose_computing(large, little, 0, ["fake:0"])
+    kept.append((computing.activations, computing.updates_on_device, computing.weights))
+    before = fake.fake_used()
+    fake.fake_reset_peak()
+    stage = build_stage(large, 0, computing=computing, device="fake:0")
+    in_flight = min(4, computing.max_in_flight)
+    outs = [stage.forward((0, i), tokens) for i in range(in_flight)]
+    for i, out in enumerate(outs):
+        stage.backward((0, i), out)
+    peak = fake.fake_peak() - before
+    assert peak < float(most[:-2]) * 1e6, (most, peak, kept)
+    del stage
+assert len(set(kept)) == 3, kept
+try:
+    choose_computing(large, replace(little, max_device_memory="1MB"), 0, ["fake:0"])
+    raise AssertionError("it was not refused")
+except UserError as e:
+    assert "of this machine's memory" in str(e)
+accelerators.bound_memory(device, 1 << 40)
 
 # Without doubles, as mps: the host steps, and it trains all the same.
 fake.fake_without_doubles()
