@@ -308,6 +308,16 @@ def gives_up(found: Sequence[Found], waited_s: float) -> None:
             raise failures.as_error(f"stage {k} does not write now")
 
 
+def nobody_serves(stage: int, num_paused: int) -> NoRoute:
+    """Why a text has nobody to ask. `num_paused`: peers that rest by their owners' wish, of
+    whichever stage."""
+    text = f"no replica of stage {stage} is known"
+    if num_paused:
+        peers = "1 peer is" if num_paused == 1 else f"{num_paused} peers are"
+        text += f"; {peers} paused, and may serve it again"
+    return NoRoute(text)
+
+
 def next_offer(found: Sequence[Found]) -> int | None:
     """The newest round that all stages may have which had no session, by what they offer; None
     where they offer none."""

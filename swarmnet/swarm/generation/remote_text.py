@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from swarmnet.causes import Failures, told
 from swarmnet.errors import (
     Busy,
-    NoRoute,
     NotNow,
     ProtocolViolation,
     RemoteError,
@@ -37,6 +36,7 @@ from swarmnet.protocol.generation import (
     mixes_rounds,
     newest_common,
     next_offer,
+    nobody_serves,
 )
 from swarmnet.protocol.moments import NEVER, Deadline, Since
 from swarmnet.protocol.timing import BULK_S, PATIENCE_S
@@ -204,7 +204,9 @@ class RemoteText:
 
     async def _ask(self, k: int, round_index: int, mixes: bool) -> Found:
         """Opens a session at one replica of a stage, and at another one in reserve."""
-        found = Found(error=NoRoute(f"no replica of stage {k} is known"))
+        now, view = asyncio.get_running_loop().time(), self._gossip.view
+        paused = [r for r in view.records() if r.paused and view.is_live(r.peer_id, now)]
+        found = Found(error=nobody_serves(k, len(paused)))
         for peer_id in self._replicas(k):
             self._asked[k, peer_id] = None
             try:

@@ -507,6 +507,21 @@ def test_a_stage_that_is_left_is_not_kept_for_its_texts(tmp_path: Path, is_open:
     in_virtual_time(scenario, spec_of(tmp_path))
 
 
+def test_where_all_peers_are_paused_that_is_said(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm)
+        await swarm.until_round(1)
+        async with Asker(swarm) as asker:
+            for member in swarm.members.values():
+                member.peer.resource_limits.why_paused = "its owner paused it"
+                member.peer.resource_limits.tell()
+            await swarm.until(lambda: all(m.peer.gossip.own.paused for m in swarm.members.values()))
+            with pytest.raises(NotNow, match="stage 0 is known; 4 peers are paused, and may serve"):
+                await write(asker.text(), PROMPT, 1)
+
+    in_virtual_time(scenario, spec_of(tmp_path))
+
+
 def test_a_round_that_begins_while_it_is_copied_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
