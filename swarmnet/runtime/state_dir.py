@@ -26,6 +26,7 @@ MAX_PEERS_PER_USER = 256
 """Folders tried before giving up."""
 LOCK_NAME = "lock"
 KEY_FILE = "identity.key"
+"""In the state folder."""
 LOOK_S = 10.0
 TAKEN_LOOKS = 3
 """So often in a row another process has the lock of a folder that was made anew: a peer, and nobody

@@ -31,8 +31,6 @@ from swarmnet.transport.direct import DirectListener, port_after
 
 log = logging.getLogger("swarmnet.peer")
 
-"""In the state folder."""
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
