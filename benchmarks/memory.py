@@ -50,6 +50,7 @@ from swarmnet.training.memory.plan import (
     PRECISIONS,
     base_bytes,
     fixed_bytes,
+    of_streamed,
     state_bytes,
     streamed_bytes,
 )
@@ -163,6 +164,8 @@ def planned(spec: RunSpec, stage: TorchStage, cell: Cell, options: argparse.Name
         held = sum(streamed_bytes(spec, STAGE, numbers))
     one = known_activations(spec, STAGE, numbers)
     assert one is not None
+    if cell.weights != "device":
+        one = of_streamed(one)
     here, elsewhere = one.held(cell.activations, options.in_flight)
     if options.device != "cpu":
         here -= options.in_flight * (one.sent + (0 if one.outputs == 0 else one.came))

@@ -96,6 +96,7 @@ def choose_computing(
         held_parts,
         host_weights_bytes,
         of_ranks,
+        of_streamed,
         state_bytes,
         streamed_bytes,
     )
@@ -168,6 +169,8 @@ def choose_computing(
             policies = KEEP_NO_WEIGHTS
         on_device, gradients = streamed_bytes(spec, stage, numbers)
         needs = replace(needs, weights=on_device, gradients=gradients, base=0.0)
+        if activations is not None:
+            needs = replace(needs, activations=of_streamed(activations))
         place = host_place(spec, options) if place in (AUTO, DEVICE) else place
     _check_room(stage, needs.on_device(place, is_apart=is_apart), room)
     if weights == HOST:

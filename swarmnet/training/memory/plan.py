@@ -466,6 +466,12 @@ def is_of_formula(spec: RunSpec) -> bool:
     return spec.model.kind == "llama" and (spec.lora is None or beside)
 
 
+def of_streamed(one: Activations) -> Activations:
+    """Where weights come layer by layer: whatever the policy, each layer is computed again in the
+    backward pass, so of the stage a pass has the inputs of layers, and one layer's graph."""
+    return replace(one, graph=one.borders + one.largest_layer, is_input_in_graph=True)
+
+
 def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision) -> Activations:
     """The same on all ranks of a peer together. With `fsdp` they divide the samples. With `tensor`
     each has all that lies between the cut matrices: what enters and leaves, and of a layer what its

@@ -38,6 +38,7 @@ from swarmnet.training.memory.plan import (
     layers_streamed_bytes,
     llama_activations,
     of_ranks,
+    of_streamed,
     state_bytes,
 )
 from swarmnet.training.memory.stage_needs import (
@@ -309,6 +310,8 @@ class StageTable:
             needs = replace(needs, base=needs.base + num_ranks * (on_device + gradients))
         if needs.activations is not None:
             kept_of = of_ranks(needs.activations, num_ranks, local, precision)
+            if weights != DEVICE:
+                kept_of = of_streamed(kept_of)
             needs = replace(needs, activations=kept_of)
         stages = pipeline.model_copy(update={"num_stages": num_stages})
         expected = expected_in_flight(self.spec.model_copy(update={"pipeline": stages}))
