@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,6 +91,10 @@ class ProcessorUse(NamedTuple):
     """Of processor time, since it began."""
     wants_more: bool
     """A thread computes, or could if there were a processor for it, or waits for a disk."""
+    waits_for_disk: bool = False
+    ready: Mapping[int, int] = {}
+    """Threads that compute or could, by the system's numbers, and how often each has gone to sleep
+    by itself."""
 
 
 def processor_use(
@@ -100,7 +105,8 @@ def processor_use(
     others have started, and theirs."""
     if PORTABLE:
         return None
-    ticks, wants_more, helpers = 0, False, list[str]()
+    ticks, wants_more, waits_for_disk, helpers = 0, False, False, list[str]()
+    ready = dict[int, int]()
     try:
         for name in os.listdir(f"/proc/{pid}/task"):
             if int(name) in without:
@@ -109,6 +115,9 @@ def processor_use(
                 said = Path(f"/proc/{pid}/task/{name}/stat").read_text()
                 words = said.rpartition(")")[2].split()
                 wants_more |= words[STATE_AT] in WANTING
+                waits_for_disk |= words[STATE_AT] == "D"
+                if words[STATE_AT] == "R":
+                    ready[int(name)] = _sleeps(f"/proc/{pid}/task/{name}/status")
                 ticks += int(words[USER_TICKS_AT]) + int(words[USER_TICKS_AT + 1])
                 if with_helpers:
                     helpers += Path(f"/proc/{pid}/task/{name}/children").read_text().split()
@@ -120,7 +129,15 @@ def processor_use(
         if use is not None:
             used_s += use.used_s
             wants_more |= use.wants_more
-    return ProcessorUse(used_s, wants_more)
+            waits_for_disk |= use.waits_for_disk
+            ready |= use.ready
+    return ProcessorUse(used_s, wants_more, waits_for_disk, ready)
+
+
+def _sleeps(path: str) -> int:
+    """How often a thread has given its processor up; 0 where the system does not say."""
+    said = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", Path(path).read_text(), re.MULTILINE)
+    return 0 if said is None else int(said[1])
 
 
 def give_way_for_memory() -> None:

@@ -163,7 +163,7 @@ def test_what_failed_is_read_from_the_report() -> None:
 def test_a_test_stands_still_with_its_processes(way: list[str], tmp_path: Path) -> None:
     (tmp_path / "test_made.py").write_text(SEES_ITSELF_STAND_STILL)
     words = [sys.executable, "-m", "tests.every.stalled", *way, "--stands", "0.3", "0.4"]
-    words += ["--runs", "0.1", "0.2", "-p", "no:cacheprovider", str(tmp_path)]
+    words += ["--runs", "0.1", "0.2", str(tmp_path), "-p", "no:cacheprovider"]
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=alone)
     assert done.returncode == 0, done.stdout + done.stderr

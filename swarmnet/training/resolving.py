@@ -81,9 +81,9 @@ def resolve_run(
     model = spec.with_builder(builder or spec.model.builder)
     plan = model_plan(model)
     if spec.optimizer.kind == "muon":
-        spec = spec.with_parts(muon_parts(spec, plan))
+        spec = spec.with_parts(muon_parts(spec, plan.layers))
         model = spec.with_builder(model.model.builder)
-        check_matrices(plan.layers, muon_parts(spec, plan))
+        check_matrices(plan.layers, muon_parts(spec, plan.layers))
     stages = split_stages(plan, spec.pipeline.num_stages)
     size = shard_parameters(model, plan)
     layers = [len(stage) for stage in stages]
@@ -207,7 +207,7 @@ def described(spec: RunSpec) -> RunSpec:
     spec = _with_lora(spec)
     if spec.optimizer.parts == AUTO:
         spec = spec.with_parts(
-            muon_parts(spec, model_plan(spec)) if spec.model.kind == "transformers" else {}
+            muon_parts(spec, model_plan(spec).layers) if spec.model.kind == "transformers" else {}
         )
     if spec.data.sequence_length != AUTO:
         return spec

@@ -206,7 +206,7 @@ def stage_shards(spec: RunSpec, plan: ModelPlan, stage_index: int) -> tuple[int,
             "set [pipeline] layers"
         )
     if spec.optimizer.kind == "muon":
-        matrices = muon_matrices(layers, muon_parts(spec, plan))
+        matrices = muon_matrices(layers, muon_parts(spec, plan.layers))
         return cut_whole(describe_parameters(layers), matrices, size, tied)
     return cut_shards(total, size, tied)
 
@@ -289,11 +289,11 @@ def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     return stage_shards(spec, model_plan(spec), stage_index)
 
 
-def muon_parts(spec: RunSpec, plan: ModelPlan) -> Parts:
-    """How Muon divides matrices of this model that are several in one: as the run says, or would
+def muon_parts(spec: RunSpec, layers: Sequence[LayerBuilder]) -> Parts:
+    """How Muon divides matrices of these layers that are several in one: as the run says, or would
     say once it is started. Raises `SpecError`."""
     if not isinstance(spec.optimizer.parts, dict):
-        return family_parts(spec.model, plan.layers)
+        return family_parts(spec.model, layers)
     return spec.optimizer.parts
 
 
@@ -304,7 +304,7 @@ def stage_matrices(spec: RunSpec, stage_index: int) -> tuple[ParameterRange, ...
         return ()
     plan = model_plan(spec)
     layers = split_stages(plan, spec.pipeline.num_stages)[stage_index]
-    return muon_matrices(layers, muon_parts(spec, plan))
+    return muon_matrices(layers, muon_parts(spec, plan.layers))
 
 
 def stage_matrix_parameters(spec: RunSpec, stage_index: int) -> int:
@@ -316,7 +316,7 @@ def stage_products(spec: RunSpec, stage_index: int) -> float:
     """FLOPs of one step of Muon on a stage, for each of its parameters."""
     plan = model_plan(spec)
     layers = split_stages(plan, spec.pipeline.num_stages)[stage_index]
-    flops = orthogonal_flops(layers, muon_parts(spec, plan))
+    flops = orthogonal_flops(layers, muon_parts(spec, plan.layers))
     return flops / num_parameters(describe_parameters(layers))
 
 

@@ -210,7 +210,7 @@ def _inner(spec: RunSpec, stage: TorchStage, store: Store | None, codec: str = N
     """The steps of `[optimizer]`, made by the host."""
     ranges, sizes = stage.parameter_ranges, stage.shard_sizes
     if spec.optimizer.kind == "muon":
-        matrices = muon_matrices(stage.builders, muon_parts(spec, stage.layers.plan))
+        matrices = muon_matrices(stage.builders, muon_parts(spec, stage.builders))
         return ShardedMuon(ranges, sizes, matrices, spec.optimizer, store, codec, stage.device)
     return ShardedAdamW(ranges, sizes, spec.optimizer, store, codec)
 

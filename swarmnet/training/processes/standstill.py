@@ -4,15 +4,17 @@ hangs, or two that wait for each other, look like from outside.
 Time alone does not tell: between two collectives a process may compute for minutes, and all others
 wait for it. So a call counts as hanging when *none* of those at it has done anything for so long.
 A process works while one of its threads has a processor, wants one, or waits for a disk
-(`system.processor_use`). One that waits for another, or for something that never comes, does not.
-One that runs in circles works, by this.
+(`system.processor_use`). One that waits for another, or for something that never comes, does not,
+though a thread of a library may look around all the time: on a busy machine that one waits for a
+processor too whenever it is seen, but it goes to sleep by itself between. One that runs in circles
+works, by this.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 from swarmnet.system import ProcessorUse
@@ -21,6 +23,9 @@ TICKS_S = 0.05
 """Of processor time: what the system's ticks do not tell from none."""
 SHARE = 0.02
 """Of a processor: less is what threads use that wait and look now and then, as gloo's do."""
+SLEEPS = 2
+"""Between two looks: a thread that has gone to sleep more often looks around, and does not want to
+compute."""
 LATE = 1 / 4
 """Of the limit: of a look that comes late no more counts, for this process stood still too, or got
 no processor."""
@@ -40,6 +45,8 @@ class Standstill:
         self._still_s = 0.0
         self._last = 0.0
         self._used_s: float | None = None
+        self._ready: dict[int, int] = {}
+        """Threads that could compute at the look before."""
 
     def see(
         self,
@@ -63,7 +70,9 @@ class Standstill:
         if self._still_s < FIRST * self._limit_s:
             return False
         found = uses()
-        waiting = [use for use in found if use is not None and not use.wants_more]
+        before = self._ready
+        self._ready = {t: n for use in found if use is not None for t, n in use.ready.items()}
+        waiting = [use for use in found if use is not None and not _wants(use, before)]
         used_s = sum(use.used_s for use in waiting)
         if len(waiting) < len(found):
             self._still_s, self._used_s = 0.0, None
@@ -73,6 +82,14 @@ class Standstill:
             # Less than before is of a helper that has ended.
             self._still_s, self._used_s = 0.0, used_s
         return self._still_s > self._limit_s
+
+
+def _wants(use: ProcessorUse, before: Mapping[int, int]) -> bool:
+    """It waits for a disk, or a thread wanted to compute at the look before and does still."""
+    return use.waits_for_disk or any(
+        thread in before and sleeps - before[thread] <= SLEEPS
+        for thread, sleeps in use.ready.items()
+    )
 
 
 def place_of(thread: threading.Thread) -> str:

@@ -27,8 +27,12 @@ def waits(used_s: float = 3.0) -> ProcessorUse:
     return ProcessorUse(used_s, wants_more=False)
 
 
-def wants(used_s: float = 3.0) -> ProcessorUse:
-    return ProcessorUse(used_s, wants_more=True)
+def wants(used_s: float = 3.0, sleeps: float = 0.0) -> ProcessorUse:
+    return ProcessorUse(used_s, wants_more=True, ready={5: int(sleeps)})
+
+
+def waits_for_disk() -> ProcessorUse:
+    return ProcessorUse(3.0, wants_more=True, waits_for_disk=True)
 
 
 def test_ranks_hang_when_none_has_worked_for_so_long() -> None:
@@ -37,6 +41,11 @@ def test_ranks_hang_when_none_has_worked_for_so_long() -> None:
     # One of them works until it hangs too, or waits for a disk or for a processor.
     assert 319.0 < found_at(lambda now: [waits(), waits(min(now, 300.0))]) < 322.0
     assert 319.0 < found_at(lambda now: [waits(), wants() if now < 300.0 else waits()]) < 322.0
+    assert found_at(lambda now: [waits(), wants()]) == 1_000.0
+    assert 319.0 < found_at(lambda now: [waits_for_disk() if now < 300.0 else waits()]) < 322.0
+    # Without much of a processor: it computes, or looks for others a hundred times a second.
+    assert found_at(lambda now: [wants(sleeps=now)]) == 1_000.0
+    assert 120.0 < found_at(lambda now: [waits(), wants(sleeps=100 * now)]) < 122.0
     # What it takes to look for others now and then is no work.
     assert 120.0 < found_at(lambda now: [waits(now / 200), waits(now / 200)]) < 121.5
     # A helper that ends has worked.

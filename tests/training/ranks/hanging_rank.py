@@ -76,6 +76,6 @@ if __name__ == "__main__":
         return groups[-1]
 
     local_group.open_process_group = kept  # type: ignore[assignment]
-    rank_module._start = start  # noqa: SLF001
+    rank_module._start = start  # noqa: SLF001  likewise
     FD, RANK, PARENT = (int(word) for word in sys.argv[1:4])
     live(FD, PARENT, functools.partial(rank_module.serve, rank=RANK))
