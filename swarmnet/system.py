@@ -84,6 +84,17 @@ def _watch(parent_pid: int, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
+class ThreadUse(NamedTuple):
+    """Of one thread, since it began."""
+
+    used_s: float
+    """Of processor time."""
+    sleeps: int
+    """How often it has given its processor up by itself."""
+    is_ready: bool
+    """It computes, or could if there were a processor for it."""
+
+
 class ProcessorUse(NamedTuple):
     """Of a process, all its threads together."""
 
@@ -92,9 +103,8 @@ class ProcessorUse(NamedTuple):
     wants_more: bool
     """A thread computes, or could if there were a processor for it, or waits for a disk."""
     waits_for_disk: bool = False
-    ready: Mapping[int, int] = {}
-    """Threads that compute or could, by the system's numbers, and how often each has gone to sleep
-    by itself."""
+    threads: Mapping[int, ThreadUse] = {}
+    """By the system's numbers."""
 
 
 def processor_use(
@@ -105,8 +115,9 @@ def processor_use(
     others have started, and theirs."""
     if PORTABLE:
         return None
-    ticks, wants_more, waits_for_disk, helpers = 0, False, False, list[str]()
-    ready = dict[int, int]()
+    wants_more, waits_for_disk, helpers = False, False, list[str]()
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    threads = dict[int, ThreadUse]()
     try:
         for name in os.listdir(f"/proc/{pid}/task"):
             if int(name) in without:
@@ -116,22 +127,22 @@ def processor_use(
                 words = said.rpartition(")")[2].split()
                 wants_more |= words[STATE_AT] in WANTING
                 waits_for_disk |= words[STATE_AT] == "D"
-                if words[STATE_AT] == "R":
-                    ready[int(name)] = _sleeps(f"/proc/{pid}/task/{name}/status")
-                ticks += int(words[USER_TICKS_AT]) + int(words[USER_TICKS_AT + 1])
+                ticks = int(words[USER_TICKS_AT]) + int(words[USER_TICKS_AT + 1])
+                sleeps = _sleeps(f"/proc/{pid}/task/{name}/status")
+                threads[int(name)] = ThreadUse(ticks * tick_s, sleeps, words[STATE_AT] == "R")
                 if with_helpers:
                     helpers += Path(f"/proc/{pid}/task/{name}/children").read_text().split()
     except (OSError, ValueError, IndexError):
         return None
-    used_s = ticks / os.sysconf("SC_CLK_TCK")
+    used_s = sum(thread.used_s for thread in threads.values())
     for helper in helpers:
         use = processor_use(int(helper), with_helpers=True)
         if use is not None:
             used_s += use.used_s
             wants_more |= use.wants_more
             waits_for_disk |= use.waits_for_disk
-            ready |= use.ready
-    return ProcessorUse(used_s, wants_more, waits_for_disk, ready)
+            threads |= use.threads
+    return ProcessorUse(used_s, wants_more, waits_for_disk, threads)
 
 
 def _sleeps(path: str) -> int:

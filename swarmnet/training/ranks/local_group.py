@@ -181,7 +181,8 @@ class LocalGroup(Children):
         answered = tuple(child.num_answered for child in self._children)
         at = self._num_sent, answered, self._is_at_call
         is_idle = not self._is_at_call and min(answered) == self._num_sent
-        if not self._standstill.see(now, None if is_idle else at, self._uses):
+        callers = {self._caller_id, *(child.process.pid for child in self._children)}
+        if not self._standstill.see(now, None if is_idle else at, self._uses, callers):
             return ""
         places = [f"rank 0 at {place_of(self._caller)}"] + [
             f"{child.name} (pid {child.process.pid}) at {child.place}" for child in self._children

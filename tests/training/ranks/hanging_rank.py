@@ -17,7 +17,7 @@ import torch
 import swarmnet.training.ranks.rank as rank_module
 from swarmnet.training.processes.frames import live
 
-BUSY_S = 7.0
+BUSY_S = 11.0
 """So long some compute before they come to the sum."""
 EVER_S = 10**6
 HARMS = ("killed", "stopped", "interpreter", "library", "lock", "order")
