@@ -39,6 +39,7 @@ from swarmnet.errors import SpecError, one_line
 from swarmnet.files import text_of
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
 from swarmnet.llama_keys import honoured
+from swarmnet.plurals import counted
 from swarmnet.protocol.codecs import (
     AUTO,
     AUTO_BOUNDARY_CODEC,
@@ -924,8 +925,8 @@ class PipelineSpec(_Table):
     def _check(self) -> PipelineSpec:
         if self.layers and len(self.layers) != self.num_stages:
             raise ValueError(
-                f"layers names {len(self.layers)} stages, but num_stages is {self.num_stages}; "
-                "leave layers out, and measure again"
+                f"layers names {counted(len(self.layers), 'stage')}, but num_stages is "
+                f"{self.num_stages}; leave layers out, and measure again"
             )
         if self.global_batch % self.microbatch:
             raise ValueError(
@@ -955,13 +956,13 @@ class PipelineSpec(_Table):
                 )
         if samples[-1] != self.global_batch:
             raise ValueError(
-                f"batch_ramp ends with {samples[-1]} samples, and global_batch is "
+                f"batch_ramp ends with {counted(samples[-1], 'sample')}, and global_batch is "
                 f"{self.global_batch}; make them the same"
             )
         if uneven := [n for n in samples if n < 1 or n % self.microbatch]:
             raise ValueError(
-                f"batch_ramp has {uneven[0]} samples; it must be a multiple of microbatch "
-                f"({self.microbatch})"
+                f"batch_ramp has {counted(uneven[0], 'sample')}; it must be a multiple of "
+                f"microbatch ({self.microbatch})"
             )
 
     @property
@@ -1502,7 +1503,7 @@ def describe(spec: RunSpec) -> str:
     if model.kind == "llama":
         what = (
             f"llama of {model.num_parameters / 1e6:.2f} M parameters "
-            f"({model.num_hidden_layers} layers, width {model.hidden_size}, "
+            f"({counted(model.num_hidden_layers, 'layer')}, width {model.hidden_size}, "
             + (f"subspace of {model.subspace}, " if model.subspace else "")
             + (_about_experts(model) if model.num_experts else "")
             + f"sequences of {spec.sequence_length})"
@@ -1515,11 +1516,11 @@ def describe(spec: RunSpec) -> str:
     if spec.lora is not None:
         targets = ", ".join(spec.lora.target_modules) or "some layers"
         what += f", LoRA of rank {spec.lora.rank} on {targets}"
-    epochs = f"{spec.data.epochs:g} epoch" + "s" * (spec.data.epochs != 1)
-    length = f"{spec.optimizer.rounds} rounds" if spec.optimizer.rounds else epochs
+    epochs = counted(spec.data.epochs, "epoch", "g")
+    length = counted(spec.optimizer.rounds, "round") if spec.optimizer.rounds else epochs
     if spec.is_endless:
         length = "without an end"
-    stages = f"{pipeline.num_stages} stage" + "s" * (pipeline.num_stages != 1)
+    stages = counted(pipeline.num_stages, "stage")
     return (
         f"{spec.name}: {what}, {stages}, global batch {batches_of(pipeline)} "
         f"in microbatches of {pipeline.microbatch}, {length}"
@@ -1534,7 +1535,7 @@ def batches_of(pipeline: PipelineSpec) -> str:
 
 def _about_experts(model: ModelSpec) -> str:
     return (
-        f"{model.num_experts_per_tok} of {model.num_experts} experts a token, "
+        f"{model.num_experts_per_tok} of {counted(model.num_experts, 'expert')} a token, "
         f"{model.num_active_parameters / 1e6:.2f} M parameters active, "
     )
 

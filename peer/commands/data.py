@@ -14,6 +14,7 @@ from peer.console import without_controls
 from peer.options import DataOptions
 from swarmnet.batch import IGNORED
 from swarmnet.errors import DataError
+from swarmnet.plurals import counted
 from swarmnet.spec import RunSpec, batches_of
 from swarmnet.training.data import Place, TextData
 from swarmnet.training.data.encoding import Encoder
@@ -43,23 +44,25 @@ def show_data(options: DataOptions, console: Console) -> None:
         about = source.about
         _say(console, f"{source.source.name}: {', '.join(source.source.paths)}")
         num = about.num_documents
-        documents = "1 document" if num == 1 else f"{num:,} documents"
-        _say(console, f"  {documents}, {about.num_tokens:,} tokens")
+        documents = counted(num, "document", ",")
+        _say(console, f"  {documents}, {counted(about.num_tokens, 'token', ',')}")
         if about.is_dialogues:
             _say(console, f"  {about.num_learned:,} of them are what the assistant says: learned")
         if about.lengths:
             half, most, longest = (f"{length:,}" for length in about.lengths)
             _say(
                 console,
-                f"  dialogues: half have at most {half} tokens, 95 % at most {most}, "
+                f"  dialogues: half have at most {counted(half, 'token')}, 95 % at most {most}, "
                 f"the longest {longest}; a sample has {spec.sequence_length:,}",
             )
         trained, held_out = source.samples, source.held_out
         _say(
-            console, f"  trained on: {trained.num_tokens:,} tokens, {trained.num_samples:,} samples"
+            console,
+            f"  trained on: {counted(trained.num_tokens, 'token', ',')}, "
+            f"{counted(trained.num_samples, 'sample', ',')}",
         )
         share = 100 * held_out.num_tokens / max(about.num_tokens, 1)
-        _say(console, f"  held out: {held_out.num_tokens:,} tokens ({share:.1f} %)")
+        _say(console, f"  held out: {counted(held_out.num_tokens, 'token', ',')} ({share:.1f} %)")
         if about.left_out:
             _say(console, f"  left out or cut: {_counted(about.left_out)}")
         if k < data.num_trained:
@@ -136,12 +139,21 @@ def _length(spec: RunSpec, data: TextData, rounds: int) -> str:
         in_epoch = (
             pipeline.rounds_of(epoch) if pipeline.batch_ramp else epoch / pipeline.global_batch
         )
-        return f"no end: an epoch is {in_epoch:.3g} rounds of {batches_of(pipeline)} samples"
-    return f"{rounds:,} rounds of {batches_of(pipeline)} samples: {samples / epoch:.3g} epochs"
+        return (
+            f"no end: an epoch is {counted(in_epoch, 'round', '.3g')} of "
+            f"{counted(batches_of(pipeline), 'sample')}"
+        )
+    return (
+        f"{counted(rounds, 'round', ',')} of {counted(batches_of(pipeline), 'sample')}: "
+        f"{counted(samples / epoch, 'epoch', '.3g')}"
+    )
 
 
 def _counted(left_out: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items()))
+    return ", ".join(
+        counted(count, "file", ",") if why == "files" else f"{count:,} {why}"
+        for why, count in sorted(left_out.items())
+    )
 
 
 def _say(console: Console, line: str) -> None:

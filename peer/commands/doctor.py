@@ -41,6 +41,7 @@ from swarmnet.methods.contact import (
 )
 from swarmnet.methods.method import MAX_PROBE_BYTES
 from swarmnet.needs import PY_LIBP2P, install_command
+from swarmnet.plurals import counted
 from swarmnet.protocol.dialing.addresses import peer_of
 from swarmnet.protocol.planning.search import cut_of
 from swarmnet.runtime.carriers import carrier_of, here, runs_p2pd
@@ -198,7 +199,7 @@ def check_memory() -> list[Finding]:
     import psutil
 
     free = psutil.virtual_memory().available
-    text = f"{free / GIB:.1f} GiB free, {psutil.cpu_count()} cores"
+    text = f"{free / GIB:.1f} GiB free, {counted(psutil.cpu_count() or 1, 'core')}"
     if free < LOW_MEMORY_BYTES:
         return [Finding("memory", WARNING, text, "close other programs, or serve small runs")]
     return [Finding("memory", GOOD, text)]

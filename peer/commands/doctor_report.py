@@ -18,6 +18,7 @@ from typing import Any
 import swarmnet.system as system
 from swarmnet.errors import SwarmnetError
 from swarmnet.identity import Identity
+from swarmnet.plurals import counted
 from swarmnet.runtime.carriers import runs_p2pd
 from swarmnet.runtime.options import TransportName
 from swarmnet.version import __version__
@@ -96,7 +97,9 @@ def machine() -> Lines:
     if "microsoft" in platform.release().lower():
         parts.append("WSL")
     libc = " ".join(platform.libc_ver())
-    memory = f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / GIB:.0f} GiB"
+    memory = (
+        f"{counted(psutil.cpu_count() or 1, 'core')}, {psutil.virtual_memory().total / GIB:.0f} GiB"
+    )
     ways = "the portable ones" if system.PORTABLE else "those of Linux"
     return [
         ("system", " ".join([*filter(None, parts), *([libc] if libc else [])])),

@@ -23,6 +23,7 @@ from swarmnet.observe.charts import Charts
 from swarmnet.observe.notify import check_url, open_notifier
 from swarmnet.observe.text import number, size
 from swarmnet.observe.view_model import Summary
+from swarmnet.plurals import counted
 from swarmnet.printable import printable
 from swarmnet.runtime.local.processes import (
     PEER_COMMAND,
@@ -198,7 +199,8 @@ def _show_summary(reporter: Reporter, chaos: Chaos) -> None:
     screen.draw(peers_table(reporter.monitor.view_model().peers))
     if chaos.rates:
         screen.say(
-            f"chaos: {chaos.num_killed} peers killed, {chaos.num_stopped} stopped for a while"
+            f"chaos: {counted(chaos.num_killed, 'peer')} killed, {chaos.num_stopped} stopped for a "
+            "while"
         )
 
 

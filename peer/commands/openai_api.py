@@ -37,6 +37,7 @@ from peer.commands.openai_requests import (
 from peer.observe.dashboard.app import LOCAL_NAMES
 from peer.observe.dashboard.server import serving
 from swarmnet.errors import Busy, NotNow, SwarmnetError, UserError
+from swarmnet.plurals import counted
 from swarmnet.protocol.generation import MAX_SESSIONS_EACH
 from swarmnet.runtime.writing.chat import chat_prompt
 from swarmnet.runtime.writing.sampling import Sampling
@@ -193,8 +194,8 @@ class Api:
             raise BadRequest(f"{shape.param}: empty; give the model a text", shape.param)
         if len(prompt) >= longest:
             raise BadRequest(
-                f"{shape.param}: {len(prompt)} tokens; with the answer a text of this run's model "
-                f"has at most {longest}",
+                f"{shape.param}: {counted(len(prompt), 'token')}; with the answer a text of this "
+                f"run's model has at most {longest}",
                 shape.param,
                 "context_length_exceeded",
             )

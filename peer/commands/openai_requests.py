@@ -15,6 +15,7 @@ import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from swarmnet.errors import Busy, SwarmnetError, UserError
+from swarmnet.plurals import counted
 from swarmnet.runtime.writing.sampling import Sampling
 from swarmnet.runtime.writing.writer import MAX_STOP_CHARS, MAX_STOPS
 
@@ -113,8 +114,8 @@ class Options(BaseModel):
         most = getattr(self, name)
         if most is not None and most > longest:
             raise BadRequest(
-                f"{name} is too large: {most}; a text of this run's model has at most {longest} "
-                "tokens, with its prompt",
+                f"{name} is too large: {most}; a text of this run's model has at most "
+                f"{counted(longest, 'token')}, with its prompt",
                 name,
                 "invalid_value",
             )

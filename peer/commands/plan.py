@@ -46,6 +46,7 @@ from peer.planning.question import (
 from peer.planning.schedules import show_schedules
 from swarmnet.errors import SpecError, UsageError
 from swarmnet.files import write_whole
+from swarmnet.plurals import counted
 from swarmnet.protocol.planning.model import Held
 from swarmnet.protocol.planning.search import OUT, cut_of, even_cuts
 from swarmnet.protocol.sync_modes import DELAYED, LOCAL
@@ -200,14 +201,13 @@ def _impossible(planner: Planner, question: Asked) -> tuple[str, list[str]]:
     changes = _changes(planner, question, table)
     if stages > count:
         what = (
-            f"impossible: {stages} stages on {count} {'machine' if count == 1 else 'machines'}: "
-            f"as peers of {-(-stages // count)} stages each they have not memory enough"
+            f"impossible: {counted(stages, 'stage')} on {counted(count, 'machine')}: as peers of "
+            f"{counted(-(-stages // count), 'stage')} each they have not memory enough"
         )
     else:
         what = (
             f"impossible: {_parameters(parameters, table)} {adapters} on {names}: with "
-            f"{stages} {'stage' if stages == 1 else 'stages'} one needs "
-            f"{_least_short(planner, spec, table, stages)}"
+            f"{counted(stages, 'stage')} one needs {_least_short(planner, spec, table, stages)}"
         )
     return what, changes
 
@@ -284,7 +284,7 @@ def _changes(planner: Planner, question: Asked, table: StageTable) -> list[str]:
     if needed is not None:
         number, kind = needed
         more = number - len(planner.described)
-        found.append(f"{more} more {kind.name} ({number} machines in all)")
+        found.append(f"{more} more {kind.name} ({counted(number, 'machine')} in all)")
     return found
 
 
@@ -301,7 +301,7 @@ def _with_adapters(planner: Planner, spec: RunSpec) -> list[str]:
         rate = plan.plan.round.tokens_per_s
         return [f"[lora] and num_stages = {stages} (then about {rate:,.0f} tokens/s)"]
     needed = planner.needed_machines(table)
-    return [] if needed is None else [f"[lora] and {needed[0]} machines in all"]
+    return [] if needed is None else [f"[lora] and {counted(needed[0], 'machine')} in all"]
 
 
 def parse_lora(spec: RunSpec) -> RunSpec:

@@ -23,6 +23,7 @@ import peer.console as console
 from peer.options import SimulateOptions
 from swarmnet.errors import SwarmnetError, UsageError, UserError
 from swarmnet.needs import install_command
+from swarmnet.plurals import counted
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, ZERO
 from swarmnet.simulation.churn import ChurnRates, read_trace
 from swarmnet.simulation.coding import DEVICE_KINDS, Coding
@@ -57,7 +58,9 @@ def run_simulation(options: SimulateOptions, say: Say = console.say) -> None:
     the plot cannot be drawn or the trace not read."""
     logging.getLogger("swarmnet").setLevel(logging.CRITICAL)
     if options.peers < options.stages and not options.sweep and options.replay is None:
-        raise UsageError(f"{options.stages} stages need as many peers: --peers {options.stages}")
+        raise UsageError(
+            f"{counted(options.stages, 'stage')}: take as many peers: --peers {options.stages}"
+        )
     if options.plot is not None:
         check_plot(options.plot)  # what is amiss is to be known before the hours, not after
     if options.sweep:
@@ -79,7 +82,8 @@ def _sweep(options: SimulateOptions, say: Say) -> None:
             replay = f"swarmnet simulate --replay {seed}{mode}"
             say(f"seed {seed}: {result.broken}\n  replay it: {replay}")
     took_s = time.perf_counter() - began
-    say(f"{options.sweep} swarms, {len(failed)} broken invariants, {took_s:.0f} s")
+    broken = counted(len(failed), "broken invariant")
+    say(f"{counted(options.sweep, 'swarm')}, {broken}, {took_s:.0f} s")
     if failed:
         raise InvariantFailed(f"an invariant broke at seeds {', '.join(map(str, failed[:20]))}")
 
@@ -132,7 +136,7 @@ class _Progress:
             bound = 100 * sample.samples_per_s / sample.bound_per_s if sample.bound_per_s else 0.0
             console.note(
                 f"{sample.at_s:,.0f} of {self._until_s:,.0f} s: round {sample.round}, "
-                f"{sample.peers} peers, {bound:.0f} % of the bound as they serve"
+                f"{counted(sample.peers, 'peer')}, {bound:.0f} % of the bound as they serve"
             )
 
 

@@ -11,6 +11,7 @@ from swarmnet.causes import Failures
 from swarmnet.errors import NotNow, SwarmnetError, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import STOP, StopRequest
+from swarmnet.plurals import counted
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.pipeline.ending import stop_round
 from swarmnet.protocol.timing import ANSWER_S
@@ -46,8 +47,8 @@ async def stop_run(options: StopOptions, join: JoinRun = join_run) -> None:
         order = issue(owner, spec.run_id, last, int(MS * time.time()))
         told = await _tell(observer, [r.peer_id for r in peers], order)
         say(
-            f"the run {shown_run(spec.name, spec.run_id)} ends with round {last}: "
-            f"{told} of {len(peers)} peers have taken the order, and tell the others"
+            f"the run {shown_run(spec.name, spec.run_id)} ends with round {last}: {told} of "
+            f"{counted(len(peers), 'peer')} have taken the order, and tell the others"
         )
         if options.wait:
             await _until_left(observer, last)
@@ -105,8 +106,10 @@ async def _until_left(observer: RunObserver, last: int) -> None:
     """Says now and then how far it is."""
     said = ""
     while replicas := [r for r in _live(observer) if r.is_replica]:
-        there = "1 peer is" if len(replicas) == 1 else f"{len(replicas)} peers are"
-        line = f"round {max(r.round for r in replicas)} of {last}, {there} there"
+        line = (
+            f"round {max(r.round for r in replicas)} of {last}, {counted(len(replicas), 'peer')} "
+            "still there"
+        )
         if line != said:
             say(line)
             said = line

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet.errors import UsageError
+from swarmnet.plurals import counted
 
 CHECKPOINTS, WEIGHTS, FILES, COUNTED, TOKENS, LOCAL = (
     "checkpoints",
@@ -49,7 +50,9 @@ def named(items: Sequence[Item], name: str) -> list[Item]:
         found += [i for i in items if len(name) >= SHORTEST_ID and i.run_id.startswith(name)]
         found = list(dict.fromkeys(found))
         if len(runs := sorted({i.run_id for i in found})) > 1:
-            raise UsageError(f"{len(runs)} runs are called so; name one by its id: {_list(runs)}")
+            raise UsageError(
+                f"{counted(len(runs), 'run')} are called so; name one by its id: {_list(runs)}"
+            )
     if not found:
         raise UsageError(f"there is nothing called {name}; `swarmnet state` lists what is there")
     for item in found:

@@ -19,6 +19,7 @@ from rich.console import Console
 from peer.options import PlanOptions
 from swarmnet.errors import SpecError
 from swarmnet.files import text_of, write_whole
+from swarmnet.plurals import counted
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 
 
@@ -109,7 +110,7 @@ def show_measured(options: PlanOptions, console: Console) -> None:
     is_given = found.present.layers == spec.pipeline.layers
     means = "its [pipeline] layers" if is_given else "estimated cost"
     for line in (
-        f"{len(found.seconds)} layers, a microbatch of {spec.pipeline.microbatch} on "
+        f"{counted(len(found.seconds), 'layer')}, a microbatch of {spec.pipeline.microbatch} on "
         f"{found.where}: {_milliseconds(min(found.seconds))} to "
         f"{_milliseconds(max(found.seconds))} each",
         f"cut by {means}: {list(found.present.layers)}, the slowest stage takes "

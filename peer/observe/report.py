@@ -23,6 +23,7 @@ from swarmnet.observe.events import Event, PeerJoined
 from swarmnet.observe.notify import Notifier, open_notifier
 from swarmnet.observe.text import short_id
 from swarmnet.observe.view_model import ViewModel
+from swarmnet.plurals import counted
 from swarmnet.protocol.dialing.addresses import others_to_name, peer_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
@@ -236,7 +237,7 @@ async def report_peer(
                     if is_all and not is_told:
                         is_told = True
                         rounds = running.spec.optimizer.rounds
-                        say(f"the run has done its {rounds} rounds; {and_now}")
+                        say(f"the run has done its {counted(rounds, 'round')}; {and_now}")
                         if line := await asyncio.to_thread(removable):
                             say(line)
                 await asyncio.sleep(LOOK_EVERY_S)

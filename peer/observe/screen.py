@@ -22,6 +22,7 @@ from peer.options import ScreenName
 from swarmnet.observe.events import Event, RoundFinished, is_for_programs
 from swarmnet.observe.text import coverage, number, sentence, short_id, size
 from swarmnet.observe.view_model import PeerRow, StageRow, ViewModel
+from swarmnet.plurals import counted
 from swarmnet.printable import printable
 from swarmnet.spec import RunSpec
 
@@ -185,11 +186,16 @@ def _round(model: ViewModel) -> Line:
 
 def _lines(model: ViewModel) -> list[Line]:
     of_batch = f"{model.committed} of {model.global_batch}"
+    of_all = f"{model.committed} of {counted(model.global_batch, 'sample')}"
     lines = [
         _round(model),
         Line(
             "global batch",
-            (f"{of_batch} samples committed", f"{of_batch} samples", of_batch),
+            (
+                f"{of_all} committed",
+                of_all,
+                of_batch,
+            ),
             min(1.0, model.committed / max(model.global_batch, 1)),
         ),
         Line("loss", (number(model.loss, 3),)),
@@ -242,8 +248,7 @@ def blocks(num_replicas: int, num_joining: int, is_ascii: bool) -> Text:
 
 def _in_numbers(row: StageRow) -> str:
     joining = f" + {row.num_joining}" if row.num_joining else ""
-    what = "replica" if row.num_replicas + row.num_joining == 1 else "replicas"
-    return f"{row.num_replicas}{joining} {what}"
+    return counted(f"{row.num_replicas}{joining}", "replica")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from peer.planning.question import Choice, Found
+from swarmnet.plurals import counted
 from swarmnet.protocol.planning.cost import Costs, Round
 from swarmnet.protocol.planning.model import Machine
 from swarmnet.protocol.planning.search import OUT, best_plan
@@ -130,11 +131,12 @@ class Answer:
             f"{name} {_seconds(s)}" for name, s in self.round_s.items() if name != "seconds"
         )
         out = [
-            f"a round: {self.samples:,} samples, {self.tokens:,} tokens, "
-            f"{_seconds(self.round_s['seconds'])}: {parts}; {size(self.up_per_round)} up and "
-            f"{size(self.down_per_round)} down at the busiest machine",
-            f"{_number(self.wanted_tokens)} tokens: {_hours(self.hours)} "
-            f"({_number(self.tokens_per_day)} tokens a day)",
+            f"a round: {counted(self.samples, 'sample', ',')}, "
+            f"{counted(self.tokens, 'token', ',')}, {_seconds(self.round_s['seconds'])}: {parts}; "
+            f"{size(self.up_per_round)} up and {size(self.down_per_round)} down at the busiest "
+            "machine",
+            f"{counted(_number(self.wanted_tokens), 'token')}: {_hours(self.hours)} "
+            f"({counted(_number(self.tokens_per_day), 'token')} a day)",
             f"a newcomer downloads {size(self.joiner_bytes)}, about {_seconds(self.joiner_s)}",
         ]
         if self.one_more:
@@ -245,7 +247,8 @@ def smaller_batches(found: Found) -> list[str]:
     """What rounds come to before the batch has grown."""
     steps = found.spec.pipeline.batch_ramp
     return [
-        f"before round {end:,}: rounds of {samples:,} samples, about {_number(rate)} tokens/s"
+        f"before round {end:,}: rounds of {counted(samples, 'sample', ',')}, about {_number(rate)} "
+        "tokens/s"
         for (_, samples), (end, _), (_, _, rate) in zip(
             steps[:-1], steps[1:], _phases(found), strict=False
         )
@@ -534,7 +537,7 @@ def _shortest(found: Found, machine: Machine) -> str:
 def compared(tokens_per_s: float, now: float) -> str:
     """A speed, and how it compares with the plan's."""
     times = tokens_per_s / now
-    how = f"{_number(times)} times" if times > MANY else f"{100 * (times - 1):+.0f} %"
+    how = counted(_number(times), "time") if times > MANY else f"{100 * (times - 1):+.0f} %"
     return f"{_number(tokens_per_s)} tokens/s ({how})"
 
 
@@ -551,7 +554,7 @@ def _number(value: float) -> str:
 
 
 def _many(count: int, what: str) -> str:
-    return f"{count} {what}" + "s" * (count != 1)
+    return counted(count, what)
 
 
 def _seconds(seconds: float) -> str:
@@ -563,4 +566,4 @@ def _seconds(seconds: float) -> str:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:.3g} hours" if hours < 48 else f"{hours / 24:,.3g} days"
+    return counted(hours, "hour", ".3g") if hours < 48 else counted(hours / 24, "day", ",.3g")

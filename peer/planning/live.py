@@ -16,6 +16,7 @@ from peer.options import PlanOptions
 from peer.planning.machines import Links, read_links
 from swarmnet.errors import SpecError, UsageError
 from swarmnet.observe.text import short_id
+from swarmnet.plurals import counted
 from swarmnet.printable import printable
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.planning.live import (
@@ -89,11 +90,10 @@ class LiveAnswer:
         counts = self.replicas
         each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
         how = "as its last rounds were" if self.is_measured else "by what its machines say"
-        what = "replica" if each == "1" else "replicas"
-        stages = f"{len(counts)} {'stage' if len(counts) == 1 else 'stages'}"
+        stages = counted(len(counts), "stage")
         return (
-            f"{self.run}: {stages} x {each} {what}, about {self.tokens_per_s:,.0f} tokens/s "
-            f"{how}; stage {self.poorest_stage} has least"
+            f"{self.run}: {stages} x {counted(each, 'replica')}, about {self.tokens_per_s:,.0f} "
+            f"tokens/s {how}; stage {self.poorest_stage} has least"
         )
 
     def lines(self) -> list[str]:
@@ -124,7 +124,7 @@ class LiveAnswer:
         return [*out, *self.notes]
 
     def _other_lines(self, other: OtherCut) -> list[str]:
-        many = f"{len(other.layers)} {'stage' if len(other.layers) == 1 else 'stages'}"
+        many = counted(len(other.layers), "stage")
         more = other.state_bytes > other.present_state_bytes
         room = (
             f"; a replica of its largest stage keeps {size(other.state_bytes)} beside activations, "
@@ -313,11 +313,13 @@ def _notes(live: Live, options: PlanOptions) -> list[str]:
             f"{live.planned.seconds:.3g} s: all is corrected by that"
         )
     if live.num_assumed:
-        notes.append(f"{live.num_assumed} machines say no speed yet: taken for the middle one")
+        notes.append(
+            f"{counted(live.num_assumed, 'machine')} without a speed yet: taken for the middle one"
+        )
     if live.num_limited:
         notes.append(
-            f"{live.num_limited} machines say more than ten times what the middle one says: they "
-            "count as ten times"
+            f"{counted(live.num_limited, 'machine')} with more than ten times the speed that the "
+            "middle one says: taken for ten times"
         )
     notes.append(f"links: upload as machines measured it; else {options.links}")
     return notes

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from peer.observe.table import WholeTable
 from peer.options import PlanOptions
+from swarmnet.plurals import counted
 from swarmnet.protocol.codecs import leaves_out
 from swarmnet.protocol.planning.exchange import codec_in, number_bytes
 from swarmnet.runtime.text import size
@@ -203,23 +204,26 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     every_round = "zero" if sync.mode == "local" else sync.mode
     of_local = f", with {_sizes('local', sync.update_codec)}" * leaves_out(sync.update_codec)
     first = spec.sync_warmup_rounds
-    warm_up = f"; both in each of the first {first} rounds, the warm-up of this run" * bool(first)
+    warm_up = (
+        f"; both in each of the first {counted(first, 'round')}, the warm-up of this run"
+        * bool(first)
+    )
     return [
         f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
-        f"+ {parts.get(sync.mode, delayed)}{coded} = "
-        f"{a_parameter:.2f}, with R = "
-        f"{sync.replication} owners of a shard and N = {options.replicas} replicas of a "
-        "stage: one that is alone holds all of it, once; "
-        f"{p.total + without:g} without ZeRO (Rajbhandari et al., 2020: 16 in mixed precision).",
+        f"+ {parts.get(sync.mode, delayed)}{coded} = {a_parameter:.2f}, with R = "
+        f"{counted(sync.replication, 'owner')} of a shard and N = "
+        f"{counted(options.replicas, 'replica')} of a stage: one that is alone holds all of it, "
+        f"once; {p.total + without:g} without ZeRO (Rajbhandari et al., 2020: 16 in mixed "
+        "precision).",
         "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a "
         f"round, with {_sizes(every_round, sync.update_codec)}; local the same every H = "
-        f"{sync.local_steps} rounds{of_local}; gossip four numbers every H rounds, to one partner"
-        f"{warm_up}{MUON_SENT * is_muon}. "
-        "Activations and their gradients come on top.",
+        f"{counted(sync.local_steps, 'round')}{of_local}; gossip four numbers every H rounds, to "
+        f"one partner{warm_up}{MUON_SENT * is_muon}. Activations and their gradients come on top.",
         f"Optimizer state lies {store}, or where --optimizer-memory says. The table has the part "
         "of a replica with average upload bandwidth; one with a faster uplink holds more.",
-        f"Activations are those of {options.in_flight} microbatches of "
-        f"{spec.pipeline.microbatch} samples that wait for their backward pass, with activations "
+        f"Activations are those of {counted(options.in_flight, 'microbatch')} of "
+        f"{counted(spec.pipeline.microbatch, 'sample')} that wait for their backward pass, with "
+        "activations "
         f'= "{spec.pipeline.activations}"{_unsaid(spec.pipeline.activations)}. offload moves the '
         "rest of the graph out of the device's memory; the table has what stays.",
         f"Texts (swarmnet generate): while one is written, a replica that has room for it holds a "

@@ -15,6 +15,7 @@ from statistics import median
 from peer.planning.cards import DISK_GB_S, TERA, card_named
 from peer.planning.machines import GB, HERE, Described, Links, alone, sharing_links
 from swarmnet.errors import SpecError
+from swarmnet.plurals import counted
 from swarmnet.protocol.codecs import AUTO
 from swarmnet.protocol.planning.cost import Costs, Round
 from swarmnet.protocol.planning.model import Cut, Held, Layer, Machine
@@ -475,8 +476,8 @@ def _replicas(found: Found) -> Choice:
     copies = found.table.spec.sync.replication
     if min(counts) < copies and max(counts) - min(counts) > 1:
         compared += (
-            f", as peers make it that are told no --stage: {copies} copies of a stage come "
-            "before speed, so that it outlives a machine"
+            f", as peers make it that are told no --stage: {counted(copies, 'copy')} of a stage "
+            "come before speed, so that it outlives a machine"
         )
     return Choice("replicas", value, f"{BEST}; {compared}")
 
@@ -691,7 +692,7 @@ def _timed(
         is_gpu,
         card_named(maker) if is_gpu else None,
         speed,
-        note if num_peers is None else f"{note}, with {num_peers} peers at work on it",
+        note if num_peers is None else f"{note}, with {counted(num_peers, 'peer')} at work on it",
         links=LOOPBACK_LINKS if num_peers else None,
         is_free=True,
     )

@@ -14,6 +14,7 @@ from peer.observe.table import WholeTable
 from peer.planning.question import Found
 from swarmnet.errors import SpecError
 from swarmnet.files import write_whole
+from swarmnet.plurals import counted
 from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
 from swarmnet.protocol.planning.own_order import own_order
 from swarmnet.protocol.planning.schedules import (
@@ -153,9 +154,10 @@ def show_schedules(found: Found, console: Console, *, picture: Path | None, as_j
     console.print(WholeTable(titles, shown))
     lines = [f"{r.name}: {r.why_not}" for r in rows if r.timeline is None]
     lines += [
-        f"{len(found.plan.cut)} stages, {found.costs.job.num_microbatches} microbatches a round; "
-        "each stage as one device with the speed and links of all its replicas; exchange and "
-        f"update come on top ({found.plan.round.exchange_s + found.plan.round.update_s:.3g} s)",
+        f"{counted(len(found.plan.cut), 'stage')}, "
+        f"{counted(found.costs.job.num_microbatches, 'microbatch')} a round; each stage as one "
+        "device with the speed and links of all its replicas; exchange and update come on top "
+        f"({found.plan.round.exchange_s + found.plan.round.update_s:.3g} s)",
         "passes: of a round; activ.: microbatches between their passes on the device with most; "
         "weights: versions or copies on a device. PipeDream and 2BW learn otherwise, from "
         "gradients of older weights",

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from swarmnet.errors import DataError, SpecError, one_line
 from swarmnet.files import WITH_ROOM, GivenFile, told_if_not_written
+from swarmnet.plurals import counted
 from swarmnet.training.models.base import TensorSpec, check_layer
 from swarmnet.training.models.given_layers import (
     GivenArrays,
@@ -63,8 +64,9 @@ def model_table(
     if pairs is None:
         if given[-1].output_shape[:-1] != (length,):
             raise SpecError(
-                f"model: of {length} tokens the last layer makes {given[-1].output_shape}; a model "
-                "of text makes a number for each token of the vocabulary, at each position"
+                f"model: of {counted(length, 'token')} the last layer makes "
+                f"{given[-1].output_shape}; a model of text makes a number for each token of the "
+                "vocabulary, at each position"
             )
         inputs = targets = TensorSpec("int32", (length,), num_values=width)
     if loss is None and targets.dtype != "int32":

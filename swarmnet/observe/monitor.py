@@ -33,6 +33,7 @@ from swarmnet.observe.events import (
 )
 from swarmnet.observe.text import short_id
 from swarmnet.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
+from swarmnet.plurals import counted
 from swarmnet.printable import printable
 from swarmnet.protocol.membership.assignment import measurers_among
 from swarmnet.protocol.membership.data_holders import only_holder
@@ -541,7 +542,10 @@ def risk(
         return f"stage {stage}: one failure from loss"
     machines = {machine_of(r.peer_id) for r in replicas}
     if num_thin:
-        return f"stage {stage}: {num_thin} of {num_shards} shards have fewer than {wanted} owners"
+        return (
+            f"stage {stage}: {num_thin} of {counted(num_shards, 'shard')} with fewer than "
+            f"{counted(wanted, 'owner')}"
+        )
     if len(machines) == 1:
         return f"stage {stage}: all its replicas are one machine"
     return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmnet.observe.view_model import StageRow, ViewModel
+from swarmnet.plurals import counted
 
 LASTING_S = 60.0
 """How long a stage is about to be lost before that is told: one that restarts is back by then."""
@@ -75,7 +76,7 @@ class Notices:
         loss = "" if model.loss is None else f", loss {model.loss:.3f}"
         held_out = model.held_out_loss
         measured = "" if held_out is None else f", held-out loss {held_out:.3f}"
-        return Notice(DONE, f"{self._name}: done, {model.rounds} rounds{loss}{measured}")
+        return Notice(DONE, f"{self._name}: done, {counted(model.rounds, 'round')}{loss}{measured}")
 
     def _stage(self, row: StageRow, model: ViewModel, now: float) -> Notice | None:
         seen = self._stages.setdefault(row.stage, _Stage())
@@ -113,5 +114,5 @@ class Notices:
         return Notice(
             STILL,
             f"{self._name}: nothing has happened in round {model.round + 1} for "
-            f"{lasts_s / 60:.0f} minutes; `swarmnet status` says what is missing",
+            f"{counted(lasts_s / 60, 'minute', '.0f')}; `swarmnet status` says what is missing",
         )

@@ -16,25 +16,29 @@ from swarmnet.observe.events import (
     SyncMode,
 )
 from swarmnet.observe.view_model import ViewModel
+from swarmnet.plurals import counted
 from swarmnet.protocol.membership.peer_ids import SEPARATOR
 
 ID_CHARACTERS = 8
 """The end of a peer id tells peers apart; its beginning is the same for all keys of a kind."""
 
-COUNTED_SENTENCES = {
-    "rerouted": "peer {peer} sent {count} microbatches another way",
-    "retracted": "peer {peer} took {count} orphans out again",
-    "samples_lost": "peer {peer} lost {count} samples",
-    "slots_doubled": "{count} slots of a round were counted by two feeders",
-    "diverged": "peer {peer} took over the result of the other side of a cut",
-    "shard_reset": "optimizer state of {count} shards was lost with all its holders",
-    "shard_promoted": "peer {peer} took over {count} shards",
-    "contributions_clipped": "peer {peer} cut {count} gradients to the median norm: "
-    "far larger than the others'",
-    "checkpoints_failed": "peer {peer} cannot save checkpoints; see its disk and its log",
-    "checkpoints_resumed": "peer {peer} saves checkpoints again",
-    "checkpoint_saved": "peer {peer} saved a checkpoint",
+COUNTED_SENTENCES: dict[str, tuple[str, str]] = {
+    "rerouted": ("peer {peer} sent {count} another way", "microbatch"),
+    "retracted": ("peer {peer} took {count} out again", "orphan"),
+    "samples_lost": ("peer {peer} lost {count}", "sample"),
+    "slots_doubled": ("two feeders counted {count} of a round", "slot"),
+    "diverged": ("peer {peer} took over the result of the other side of a cut", ""),
+    "shard_reset": ("optimizer state of {count} was lost with all its holders", "shard"),
+    "shard_promoted": ("peer {peer} took over {count}", "shard"),
+    "contributions_clipped": (
+        "peer {peer} cut {count} to the median norm: far larger than the others'",
+        "gradient",
+    ),
+    "checkpoints_failed": ("peer {peer} cannot save checkpoints; see its disk and its log", ""),
+    "checkpoints_resumed": ("peer {peer} saves checkpoints again", ""),
+    "checkpoint_saved": ("peer {peer} saved a checkpoint", ""),
 }
+"""With the noun of what is counted, where the sentence says how many."""
 
 
 def short_id(peer_id: str) -> str:
@@ -68,14 +72,14 @@ def sentence(event: Event, rounds: int) -> str:
         case RoundFinished():
             speed = f"  {number(event.tokens_per_s)} tokens/s" if event.tokens_per_s else ""
             spread = f"  spread {event.spread:.2%}" if event.spread else ""
-            peers = "1 peer" if event.peers == 1 else f"{event.peers} peers"
+            peers = counted(event.peers, "peer")
             return (
                 f"round {event.round + 1}{f'/{rounds}' if rounds else ''}  loss {event.loss:.3f}"
                 f"{speed}  {peers}{spread}"
             )
         case HeldOut():
             bits = f", {event.bits_per_byte:.3f} bits per byte" if event.bits_per_byte else ""
-            return f"held-out loss after {event.round} rounds: {event.loss:.3f}{bits}"
+            return f"held-out loss after {counted(event.round, 'round')}: {event.loss:.3f}{bits}"
         case SyncMode():
             return (
                 f"sync: {event.mode} from round {event.round + 1} on (an exchange takes "
@@ -94,13 +98,12 @@ def sentence(event: Event, rounds: int) -> str:
             moved = f"from stage {event.from_stage} to stage {event.to_stage}"
             return f"peer {short_id(event.peer_id)} moved {moved}"
         case Counted():
-            return COUNTED_SENTENCES[event.what].format(
-                peer=short_id(event.peer_id), count=event.count
-            )
+            text, noun = COUNTED_SENTENCES[event.what]
+            return text.format(peer=short_id(event.peer_id), count=counted(event.count, noun))
         case ContributionDropped():
             return (
-                f"peer {short_id(event.peer_id)} sent gradients of {event.count} shards that are "
-                "not finite; they do not count"
+                f"peer {short_id(event.peer_id)} sent gradients of {counted(event.count, 'shard')} "
+                "that are not finite; they do not count"
             )
     return event.name
 

@@ -17,6 +17,7 @@ from enum import Enum
 
 from swarmnet.causes import Failures
 from swarmnet.errors import Busy, NoRoute, NotReady, Refused, Stale, SwarmnetError
+from swarmnet.plurals import counted
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.rate import RateLimiter
@@ -191,9 +192,11 @@ class Sessions:
         if session.is_busy:
             raise Busy("the token before is not done", backlog_s=FIRST_PAUSE_S)
         if session.num_tokens != position:
-            raise NotReady(f"this text has {session.num_tokens} tokens here, not {position}")
+            raise NotReady(
+                f"this text has {counted(session.num_tokens, 'token')} here, not {position}"
+            )
         if position + num_tokens > session.max_tokens:
-            raise Refused(f"the text was to have at most {session.max_tokens} tokens")
+            raise Refused(f"the text was to have at most {counted(session.max_tokens, 'token')}")
         if not self._rates.allows(session.machine, now, float(num_tokens)):
             backlog_s = num_tokens / TOKENS_PER_S
             raise Busy("you ask for too many tokens", backlog_s=backlog_s)
@@ -313,8 +316,7 @@ def nobody_serves(stage: int, num_paused: int) -> NoRoute:
     whichever stage."""
     text = f"no replica of stage {stage} is known"
     if num_paused:
-        peers = "1 peer is" if num_paused == 1 else f"{num_paused} peers are"
-        text += f"; {peers} paused, and may serve it again"
+        text += f"; {counted(num_paused, 'peer')} paused, and may serve it again"
     return NoRoute(text)
 
 

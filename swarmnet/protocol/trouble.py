@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from swarmnet.plurals import counted
 from swarmnet.protocol.rate import TokenBucket
 from swarmnet.protocol.timing import DAY_S, UPKEEP_S
 
@@ -31,7 +32,8 @@ class Trouble:
         if self.said_at is not None and now < self.said_at + SAY_AGAIN_S:
             self.num_untold += 1
             return None
-        more = f" ({self.num_untold} times more since it was said last)" if self.num_untold else ""
+        times = counted(self.num_untold, "time")
+        more = f" ({times} more since it was said last)" if self.num_untold else ""
         self.said_at = now
         self.num_untold = 0
         return more
@@ -83,7 +85,7 @@ class Kind:
         if not self.num_untold:
             return ""
         minutes = max(1, round((now - self._untold_since) / SUM_UP_S))
-        span = "minute" if minutes == 1 else f"{minutes} minutes"
+        span = "minute" if minutes == 1 else counted(minutes, "minute")
         text = f" ({self.num_untold} more in the last {span})"
         self.num_untold = 0
         return text

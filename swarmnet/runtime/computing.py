@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import UsageError, UserError
+from swarmnet.plurals import counted
 from swarmnet.protocol.resource_limits import parse_size
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.text import size
@@ -373,7 +374,10 @@ def _line(
     line = f"stage {stage}: {computing.precision} on {device}, activations {computing.activations}"
     if needed is None:
         return f"{line}; how much memory they take is not known"
-    line += f", about {size(needed)} with {in_flight} microbatches in flight ({size(left)} free)"
+    line += (
+        f", about {size(needed)} with {counted(in_flight, 'microbatch')} in flight ({size(left)} "
+        "free)"
+    )
     if needed > left:
         line += f"; no more than {computing.max_in_flight} are let in"
     return line

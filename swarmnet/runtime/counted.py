@@ -25,6 +25,7 @@ from typing import Any
 
 from swarmnet.errors import UserError
 from swarmnet.files import LinesFile, older
+from swarmnet.plurals import counted
 from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.pipeline.feeder import Journal
 
@@ -78,7 +79,7 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
     lines = [line for path in paths for part in _parts(path) for line in _lines(part)]
     runs = sorted({line["run_id"] for line in lines})
     if run_id is None and len(runs) > 1:
-        raise UserError(f"slots of {len(runs)} runs are on record; name one of {runs}")
+        raise UserError(f"the slots are of {counted(len(runs), 'run')}; name one of {runs}")
     lines = [line for line in lines if run_id in (None, line["run_id"])]
     same_as = {line["was"]: line["history"] for line in lines if "was" in line}
     by_history: dict[int, dict[int, list[int]]] = {}
@@ -120,9 +121,9 @@ def describe_slots(slots: Sequence[int]) -> str:
     """How many slots, and by number those that a run without a fault does not have: a slot more
     than once, or left out."""
     times = Counter(slots)
-    more = [f"{slot} ({n} times)" for slot, n in sorted(times.items()) if n > 1]
+    more = [f"{slot} ({counted(n, 'time')})" for slot, n in sorted(times.items()) if n > 1]
     lacking = sorted(set(range(max(slots) + 1)) - set(slots)) if slots else []
-    text = f"{len(times)} slots"
+    text = counted(len(times), "slot")
     if more:
         text += f", counted more than once: {', '.join(more)}"
     if lacking:

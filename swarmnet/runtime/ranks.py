@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import SpecError, UsageError, UserError
+from swarmnet.plurals import counted
 from swarmnet.runtime.computing import check_options
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.spec import RunSpec
@@ -92,7 +93,8 @@ def _check_cards(options: PeerOptions, num_cards: int, num_ranks: int) -> None:
 
 def _so_many(options: PeerOptions, num_ranks: int) -> str:
     """In the words of the command line."""
-    return f"{num_ranks} ranks" if options.are_in_rows else f"{options.ranks_option} {num_ranks}"
+    rows = counted(num_ranks, "rank")
+    return rows if options.are_in_rows else f"{options.ranks_option} {num_ranks}"
 
 
 def check_ranks(spec: RunSpec, options: PeerOptions, num_ranks: int) -> None:
@@ -138,8 +140,8 @@ def _check_cores(options: PeerOptions, num_ranks: int) -> None:
     cores = os.cpu_count() or 1
     if num_ranks > cores:
         raise UsageError(
-            f"{options.ranks_given}: this machine has {cores} cores, and not a GPU for each rank; "
-            f"take {_so_many(options, cores)}, or less"
+            f"{options.ranks_given}: this machine has {counted(cores, 'core')}, and not a GPU for "
+            f"each rank; take {_so_many(options, cores)}, or less"
         )
 
 

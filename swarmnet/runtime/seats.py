@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError, UsageError, UserError
+from swarmnet.plurals import counted
 from swarmnet.protocol.membership.peer_ids import MAX_SEATS, machine_of
 from swarmnet.protocol.membership.seats import Room, room_for
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
@@ -198,7 +199,7 @@ class SeatCount:
                 f"them once; --stages {num_stages} is the most"
             )
         if num_seats != self.last and (num_seats > 1 or self.options.stages == AUTO_STAGES):
-            log.warning("serves %d of %d stages: %s", num_seats, num_stages, why)
+            log.warning("serves %d of %s: %s", num_seats, counted(num_stages, "stage"), why)
         self.last = num_seats
         return num_seats
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swarmnet.errors import UsageError, UserError
+from swarmnet.plurals import counted
 from swarmnet.printable import printable
 from swarmnet.protocol.pipeline.dispatching import LONGEST_CALL_S
 from swarmnet.swarm.membership.gossip import Gossip
@@ -58,9 +59,10 @@ async def until_stuck(threads: Mapping[str, Working]) -> None:
             at_it_s = looks[name] * LOOK_S
             if piece is not None and at_it_s >= stuck_after_s(piece.longest_s):
                 raise UserError(
-                    f"the {name} has been at one piece of work for {at_it_s / 60:.0f} minutes and "
-                    "does not answer: this peer ends, so that others take its place. Look at the "
-                    "device, or the disk of its state folder, and start it again"
+                    f"the {name} has been at one piece of work for "
+                    f"{counted(at_it_s / 60, 'minute', '.0f')} and does not answer: this peer "
+                    "ends, so that others take its place. Look at the device, or the disk of its "
+                    "state folder, and start it again"
                 )
 
 

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation, UserError, one_line
 from swarmnet.files import is_full
+from swarmnet.plurals import counted
 from swarmnet.ports import CodingErrors, OwnSteps, Saved, Snapshot, Unused
 from swarmnet.protocol.saved_rounds import STRIDES
 from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
@@ -583,7 +584,7 @@ def _flatten(named: dict[str, Tensor], ranges: Sequence[ParameterRange], folder:
 def _shard_sizes(spec: RunSpec, meta: Meta, folder: Path) -> tuple[int, ...]:
     sizes = stage_shard_sizes(spec, meta.stage)
     if len(sizes) != meta.num_shards:
-        raise CheckpointError(f"{folder}: {meta.num_shards} shards, not {len(sizes)}")
+        raise CheckpointError(f"{folder}: {counted(meta.num_shards, 'shard')}, not {len(sizes)}")
     return sizes
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from swarmnet.errors import SpecError
+from swarmnet.plurals import counted
 from swarmnet.spec import RunSpec
 from swarmnet.training.checkpoint import (
     STAGE_FILE,
@@ -394,9 +395,9 @@ def _what_lacks(saved: Sequence[Saved]) -> str:
     stages = {m.stage for _, m in saved if (m.run_id, m.round) == (newest.run_id, newest.round)}
     lacking = sorted(set(range(newest.num_stages)) - stages)
     return (
-        f"no round is here with all {newest.num_stages} stages (of round {newest.round}, stage "
-        f"{lacking[0] if lacking else 0} is missing); bring the state folders of its other peers "
-        "into one folder, and name that"
+        f"no round is here with all {counted(newest.num_stages, 'stage')} (of round "
+        f"{newest.round}, stage {lacking[0] if lacking else 0} is missing); bring the state "
+        "folders of its other peers into one folder, and name that"
     )
 
 

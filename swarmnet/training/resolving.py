@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, SpecError
+from swarmnet.plurals import counted
 from swarmnet.protocol.codecs import AUTO
 from swarmnet.run_identity import MAX_WHOLE
 from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEYS, NUM_BYTE_TOKENS, RunSpec
@@ -240,7 +241,8 @@ def check_model(spec: RunSpec, builder: str = "") -> None:
         if length and spec.data.sequence_length != length:
             raise SpecError(
                 f"[data] sequence_length ({spec.data.sequence_length}): the builder's model takes "
-                f"samples of {length} tokens; leave it out, or tell the builder in [model.options]"
+                f"samples of {counted(length, 'token')}; leave it out, or tell the builder in "
+                "[model.options]"
             )
         return
     from swarmnet.training.models.model_config import load_config, longest_context

@@ -30,6 +30,7 @@ from torch import Tensor
 import swarmnet.training.accelerators as accelerators
 from swarmnet.batch import Documents
 from swarmnet.errors import NotReady, NotSent, SpecError
+from swarmnet.plurals import counted
 from swarmnet.ports import (
     Base,
     Generation,
@@ -463,8 +464,9 @@ class TorchStage(HostSide):
         self.settle()
         self.max_in_flight = max(1, min(self.max_in_flight, self.kept.num_in_flight - 1))
         has_less = self.layers.keep_less()
-        line = "out of memory in a pass: activations %s from now on, at most %d microbatches inside"
-        log.warning(line, self.layers.activations, self.max_in_flight)
+        line = "out of memory in a pass: activations %s from now on, at most %s inside"
+        most = counted(self.max_in_flight, "microbatch")
+        log.warning(line, self.layers.activations, most)
         accelerators.give_memory_back(self.layers.device.type)
         return has_less
 

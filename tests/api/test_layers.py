@@ -205,5 +205,5 @@ def test_what_is_missing_or_wrong_beside_them(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             started(tmp_path, Given(data, layers))
-    with pytest.raises(SpecError, match="3 samples are fewer than a microbatch of 4"):
+    with pytest.raises(SpecError, match="3 samples, fewer than a microbatch of 4"):
         open_data(started(tmp_path, Given([(torch.ones(2), 0)] * 3, layers)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet.plurals import counted
 from swarmnet.runtime.joining.starting import start_run
 from tests.processes.running import (
     RUN_LIMIT_S,
@@ -166,7 +167,7 @@ def test_local_with_chaos_says_what_it_cost(running: Machine) -> None:
     said = local.output()
     killed = said.count("is killed (SIGKILL)")
     assert killed > 0
-    assert f"chaos: {killed} peers killed, 0 stopped for a while" in said
+    assert f"chaos: {counted(killed, 'peer')} killed, 0 stopped for a while" in said
     assert "samples lost" in said
     losses = [event["loss"] for event in local.events("round")]
     assert losses[-1] < 0.9 * losses[0]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from swarmnet.plurals import counted
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     DIGEST_BYTES,
@@ -78,7 +79,9 @@ class RunBounds:
             if stage >= num_stages:
                 yield f"serves, or has saved, stage {stage} of {num_stages}"
         if record.samples > self.max_samples:
-            yield f"has {record.samples} samples of a round, which has {self.max_samples}"
+            yield (
+                f"has {counted(record.samples, 'sample')} of a round, which has {self.max_samples}"
+            )
         later = (
             *(c.round for c in record.counts),
             *(o.round for o in record.restorable),
@@ -104,7 +107,7 @@ class RunBounds:
             return
         for offer in record.restorable:
             if offer.num_shards != self.num_shards[offer.stage]:
-                yield f"has saved {offer.num_shards} shards of stage {offer.stage}"
+                yield f"has saved {counted(offer.num_shards, 'shard')} of stage {offer.stage}"
         if record.stage < 0 or record.state not in (ACTIVE, LEAVING):
             return
         num_shards = self.num_shards[record.stage]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 
+from swarmnet.plurals import counted
 from swarmnet.runtime.computing import DEVICE, DISK, HOST
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import most_ranks
@@ -86,7 +87,11 @@ def settle(spec: RunSpec, options: PeerOptions) -> PeerOptions:
     if num_ranks > 1:
         told, why = _measured_part(spec, options, num_ranks)
     num_seats = seats_instead(num_cards, spec.pipeline.num_stages, num_ranks, told)
-    taken = f"{num_seats} stages, each on its own" if num_seats else f"{num_ranks} ranks of a stage"
+    taken = (
+        f"{counted(num_seats, 'stage')}, each on its own"
+        if num_seats
+        else f"{counted(num_ranks, 'rank')} of a stage"
+    )
     other = f"--tp {num_ranks} takes ranks" if num_seats else "--stages N takes stages"
     log.warning("%d GPUs: %s: %s; %s", num_cards, why, taken, other)
     return replace(options, stages=str(num_seats)) if num_seats else options
@@ -123,7 +128,10 @@ def _measured_part(spec: RunSpec, options: PeerOptions, num_ranks: int) -> tuple
     layer = Layer(block.cost * spec.pipeline.microbatch, numbers)
     told = told_part(layer, num_ranks, found)
     rate = size(found.copied_per_s)
-    return told, f"{rate} a second between two, for which {num_ranks} ranks wait {told:.0%}"
+    return (
+        told,
+        f"{rate} a second between two, for which {counted(num_ranks, 'rank')} wait {told:.0%}",
+    )
 
 
 def measure(first: str, second: str, precision: str) -> Measured:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swarmnet.errors import UserError
 from swarmnet.files import is_full
+from swarmnet.plurals import counted
 from swarmnet.spec import ModelSpec, RunSpec, batches_of
 from swarmnet.training.byte_tokenizer import byte_tokenizer_files
 from swarmnet.training.end_tokens import added_texts, end_tokens
@@ -391,9 +392,10 @@ def _about(trained: Trained) -> list[str]:
         lines.append(f"Data: {', '.join(paths)}{more}, in sequences of {spec.sequence_length}")
     optimizer = "Muon and AdamW" if spec.optimizer.kind == "muon" else "AdamW"
     of_all = "" if spec.is_endless else f" of {spec.optimizer.rounds}"
+    rounds = counted(f"{trained.round}{of_all}", "round")
     lines.append(
-        f"Run: {trained.round}{of_all} rounds of {batches_of(spec.pipeline)} "
-        f"samples, {optimizer} with a learning rate of {spec.optimizer.learning_rate:g}"
+        f"Run: {rounds} of {counted(batches_of(spec.pipeline), 'sample')},  {optimizer} with a "
+        f"learning rate of {spec.optimizer.learning_rate:g}"
     )
     if held_out:
         best = min(sorted(held_out), key=lambda r: held_out[r])

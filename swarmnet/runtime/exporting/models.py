@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swarmnet.errors import UserError
 from swarmnet.files import write_whole
+from swarmnet.plurals import counted
 from swarmnet.ports import Worker
 from swarmnet.protocol.saved_rounds import Key
 from swarmnet.runtime.exporting.base_weights import fetch_base, has_base, kept_base
@@ -308,7 +309,9 @@ def _of_one_run(found: Found, run: str) -> Found:
     runs = sorted(run_id for run_id in names if run_id.startswith(run))
     if len(runs) == 1:
         return [(path, meta) for path, meta in found if meta.run_id == runs[0]]
-    wrong = f"checkpoints of {len(runs)} runs" if runs else f"no checkpoint of a run {run}"
+    wrong = (
+        f"checkpoints of {counted(len(runs), 'run')}" if runs else f"no checkpoint of a run {run}"
+    )
     runs = runs or sorted(names)
     listed = ", ".join(f"{run_id[:SHOWN_CHARACTERS]} ({names[run_id]})" for run_id in runs)
     raise UserError(f"{wrong}; choose one with --run-id: {listed}")

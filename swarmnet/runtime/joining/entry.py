@@ -10,6 +10,7 @@ from functools import partial
 
 from swarmnet.errors import UserError
 from swarmnet.identity import Identity as Key
+from swarmnet.plurals import counted
 from swarmnet.protocol.dialing.addresses import in_turns, peer_of
 from swarmnet.runtime.joining.beside import (
     Beside,
@@ -151,7 +152,7 @@ async def _find_again(
         log.warning("this run is alive beside this peer already: joining it")
     if not neighbours and known.run_id == spec.run_id and known.peers:
         num = len(known.peers)
-        met = "the one peer" if num == 1 else f"none of the {num} peers"
+        met = "the one peer" if num == 1 else f"none of the {counted(num, 'peer')}"
         answers = "does not answer" if num == 1 else "answers"
         log.warning("%s met before %s; it goes on looking", met, answers)
     return neighbours

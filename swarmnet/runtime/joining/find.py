@@ -26,6 +26,7 @@ from swarmnet.errors import (
     WrongRun,
 )
 from swarmnet.files import lines_of, text_of
+from swarmnet.plurals import counted
 from swarmnet.protocol.dialing.addresses import by_peer, in_turns, peer_of
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.racing import LOOK_S, NoneAnswers, nothing_new, race
@@ -244,7 +245,11 @@ async def find_run(
         except NoneAnswers as e:
             error = _as_error(e)
             number = len(by_peer(asked))
-            text = f"none of {number} known peers answers: {error}" if others else str(error)
+            text = (
+                f"none of {counted(number, 'known peer')} answers: {error}"
+                if others
+                else str(error)
+            )
             if not isinstance(error, AddressError):
                 raise error from None
         except SeveralRuns as e:
@@ -289,7 +294,7 @@ def _the_one(found: Sequence[tuple[str, RunSpec]], known: KnownPeers) -> tuple[s
     if len(found) == 1:
         return found[0]
     runs = [shown_run(spec.name, spec.run_id) for _, spec in found]
-    what = f"the addresses given lead to {len(found)} runs, {' and '.join(runs)}"
+    what = f"the addresses given lead to {counted(len(found), 'run')}, {' and '.join(runs)}"
     for one, text in zip(found, runs, strict=True):
         if one[1].run_id == known.run_id:
             log.warning("%s; this peer was in %s before and goes on with it", what, text)

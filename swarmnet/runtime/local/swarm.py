@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError, UsageError
+from swarmnet.plurals import counted
 from swarmnet.protocol.membership.peer_ids import MAX_SEATS
 from swarmnet.runtime.joining.starting import Run, start_run
 from swarmnet.runtime.local.processes import PEER_COMMAND, STOP_STEPS, PeerProcesses
@@ -55,8 +56,8 @@ class LocalSwarm:
         with what the first peer said where it did not begin, or `SwarmnetError`."""
         choices, processes = self.choices, self.processes
         seats = seats_of(self.spec.pipeline.num_stages, choices.num_peers)
-        several = f"; one serves up to {seats[0]} stages" if seats[0] > 1 else ""
-        peers = "1 peer" if choices.num_peers == 1 else f"{choices.num_peers} peers"
+        several = f"; one serves up to {counted(seats[0], 'stage')}" if seats[0] > 1 else ""
+        peers = counted(choices.num_peers, "peer")
         say(f"starting {peers}{several}")
         own = [*seat_arguments(seats[0]), *self.more]
         first = await processes.start("peer-1", first_arguments(choices, *own))
@@ -101,8 +102,8 @@ async def begin_local(choices: LocalChoices) -> tuple[Run, LocalChoices]:
         raise UsageError(f"a peer serves at most {MAX_SEATS} stages: take more --peers")
     if most > 1 and (choices.num_ranks or 1) > 1:
         raise UsageError(
-            f"the ranks of {choices.ranks_option} serve one stage: {num_stages} stages need "
-            f"--peers {num_stages}"
+            f"the ranks of {choices.ranks_option} serve one stage: {counted(num_stages, 'stage')} "
+            f"need --peers {num_stages}"
         )
     return started, replace(choices, spec=path, threads=choices.threads_each)
 

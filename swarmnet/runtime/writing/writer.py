@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import numpy as np
 
 from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.plurals import counted
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.generation import exact_pass_tokens, pass_tokens, text_tokens
 from swarmnet.runtime.text_codec import TextCodec
@@ -183,7 +184,8 @@ class Writer:
         room = self.longest - len(prompt)
         if room < 1:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens; with the answer at most {self.longest}"
+                f"the prompt has {counted(len(prompt), 'token')}; with the answer at most "
+                f"{self.longest}"
             )
         pipeline = self._spec.pipeline
         microbatch_tokens = pipeline.microbatch * self._spec.sequence_length

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
 from swarmnet.methods.microbatch import GENERATE, GenerateReply, GenerateRequest
+from swarmnet.plurals import counted
 from swarmnet.ports import OTHER, Generation
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Session, Sessions, Wish
@@ -103,7 +104,9 @@ class GenerateService:
         self, replica: Replica, generation: Generation, key: Key, asked: GenerateRequest
     ) -> None:
         if asked.max_tokens > generation.max_tokens:
-            raise Refused(f"a text of this model has at most {generation.max_tokens} tokens")
+            raise Refused(
+                f"a text of this model has at most {counted(generation.max_tokens, 'token')}"
+            )
         wish = Wish(asked.round, asked.max_tokens, asked.mixes)
         machine = machine_of(key[0])
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError, UserError
 from swarmnet.methods.state import INITIAL_SHARD, FetchReply, FetchRequest
+from swarmnet.plurals import counted
 from swarmnet.ports import InitialWeights, Worker
 from swarmnet.protocol.moments import Since
 from swarmnet.swarm.calls import ServingQueue, call, serve
@@ -122,7 +123,8 @@ class WeightService:
         self, replica: Replica, numbers: Sequence[int], put: Callable[[int, Array], None]
     ) -> bool:
         if numbers:
-            log.info("stage %d: %d initial shards to fetch", replica.index, len(numbers))
+            shards = counted(len(numbers), "initial shard")
+            log.info("stage %d: %s to fetch", replica.index, shards)
         at_once = asyncio.Semaphore(self.limits.max_fetching)
         found = await asyncio.gather(*(self._take(replica, n, put, at_once) for n in numbers))
         if all(found):

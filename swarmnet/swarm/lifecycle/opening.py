@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from statistics import fmean
 
+from swarmnet.plurals import counted
 from swarmnet.protocol.membership.failure_detector import PROBE_TIMEOUT_S
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
 from swarmnet.protocol.moments import Since
@@ -168,9 +169,9 @@ class Openings:
             if loss.lost_samples:
                 self.gossip.add_total("samples_lost", loss.lost_samples)
                 lost_log.warning(
-                    "round %d: %d samples of stage %d are in no update",
+                    "round %d: no update has %s of stage %d",
                     loss.round,
-                    loss.lost_samples,
+                    counted(loss.lost_samples, "sample"),
                     loss.stage,
                 )
         return losses

@@ -22,6 +22,7 @@ from swarmnet.methods.microbatch import (
     StepReply,
     StepRequest,
 )
+from swarmnet.plurals import counted
 from swarmnet.ports import Data
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
@@ -385,10 +386,10 @@ class Feeder:
         feeds = self.gossip.own.has_data
         if self._rest.refused(asyncio.get_running_loop().time(), feeds=feeds):
             log.warning(
-                "this peer feeds no more for %.0f s: its last %d microbatches were refused (%s). "
-                "Compare its data and tokenizer with the run's. It goes on serving.",
+                "this peer feeds no more for %.0f s: others refused the last %s that it launched "
+                "(%s). Compare its data and tokenizer with the run's. It goes on serving.",
                 REST_S,
-                self._rest.num_refused,
+                counted(self._rest.num_refused, "microbatch"),
                 why,
             )
             self.gossip.update(has_data=False, urgent=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from swarmnet.errors import Busy, NotReady, Stale, SwarmnetError
 from swarmnet.methods.microbatch import EVALUATE, INFER, InferRequest, StepReply, StepRequest
+from swarmnet.plurals import counted
 from swarmnet.protocol.pipeline.trials import SAMPLED_ROUNDS, Trials, agrees
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.swarm.membership.gossip import Gossip
@@ -77,12 +78,12 @@ class TrialPasses:
                 self._gossip.found_loss(peer_id)
                 return
             log.info(
-                "stage %d: %s finds another loss than others (%.4g over %d tokens, not %.4g over "
+                "stage %d: %s finds another loss than others (%.4g over %s, not %.4g over "
                 "%d), and is not given microbatches yet",
                 step.stage,
                 peer_id[-8:],
                 said.loss_sum,
-                said.num_tokens,
+                counted(said.num_tokens, "token"),
                 known.loss_sum,
                 known.num_tokens,
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.plurals import counted
 from swarmnet.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
 from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.records import MAX_LOSS
@@ -145,12 +146,12 @@ class Checkpointing:
         before = self._pace.interval
         if not self._pace.took(took):
             log.warning(
-                "writing a checkpoint took %d rounds; where all peers end at once the run may have "
+                "writing a checkpoint took %s; where all peers end at once the run may have "
                 "to go on from much earlier, or begin anew: use a larger --checkpoint-every",
-                took,
+                counted(took, "round"),
             )
         if (interval := self._pace.interval) > before:
-            log.info("the disk is slow: a checkpoint every %d rounds", interval)
+            log.info("the disk is slow: a checkpoint every %s", counted(interval, "round"))
 
     async def leaving(self, replica: Replica, exchanges: Exchanges) -> None:
         """The peer is about to leave: saves what it has now. In the middle of an exchange its

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.plurals import counted
 from swarmnet.ports import Saved, Snapshot, Unused
 from swarmnet.protocol import recovery
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
@@ -258,12 +259,12 @@ class Recovery:
         for folder, (r, shards) in newest.items():  # a line each, and not one for every round
             log.warning(
                 "stage %d, round %d: no peer uses %s, so this one takes over what the run lacks "
-                "and is there (optimizer state of %d of %d shards)",
+                "and is there (optimizer state of %d of %s)",
                 stage,
                 r,
                 folder,
                 len(shards),
-                saved[-1].num_shards,
+                counted(saved[-1].num_shards, "shard"),
             )
         taken = {(s.history, s.round): _offer(s) for s in saved}
         kept = [o for o in self._offers if (o.history, o.round) not in taken]

@@ -25,6 +25,7 @@ from typing import Any
 from swarmnet.errors import NotReady, Stale, SwarmnetError
 from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
 from swarmnet.methods.update import OFFER
+from swarmnet.plurals import counted
 from swarmnet.ports import LocalSteps
 from swarmnet.protocol.membership.records import MAX_RATE, Record
 from swarmnet.protocol.update import commands as do
@@ -162,7 +163,7 @@ class GossipAveraging:
         """Becomes a copy of one donor, in the newest round."""
         replica = self.replica
         donor = sync.rng.choice(sync.donors())
-        log.info("stage %d: %d shards to fetch", replica.index, replica.num_shards)
+        log.info("stage %d: %s to fetch", replica.index, counted(replica.num_shards, "shard"))
         await self.moments.fetch(donor)
         at_once = asyncio.Semaphore(self.limits.max_fetching)
         copied = await asyncio.gather(

@@ -26,6 +26,7 @@ from random import Random
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
 from swarmnet.methods.ranges import MAX_STEP_TOKENS
 from swarmnet.methods.update import ADOPT, ADOPTED, AdoptedRequest, AdoptRequest
+from swarmnet.plurals import counted
 from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership import departure
 from swarmnet.protocol.membership.records import ACTIVE
@@ -177,7 +178,8 @@ class Handover:
         replica.transitions.give()
         try:
             await call(self.gossip.transport, heir, ADOPTED, Message(request), timeout_s=ANSWER_S)
-            log.info("%s has taken over %d samples of round %d", heir[-8:], num_samples, r)
+            samples = counted(num_samples, "sample")
+            log.info("%s has taken over %s of round %d", heir[-8:], samples, r)
             return True
         except RemoteError as e:
             log.debug("%s does not take the gradient: %s", heir[-8:], e)
@@ -186,10 +188,10 @@ class Handover:
             return False
         except SwarmnetError as e:
             log.warning(
-                "round %d: %s did not say whether it took over %d samples: %s",
+                "round %d: %s did not say whether it took over %s: %s",
                 r,
                 heir[-8:],
-                num_samples,
+                counted(num_samples, "sample"),
                 e,
             )
             return True

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.methods.state import FETCH_MOMENTS, FetchReply, FetchRequest
+from swarmnet.plurals import counted
 from swarmnet.ports import LocalSteps
 from swarmnet.protocol.membership.records import Record
 from swarmnet.swarm.calls import call, serve
@@ -206,7 +207,8 @@ class LocalUpdates:
     async def fetch_all(self, sync: StateSync) -> None:
         """Fetches what donors have newer than this replica, until cancelled."""
         at_once = asyncio.Semaphore(self.limits.max_fetching)
-        log.info("stage %d: %d shards to fetch", self.replica.index, self.replica.num_shards)
+        shards_text = counted(self.replica.num_shards, "shard")
+        log.info("stage %d: %s to fetch", self.replica.index, shards_text)
         donors = sync.donors()
         if donors:
             await self.moments.fetch(donors[0])

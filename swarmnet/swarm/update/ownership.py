@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.methods.state import FETCH_OPTIMIZER, FetchRequest
+from swarmnet.plurals import counted
 from swarmnet.protocol.membership.reach import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
@@ -532,7 +533,7 @@ class Ownership:
         held = {j for j in range(num_shards) if own.holds_shard(j)}
         told = {j for j in shards if self.states.has_input(j, r) and self.holders(r, j)} - held
         if told:
-            log.info("%d shards that had lost an owner were taken over", len(told))
+            log.info("took over %s that had lost an owner", counted(len(told), "shard"))
             fresh = told | {j for j in held if own.is_fresh(j)}
             self.gossip.update(
                 holds=bitmap(sorted(held | told), num_shards),
@@ -564,7 +565,7 @@ class Ownership:
         had_all = self._has_all
         self._has_all = bool(mine) and all(self.states.has_input(j, r) for j in mine)
         if self._has_all and not had_all:
-            log.info("has the optimizer state of the %d shards that it owns", len(mine))
+            log.info("has the optimizer state of what it owns: %s", counted(len(mine), "shard"))
 
     def holders(self, r: int, j: int) -> list[str]:
         """The other peers that hold the state of a shard, the first choice first."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
 from swarmnet.methods.microbatch import COMMITTED as ASK_COMMITTED
 from swarmnet.methods.microbatch import Commit, CommittedReply, CommittedRequest
+from swarmnet.plurals import counted
 from swarmnet.ports import BACKWARD
 from swarmnet.protocol.membership.failure_detector import ALIVE
 from swarmnet.protocol.pipeline import orphans, progress
@@ -372,11 +373,10 @@ class Rounds:
         is_live = state is ALIVE
         if is_over and is_live:
             log.warning(
-                "round %d: feeder %s lives and does not say what it counted; %d microbatches "
-                "are taken out",
+                "round %d: feeder %s lives and does not say what it counted; taken out: %s",
                 question.round,
                 feeder[-8:],
-                len(question.microbatch_ids),
+                counted(len(question.microbatch_ids), "microbatch"),
             )
         if is_over or self._gone.is_gone(feeder, is_live=is_live, is_known=self.gossip.view.get):
             return CommittedReply(())

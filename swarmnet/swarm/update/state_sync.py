@@ -18,6 +18,7 @@ import xxhash
 from swarmnet.causes import Failures
 from swarmnet.errors import Busy, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.methods.state import FETCH_PARAMETERS, FetchReply, FetchRequest
+from swarmnet.plurals import counted
 from swarmnet.protocol.membership.records import JOINING, Record
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import UPKEEP_S
@@ -110,7 +111,7 @@ class StateSync:
             if (coming or digests[8 * j : 8 * j + 8]) != donors[0].digest(j):
                 wanted.append(j)
         at_once = asyncio.Semaphore(self.limits.max_fetching)
-        log.info("stage %d: %d shards to fetch", self.replica.index, len(wanted))
+        log.info("stage %d: %s to fetch", self.replica.index, counted(len(wanted), "shard"))
         results = await asyncio.gather(
             *(self._fetch(round_index, j, at_once) for j in wanted), return_exceptions=True
         )

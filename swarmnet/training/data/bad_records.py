@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swarmnet.errors import DataError
+from swarmnet.plurals import counted
 
 MOST = 0.1
 """Part of a file's records that may be bad; one always may."""
@@ -76,8 +77,8 @@ class BadRecords:
         bad = self._kinds.total()
         if bad > max(1, MOST * self._seen):
             raise DataError(
-                f"[data] {self._path}: {bad:,} of {self._seen:,} records cannot be used, the "
-                f"first: {self._found[0].removeprefix('[data] ')}"
+                f"[data] {self._path}: {bad:,} of {counted(self._seen, 'record', ',')} cannot be "
+                f"used, the first: {self._found[0].removeprefix('[data] ')}"
             )
 
     @property
@@ -89,8 +90,8 @@ class BadRecords:
         shown = "; ".join(text.removeprefix("[data] ") for text in self._first)
         more = "; ..." if bad > len(self._first) else ""
         return (
-            f"[data] {bad:,} of {self.num_records:,} records left out, for they cannot be used: "
-            f"{shown}{more}",
+            f"[data] {bad:,} of {counted(self.num_records, 'record', ',')} left out, for they "
+            f"cannot be used: {shown}{more}",
         )
 
 

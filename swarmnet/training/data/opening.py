@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet.errors import DataError
+from swarmnet.plurals import counted
 from swarmnet.protocol.pipeline.mixing import Mixture
 from swarmnet.spec import HELD_OUT_NAME, DataSpec, RunSpec, SourceSpec
 from swarmnet.training.custom_data import CustomData
@@ -231,8 +232,9 @@ def open_store(source: SourceSpec, encoder: Encoder, sequence_length: int) -> St
 def too_few(source: SourceSpec, store: Store, sequence_length: int) -> DataError:
     """The line for a source without a whole sample."""
     return DataError(
-        f"[data] {source.paths[0]} has {store.about.num_tokens} tokens, too few for sequences of "
-        f"{sequence_length} beside what is held out; add text or shorten [data] sequence_length"
+        f"[data] {source.paths[0]} has {counted(store.about.num_tokens, 'token')}, too few for "
+        f"sequences of {sequence_length} beside what is held out; add text or shorten [data] "
+        "sequence_length"
     )
 
 

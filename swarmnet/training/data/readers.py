@@ -110,7 +110,7 @@ class Reader:
                 yield Piece(data[:end], ends=False)
             rest = data[end:]
         if not (is_utf8 and _is_utf8(rest)):
-            self.left_out["texts with bytes that are no UTF-8"] += 1
+            self.left_out["with bytes that are no UTF-8"] += 1
         yield Piece(rest)
 
     def _records(self, path: Path, records: Iterator[tuple[str, Any]]) -> Iterator[Piece]:

@@ -7,6 +7,7 @@ import logging
 import math
 
 from swarmnet.errors import DataError
+from swarmnet.plurals import counted
 from swarmnet.ports import Data
 from swarmnet.protocol.codecs import AUTO
 from swarmnet.spec import RunSpec
@@ -84,11 +85,11 @@ def open_to_start(spec: RunSpec, place: Place) -> tuple[RunSpec, Data]:
         )
     elif held_out > MOST_TIMES * fraction * total:
         log.warning(
-            "[data] held_out_fraction = %g: %d of %d tokens (%.0f %%) are held out and not "
+            "[data] held_out_fraction = %g: %d of %s (%.0f %%) are held out and not "
             "learned, for it is a document at least; held_out_fraction = 0 learns all of them",
             fraction,
             held_out,
-            total,
+            counted(total, "token"),
             100 * held_out / total,
         )
     return spec, data

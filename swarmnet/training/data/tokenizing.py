@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.errors import DataError
+from swarmnet.plurals import counted
 from swarmnet.spec import SourceSpec
 from swarmnet.training.data.bad_records import BadRecord, BadRecords
 from swarmnet.training.data.encoding import Dialogue, Encoder, FileEncoder
@@ -115,8 +116,8 @@ class Tokenizing:
             **({"files": len(refused)} if refused else {}),
         }
         if not self._writer.num_documents:
-            counted = ", ".join(f"{n} {why}" for why, n in left_out.items() if why != "files")
-            raise DataError("; ".join(filter(None, ("[data] has no text at all", counted, *lines))))
+            reasons = ", ".join(f"{n} {why}" for why, n in left_out.items() if why != "files")
+            raise DataError("; ".join(filter(None, ("[data] has no text at all", reasons, *lines))))
         self._writer.finish(left_out, lines, percentiles(self._lengths))
 
     def _lines_of_dialogues(self) -> tuple[str, ...]:
@@ -126,10 +127,11 @@ class Tokenizing:
             return ()
         _, most, longest = percentiles(self._lengths)
         return (
-            f"[data] of {len(self._lengths):,} dialogues {cut + dropped:,} are longer than a "
-            f"sample of {self._longest:,} tokens ([data] sequence_length): {cut:,} cut after a "
-            f"turn, {dropped:,} left out; 95 % have at most {most:,} tokens, the longest "
-            f"{longest:,}",
+            f"[data] of {counted(len(self._lengths), 'dialogue', ',')} {cut + dropped:,} "
+            f"{'is' if cut + dropped == 1 else 'are'} longer than a sample of "
+            f"{counted(self._longest, 'token', ',')} ([data] sequence_length): {cut:,} cut after a "
+            f"turn, {dropped:,} left out; 95 % have at most {counted(most, 'token', ',')}, the "
+            f"longest {longest:,}",
         )
 
     def _add(self, piece: Piece) -> None:
@@ -218,5 +220,5 @@ def _refused_line(refused: Sequence[tuple[Path, str]]) -> str:
     """Which files of folders were left out, and why the first was."""
     names = ", ".join(path.name for path, _ in refused[:SHOWN_NAMES])
     more = ", ..." if len(refused) > SHOWN_NAMES else ""
-    files = f"{len(refused)} file" + "s" * (len(refused) != 1)
+    files = counted(len(refused), "file")
     return f"[data] {files} left out: {names}{more} (the first: {refused[0][1][:300]})"

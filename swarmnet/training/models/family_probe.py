@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnet.errors import SpecError, one_line
+from swarmnet.plurals import counted
 from swarmnet.spec import LoraSpec, ModelSpec
 from swarmnet.training.attention.documents import PackedSequence
 from swarmnet.training.models.adapter import adapter_plan
@@ -241,8 +242,9 @@ def check_documents_apart(config: Mapping[str, Any], sequence_length: int) -> bo
     kind, limit = config["model_type"], plain_length(config)
     if sequence_length > limit:
         raise SpecError(
-            f"[data] document_mask: beyond {limit} tokens positions of this {kind} depend on the "
-            "length of the whole sample; shorten sequence_length, or take document_mask out"
+            f"[data] document_mask: beyond {counted(limit, 'token')} positions of this {kind} "
+            "depend on the length of the whole sample; shorten sequence_length, or take "
+            "document_mask out"
         )
     apart = _apart(json.dumps(dict(config), sort_keys=True))
     if apart is None:

@@ -26,6 +26,7 @@ from swarmnet.batch import IGNORED
 from swarmnet.errors import SpecError, one_line
 from swarmnet.files import write_whole
 from swarmnet.needs import install_command
+from swarmnet.plurals import counted
 from swarmnet.protocol.slots import permuted
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_numpy
@@ -185,7 +186,7 @@ class ArraySamples:
         """What comes before it, in an order of its own, is held out."""
         self.num_samples = total - self._first
         if self.num_samples < size:
-            raise SpecError(f"data: {total} samples are fewer than a microbatch of {size}")
+            raise SpecError(f"data: {counted(total, 'sample')}, fewer than a microbatch of {size}")
         self._total = total
         self._seeds = [derive_seed(spec.seed, name) for name in ("held out", "order")]
         self._arrays = [

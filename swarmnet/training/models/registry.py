@@ -14,6 +14,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from swarmnet.errors import SpecError, UserError, one_line
+from swarmnet.plurals import counted
 from swarmnet.protocol.planning.cuts import split_layers
 from swarmnet.protocol.planning.exchange import auto_shard_parameters
 from swarmnet.spec import ModelSpec, RunSpec
@@ -76,13 +77,13 @@ def model_plan(spec: RunSpec) -> ModelPlan:
     if split and sum(split) != len(plan.layers):
         raise SpecError(
             f"[pipeline] layers: they add up to {sum(split)}, but the model has "
-            f"{len(plan.layers)} layers; swarmnet plan --measure prints some that fit"
+            f"{counted(len(plan.layers), 'layer')}; swarmnet plan --measure prints some that fit"
         )
     if split and split[-1] < plan.whole_end:
         raise SpecError(
-            f"[pipeline] layers: the last stage has {split[-1]} layers; with [model] subspace the "
-            f"last {plan.whole_end} (decoder layer, norm and head) are one stage: what goes from "
-            "one of them to the next has the whole width"
+            f"[pipeline] layers: the last stage has {counted(split[-1], 'layer')}; with [model] "
+            f"subspace the last {plan.whole_end} (decoder layer, norm and head) are one stage: "
+            "what goes from one of them to the next has the whole width"
         )
     return replace(plan, split=split or plan.split, has_weights=has_weights)
 

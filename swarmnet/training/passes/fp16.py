@@ -17,6 +17,7 @@ import logging
 import math
 
 from swarmnet.errors import RemoteError
+from swarmnet.plurals import counted
 
 log = logging.getLogger("swarmnet.training")
 
@@ -78,5 +79,6 @@ class Fp16Refusals:
         )
         self.num_refused += 1
         if self.num_refused.bit_count() == 1:
-            log.warning("%s (%d microbatches so far went elsewhere)", text, self.num_refused)
+            refused = counted(self.num_refused, "microbatch")
+            log.warning("%s (%s so far went elsewhere)", text, refused)
         return RemoteError(text)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from swarmnet.errors import SpecError
+from swarmnet.plurals import counted
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.computing import Computing
 from swarmnet.training.ranks.context_parallel_layers import ContextParallelLayers
@@ -36,8 +37,8 @@ def check_sequences(spec: RunSpec, num_ranks: int) -> None:
         )
     if not is_long_enough(spec.sequence_length, num_ranks):
         raise SpecError(
-            f"{begin}sequences of {spec.sequence_length} tokens are too short, each rank has two "
-            f"of them at least; take --cp {most_ranks(spec.sequence_length)}, or less"
+            f"{begin}sequences of {counted(spec.sequence_length, 'token')} are too short, each "
+            f"rank has two of them at least; take --cp {most_ranks(spec.sequence_length)}, or less"
         )
     if spec.model.kind == "transformers":
         from swarmnet.training.ranks.cut_trial import check_shared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from swarmnet.errors import SpecError
+from swarmnet.plurals import counted
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import ModelPlan, described
 from swarmnet.training.models.registry import model_plan
@@ -51,8 +52,9 @@ def check_cut(
     if not plan.fits(num_ranks):
         possible = [str(n) for n in range(1, MAX_RANKS + 1) if plan.fits(n)]
         raise SpecError(
-            f"--tp {num_ranks}: {plan.num_heads} heads and {plan.num_kv_heads} key/value heads "
-            f"cannot be cut so; possible: {', '.join(possible)}"
+            f"--tp {num_ranks}: {counted(plan.num_heads, 'head')} and "
+            f"{counted(plan.num_kv_heads, 'key/value head')} cannot be cut so; possible: "
+            f"{', '.join(possible)}"
         )
 
 

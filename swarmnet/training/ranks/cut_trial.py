@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swarmnet.errors import SpecError, one_line
+from swarmnet.plurals import counted
 from swarmnet.protocol.generation import text_tokens
 from swarmnet.spec import ModelSpec
 from swarmnet.system import LOOPBACK_INTERFACE
@@ -82,13 +83,14 @@ def check_shared(config: Mapping[str, Any], sequence_length: int) -> None:
     kind, chunks = config["model_type"], config.get(CHUNKS) or 0
     if 0 < chunks < sequence_length:
         raise SpecError(
-            f"sequences of {sequence_length} tokens are longer than the {chunks} that attention of "
-            f"this {kind} looks at together"
+            f"sequences of {counted(sequence_length, 'token')} are longer than the {chunks} that "
+            f"attention of this {kind} looks at together"
         )
     limit = plain_length(config)
     if sequence_length > limit:
         raise SpecError(
-            f"beyond {limit} tokens positions of this {kind} depend on the whole sequence"
+            f"beyond {counted(limit, 'token')} positions of this {kind} depend on the whole "
+            "sequence"
         )
     # Longer than the window where the run's are, or its texts may be.
     longest = min(text_tokens(sequence_length), most_shared(config))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
+from swarmnet.plurals import counted
 from swarmnet.ports import StepKey
 from swarmnet.spec import RunSpec
 from swarmnet.system import LOOPBACK_INTERFACE
@@ -66,8 +67,8 @@ def check_split(spec: RunSpec, num_ranks: int) -> None:
         )
     if spec.pipeline.microbatch % num_ranks:
         raise SpecError(
-            f"{begin}: microbatches of {spec.pipeline.microbatch} samples cannot be split evenly "
-            "over the ranks; choose a divisor"
+            f"{begin}: microbatches of {counted(spec.pipeline.microbatch, 'sample')} cannot be "
+            "split evenly over the ranks; choose a divisor"
         )
 
 

@@ -79,7 +79,7 @@ def test_what_a_model_sees_of_each_source(tmp_path: Path) -> None:
     assert prompt + "hello you<|im_end|>⟦\n<|endoftext|>" in text
     assert "places are empty)" in text
     assert "  1 document, " in lines[notes + 1]
-    assert "1 files" in "\n".join(lines[notes:])
+    assert "1 file" in "\n".join(lines[notes:])
     assert "a note of [some] length. a note" in result.stdout
     assert "⟦" not in "\n".join(lines[notes:])
     assert lines[-2].endswith("epochs")

@@ -130,7 +130,7 @@ def test_a_liar_does_not_move_the_answer(tmp_path: Path) -> None:
     lies = known(1e15, upload_bytes_per_s=1e15, last_open_s=1e15)
     found = json.loads(shown(Seen(spec, [*[known(50.0)] * 3, lies]), as_json=True))
     assert found["tokens_per_s"] == pytest.approx(honest["tokens_per_s"])
-    assert any("count as ten times" in note for note in found["notes"])
+    assert any("taken for ten times" in note for note in found["notes"])
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

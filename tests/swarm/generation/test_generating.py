@@ -516,7 +516,7 @@ def test_where_all_peers_are_paused_that_is_said(tmp_path: Path) -> None:
                 member.peer.resource_limits.why_paused = "its owner paused it"
                 member.peer.resource_limits.tell()
             await swarm.until(lambda: all(m.peer.gossip.own.paused for m in swarm.members.values()))
-            with pytest.raises(NotNow, match="stage 0 is known; 4 peers are paused, and may serve"):
+            with pytest.raises(NotNow, match="stage 0 is known; 4 peers paused, and may serve"):
                 await write(asker.text(), PROMPT, 1)
 
     in_virtual_time(scenario, spec_of(tmp_path))

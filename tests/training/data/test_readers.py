@@ -263,7 +263,7 @@ def test_a_text_with_bytes_of_another_encoding_is_counted(tmp_path: Path) -> Non
     (tmp_path / "a.txt").write_bytes(TEXT.encode() + "Größe".encode("latin-1"))
     (tmp_path / "b.txt").write_text(TEXT)
     data = opened(str(tmp_path), held_out_fraction=0.0)
-    assert data.sources[0].about.left_out == {"texts with bytes that are no UTF-8": 1}
+    assert data.sources[0].about.left_out == {"with bytes that are no UTF-8": 1}
     assert data.sources[0].about.num_documents == 2
 
 

@@ -4,7 +4,7 @@
 
 import { Charts, thin } from "./charts.js";
 import { Flow } from "./flow.js";
-import { $, clock, el, int, nats, rate, since, size, shortId } from "./text.js";
+import { $, clock, counted, el, int, nats, rate, since, size, shortId } from "./text.js";
 
 const MAX_ROWS = 250;
 const MAX_EVENTS = 500;
@@ -141,7 +141,7 @@ function drawNumbers() {
   $("progress").hidden = !batch;
   $("progress").querySelector(".launched").style.width = part(m.launched);
   $("progress").querySelector(".committed").style.width = part(m.committed);
-  setText($("progress-text"), `${int(m.committed)} of ${int(batch)} samples committed, ${int(m.launched)} launched`);
+  setText($("progress-text"), `${int(m.committed)} of ${counted(batch, "sample")} committed, ${int(m.launched)} launched`);
   drawSplit(m.split);
 }
 
@@ -192,7 +192,7 @@ function fillStage(card, stage, most) {
   meter.children[1].style.left = `${(100 * need) / most}%`;
   meter.children[1].hidden = !need;
   meter.title = need ? `can do ${rate(stage.samples_per_s)} samples/s; the run makes ${rate(need)}` : "";
-  const replicas = `${stage.num_replicas} replica${stage.num_replicas === 1 ? "" : "s"}`;
+  const replicas = counted(stage.num_replicas, "replica");
   const can = stage.samples_per_s ? `, ${rate(stage.samples_per_s)} samples/s${need ? ` of ${rate(need)} needed` : ""}` : "";
   const owners = stage.fewest_owners == null ? "" : `, shards on ≥ ${stage.fewest_owners}`;
   setText(small, replicas + can + owners);

@@ -11,6 +11,7 @@ export function el(tag, attributes = {}, ...children) {
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 export const int = (x) => (x == null ? "–" : whole.format(x));
+export const counted = (n, noun) => `${int(n)} ${noun}${n === 1 ? "" : "s"}`;
 export const nats = (x) => (x == null ? "–" : x.toFixed(3));
 
 export function rate(x) {
