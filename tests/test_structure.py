@@ -13,6 +13,8 @@ MAX_MODULES = 20
 """In a folder, `__init__` not counted."""
 MAX_PRIVATE_PLACES = 40
 """In tests, with a reason each."""
+CALLED_DOWN = ("swarmnet/swarm", "swarmnet/transport/calls")
+"""Folders of parts that call each other one way."""
 
 
 def sources() -> list[Path]:
@@ -93,6 +95,65 @@ def test_no_imports_in_a_circle() -> None:
 def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e2"}, "e2": {"e"}}
     assert sorted(circles(graph)) == [["b", "c"], ["e", "e2"]]
+
+
+def test_no_part_calls_up() -> None:
+    """What a part is made with is no way into its maker: it returns what there is to say, or has
+    it in a field."""
+    found = [
+        f"{name_of(path)}:{line}"
+        for folder in CALLED_DOWN
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line in calls_up(path.read_text())
+    ]
+    assert not found
+
+
+def test_calls_up_are_found() -> None:
+    made = "class A:\n    def __init__(self):\n        self.b = B({})\n    def told(self): ..."
+    assert calls_up(made.format("lambda x: self.told(x)")) == [3]
+    assert calls_up(made.format("told=self.told")) == [3]
+    assert calls_up(made.format("partial(self.told, 1)")) == [3]
+    assert calls_up(made.format("self.told(), self.other, lambda x: x")) == []
+
+
+def calls_up(source: str) -> list[int]:
+    """Lines where a class makes an object with one of its own methods, or with a lambda that
+    reads the maker."""
+    found = []
+    for owner in ast.walk(ast.parse(source)):
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        methods = {
+            part.name
+            for part in owner.body
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+            and not any("property" in ast.unparse(d) for d in part.decorator_list)
+        }
+        for call in ast.walk(owner):
+            if isinstance(call, ast.Call) and _makes(call):
+                given = [*call.args, *(k.value for k in call.keywords)]
+                found += [call.lineno for value in given if _leads_up(value, methods)]
+    return found
+
+
+def _makes(call: ast.Call) -> bool:
+    """By the name, as PEP 8 has it."""
+    name = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+    return name.lstrip("_")[:1].isupper()
+
+
+def _leads_up(value: ast.expr, methods: set[str]) -> bool:
+    if isinstance(value, ast.Lambda):
+        return any(isinstance(x, ast.Name) and x.id == "self" for x in ast.walk(value.body))
+    if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "partial":
+        return any(_leads_up(x, methods) for x in value.args)
+    return (
+        isinstance(value, ast.Attribute)
+        and isinstance(value.value, ast.Name)
+        and value.value.id == "self"
+        and value.attr in methods
+    )
 
 
 def test_few_tests_reach_into_private_attributes() -> None:

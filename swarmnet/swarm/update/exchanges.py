@@ -95,7 +95,7 @@ class Exchanges:
         )
         self.pace = ExchangePace(transport.traffic, gossip, settings, limits, replica)
         self.calls = LongCalls(gossip, replica, self.pace)
-        speakers = Speakers(self.ownership, lambda r, j: self._exchange.followed(r, j))
+        speakers = Speakers(self.ownership)
         self.norms = Norms(
             transport, gossip, replica, settings.num_stages, self.ownership, speakers, self.pace
         )
@@ -135,6 +135,7 @@ class Exchanges:
             self.proofs,
             self.audits,
             self.late,
+            speakers,
             self._tasks,
         )
         self._service = ExchangeService(

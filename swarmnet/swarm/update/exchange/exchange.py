@@ -62,6 +62,7 @@ from swarmnet.swarm.update.exchange.shard_work import (
     ShardWork,
     Total,
 )
+from swarmnet.swarm.update.exchange.speakers import Speakers
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.wire import Array
@@ -94,6 +95,7 @@ class PresentExchange:
     proofs: Proofs
     audits: UpdateAudits
     late: LateContributions
+    speakers: Speakers
     tasks: Tasks
 
     def __post_init__(self) -> None:
@@ -109,6 +111,7 @@ class PresentExchange:
         if known is not None and known.number == current:
             return known
         self.end()
+        self.speakers.begin(current)
         self._known = Exchange(
             current,
             self.gossip,
@@ -121,17 +124,14 @@ class PresentExchange:
             self.proofs,
             self.audits,
             self.late,
+            self.speakers,
         )
         return self._known
-
-    def followed(self, number: int, shard: int) -> str:
-        """The primary that this replica goes by; empty where that exchange is not under way."""
-        known = self._known
-        return known.ballot(shard).primary if known is not None and known.number == number else ""
 
     def end(self) -> None:
         """It is over here, or does not hold."""
         exchange, self._known = self._known, None
+        self.speakers.end()
         if exchange is not None:
             exchange.sums.close()
             self.tasks.start(exchange.close())
@@ -157,8 +157,10 @@ class Exchange:
         proofs: Proofs,
         audits: UpdateAudits,
         late: LateContributions,
+        speakers: Speakers,
     ) -> None:
         self.number = number
+        self._speakers = speakers
         self._late = late
         self._audits = audits
         self._proofs = proofs
@@ -377,8 +379,7 @@ class Exchange:
         try:
             while self._events:
                 j, next_event = self._events.pop(0)
-                for command in self._machine(j).handle(next_event):
-                    self._carry_out(j, command)
+                self._handle(j, self._machine(j), next_event)
         finally:
             self._is_feeding = False
 
@@ -388,9 +389,14 @@ class Exchange:
             roster = self._ownership.roster(self.number, shard)
             machine = ShardUpdate(self._gossip.own.peer_id, roster)
             self._machines[shard] = machine
-            for command in machine.handle(on.Seen(self._members, self._short_of)):
-                self._carry_out(shard, command)
+            self._handle(shard, machine, on.Seen(self._members, self._short_of))
         return machine
+
+    def _handle(self, shard: int, machine: ShardUpdate, event: on.Event) -> None:
+        commands = machine.handle(event)
+        self._speakers.follow(shard, machine.shard.ballot.primary)  # commands may ask for them
+        for command in commands:
+            self._carry_out(shard, command)
 
     async def answer(self, shard: int, make: Callable[[on.Call], on.Event]) -> do.Command:
         """What a call of another replica is answered with. `make(call)`: the event that it is.

@@ -9,7 +9,7 @@ speaks again, and so does who is barred. Nobody speaks whom `reputation` does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from swarmnet.swarm.update.ownership import Ownership
 
@@ -17,11 +17,11 @@ from swarmnet.swarm.update.ownership import Ownership
 class Speakers:
     """Those of all stages, as one peer sees them."""
 
-    def __init__(self, ownership: Ownership, followed: Callable[[int, int], str]) -> None:
-        """`followed(exchange, shard)`: whom this peer goes by, of its own stage; empty where that
-        exchange is not under way here."""
+    def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
-        self._followed = followed
+        self._exchange = -1
+        self._followed: dict[int, str] = {}
+        """By shard of the own stage, in that exchange: whom this peer goes by."""
         self._silent: dict[str, None] = {}
 
     def order(self, stage: int, exchange: int, shard: int) -> list[str]:
@@ -29,10 +29,23 @@ class Speakers:
         order = list(self._ownership.leaders(stage, exchange, shard))
         is_barred = self._ownership.gossip.view.is_barred
         order.sort(key=lambda peer_id: (is_barred(peer_id), peer_id in self._silent))
-        if stage == self._ownership.replica.index:
-            followed = self._followed(exchange, shard)
+        if stage == self._ownership.replica.index and exchange == self._exchange:
+            followed = self._followed.get(shard)
             return list(dict.fromkeys([followed, *order])) if followed else order
         return order
+
+    def begin(self, exchange: int) -> None:
+        """The own stage's exchange that is under way here from now on."""
+        self._exchange = exchange
+        self._followed.clear()
+
+    def end(self) -> None:
+        """None is."""
+        self.begin(-1)
+
+    def follow(self, shard: int, primary: str) -> None:
+        """Whom this peer goes by in that exchange."""
+        self._followed[shard] = primary
 
     def spoke(self, peer_id: str) -> None:
         """It has said something of a shard."""

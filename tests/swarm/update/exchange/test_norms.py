@@ -99,7 +99,7 @@ class Net:
         )
         waits = SimpleNamespace(norm_s=WAIT_S, contributions_s=LONG_S, usual_s=USUAL_S)
         pace: Any = SimpleNamespace(waits=lambda: waits)
-        speakers = Speakers(ownership, lambda r, j: "")
+        speakers = Speakers(ownership)
         return Norms(transport, gossip, replica, num_stages, ownership, speakers, pace)
 
     async def close(self) -> None:
