@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,13 @@ from swarmnet.runtime.counted import COUNTED_FILE
 from swarmnet.runtime.joining.beside import needs_of, run_in
 from swarmnet.runtime.local.processes import is_of_living
 from swarmnet.runtime.run_files import FOLDER as FILES_FOLDER
-from swarmnet.runtime.state_dir import LOCK_NAME, SEAT_FOLDER, is_claimed
+from swarmnet.runtime.state_dir import (
+    INCARNATION_FILE,
+    KEY_FILE,
+    LOCK_NAME,
+    SEAT_FOLDER,
+    is_claimed,
+)
 from swarmnet.system import is_locked, try_lock
 from swarmnet.training.data.store import ABOUT
 
@@ -29,6 +36,8 @@ RUN_CHARACTERS = 16
 CHECKPOINTS_FOLDER, WEIGHTS_FOLDER = "checkpoints", "base"
 META_FILE = "meta.json"
 LOCAL_PATTERNS = ("swarmnet-local-*", "swarmnet-kept-*")
+TOKENS_NAME = re.compile(r"[0-9a-f]{32}")
+"""Of a folder of tokens; what else is in a cache that `SWARMNET_CACHE` names may be of others."""
 STARTING = "a peer starts there"
 
 
@@ -52,10 +61,16 @@ def find(peers: Sequence[Path], cache: Path, temporary: Path | None = None) -> l
 
 
 def folders_of(root: Path) -> list[Path]:
-    """The state folders in a folder, or that folder where it is one itself."""
-    if (root / LOCK_NAME).is_file():
-        return [root]
-    return sorted(path.parent for path in root.glob(f"*/{LOCK_NAME}"))
+    """The state folders in a folder, or that folder where it is one itself. Raises `UserError`
+    where it cannot be read."""
+    try:
+        if _is_peers(root):
+            return [root]
+        return sorted(folder for folder in root.iterdir() if _is_peers(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise UserError(f"cannot read {e.filename or root}: {e.strerror or e}") from None
 
 
 def remove(found: Found, peers: Sequence[Path]) -> None:
@@ -83,6 +98,13 @@ def remove(found: Found, peers: Sequence[Path]) -> None:
 
 
 # ---- a peer's folder ------------------------------------------------------------------------
+
+
+def _is_peers(folder: Path) -> bool:
+    """What is in folders of other programs is not for a peer to remove, though they may have a lock
+    and checkpoints too."""
+    own = (KEY_FILE, INCARNATION_FILE)
+    return (folder / LOCK_NAME).is_file() and any((folder / name).is_file() for name in own)
 
 
 def _in_peer(folder: Path) -> Iterator[Found]:
@@ -144,7 +166,7 @@ def _run_name(saved: Path) -> str:
 
 
 def _tokens(cache: Path) -> Iterator[Found]:
-    for folder in _folders(cache):
+    for folder in (f for f in _folders(cache) if TOKENS_NAME.fullmatch(f.name)):
         size, used = _measured([folder])
         held = "a process has opened it" if _are_open(folder) else ""
         item = Item(f"tokens/{folder.name}", TOKENS, size, used, held_by=held)
@@ -187,10 +209,13 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _measured(paths: Sequence[Path]) -> tuple[int, float]:
-    """Bytes of files, and when the newest was written; what goes meanwhile is nothing."""
+    """Bytes of files, and when the newest was written; what goes meanwhile is nothing, and so is
+    what a link leads to, which stays when the link goes."""
     size, newest = 0, 0.0
     for path in paths:
-        for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        for file in (
+            (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,)
+        ):
             with suppress(OSError):
                 about = file.lstat()
                 size += 0 if file.is_dir() else about.st_size

@@ -38,14 +38,16 @@ def show_state(options: DiskOptions, console: Console) -> None:
     going = [i for name in options.remove for i in named(items, name)]
     if keep is not None:
         going = beyond(items, keep)
-    gone = _remove([one for one in found if one.item in going], peers)
+    gone, failures = _remove([one for one in found if one.item in going], peers)
     left = sum(i.size for i in items) - sum(i.size for i in gone)
     if options.as_json:
         console.print_json(json.dumps([asdict(i) for i in gone]), ensure_ascii=True)
+        _raise(failures)
         return
     for item in gone:
         console.print(f"removed {item.name} ({size(item.size)})", soft_wrap=True)
     console.print(f"{size(left)} are left")
+    _raise(failures)
     if keep is not None and left > keep:
         held = sum(i.size for i in items if i.held_by)
         raise UserError(
@@ -85,12 +87,21 @@ def _size(text: str) -> float:
         raise UsageError(f"--keep {text!r}: an amount is written 20GB or 512MiB") from None
 
 
-def _remove(found: Sequence[Found], peers: Sequence[Path]) -> list[Item]:
-    gone = []
+def _remove(found: Sequence[Found], peers: Sequence[Path]) -> tuple[list[Item], list[UserError]]:
+    """What went, and why the rest did not."""
+    gone, failures = list[Item](), list[UserError]()
     for one in found:
-        remove(one, peers)
-        gone.append(one.item)
-    return gone
+        try:
+            remove(one, peers)
+            gone.append(one.item)
+        except UserError as error:
+            failures.append(error)
+    return gone, failures
+
+
+def _raise(failures: Sequence[UserError]) -> None:
+    if failures:
+        raise UserError("; ".join(map(str, failures)))
 
 
 def _show(items: Sequence[Item], options: DiskOptions, console: Console) -> None:

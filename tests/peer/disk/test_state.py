@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, runs in (("peer-1", [OLD, NEW]), ("peer-2", [NEW]), ("peer-3/seat-1", [OLD])):
         (state / name.split("/")[0]).mkdir(parents=True, exist_ok=True)
         (state / name.split("/")[0] / "lock").touch()
+        (state / name.split("/")[0] / "identity.key").touch()
         for run in runs:
             _save(state / name, run)
     write(state / "peer-1" / "microbatches.jsonl", 100)
@@ -211,3 +213,64 @@ def test_a_run_that_is_over_says_what_may_go(root: Path) -> None:
 
 def test_ages() -> None:
     assert [age(s) for s in (-5, 30, 3600, 90_000)] == ["0 min", "0 min", "1 h", "1 d"]
+
+
+def test_folders_of_other_programs_are_not_ours(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may have a lock and checkpoints beside ours, and data where the cache is."""
+    theirs = (
+        root / "other" / "checkpoints" / "epoch-3" / "model.bin",
+        root / "other" / "files" / "x",
+    )
+    data = root.parent / "cache" / "data" / "pictures" / "1.png"
+    for path in (*theirs, data):
+        write(path, 500)
+        os.utime(path, (1, 1))
+    (root / "other" / "lock").touch()
+    assert not {n for n in listed(capsys) if n.startswith(("other/", "tokens/"))}
+    assert state("--keep", "1B") == 1, "what goes on here stays"
+    assert all(path.exists() for path in (*theirs, data))
+
+
+def test_what_a_link_leads_to_is_not_counted_and_stays(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = root.parent / "big" / "cccc"
+    write(real / "round-00000001" / "stage.safetensors", 9000)
+    (root / "peer-1" / "checkpoints" / "cccc").symlink_to(real)
+    item = listed(capsys)["peer-1/checkpoints/cccc"]
+    assert int(str(item["size"])) < 1000
+    assert state("--remove", "peer-1/checkpoints/cccc") == 0
+    assert (real / "round-00000001" / "stage.safetensors").exists()
+
+
+def test_what_cannot_be_removed_does_not_keep_the_rest(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that went is told, and then why others stay."""
+    refused = root / "peer-1" / "checkpoints" / OLD
+
+    def rmtree(path: Path) -> None:
+        if path == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        really(path)
+
+    really = shutil.rmtree
+    monkeypatch.setattr("shutil.rmtree", rmtree)
+    assert state("--remove", OLD[:8]) == 1
+    said = capsys.readouterr()
+    assert f"removed peer-3/seat-1/checkpoints/{OLD}" in said.out
+    assert f"cannot remove peer-1/checkpoints/{OLD}: Permission denied" in said.err
+    assert refused.exists()
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def iterdir(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert state() == 1
+    assert f"cannot read {root}: Permission denied" in capsys.readouterr().err
