@@ -8,7 +8,7 @@ import time
 from peer.console import say
 from peer.options import StopOptions
 from swarmnet.causes import Failures
-from swarmnet.errors import NotNow, SwarmnetError, UserError
+from swarmnet.errors import FinalError, NotNow, SwarmnetError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import STOP, StopRequest
 from swarmnet.plurals import counted
@@ -30,7 +30,7 @@ AT_ONCE = 32
 
 
 async def stop_run(options: StopOptions, join: JoinRun = join_run) -> None:
-    """Tells all peers, and waits until they have left. Raises `UserError` where this is not the
+    """Tells all peers, and waits until they have left. Raises `FinalError` where this is not the
     owner's key, `NotNow` where no peer takes the order."""
     observer = await join(options.join, options.transport)
     try:
@@ -57,17 +57,17 @@ async def stop_run(options: StopOptions, join: JoinRun = join_run) -> None:
 
 
 def check_owner(spec: RunSpec, owner: Identity | None, key: str) -> None:
-    """Raises `UserError` where the run is not this key's to end. `owner`: None for no such file,
+    """Raises `FinalError` where the run is not this key's to end. `owner`: None for no such file,
     which does not matter where nobody has such a key."""
     if spec.security.admission != "invite":
-        raise UserError(
+        raise FinalError(
             f"the run {spec.name!r} is open: nobody owns it, and it ends when the people of its "
             "peers stop them, or with its last round"
         )
     if owner is None:
-        raise UserError(f"there is no key {key}; name the one that closed the run")
+        raise FinalError(f"there is no key {key}; name the one that closed the run")
     if spec.security.owner != owner.peer_id:
-        raise UserError(f"{key} is not the key of the run's owner {spec.security.owner}")
+        raise FinalError(f"{key} is not the key of the run's owner {spec.security.owner}")
 
 
 async def _gather(observer: RunObserver) -> None:

@@ -13,7 +13,7 @@ import pytest
 from peer.commands import stop as stopping
 from peer.commands.stop import check_owner, stop_run
 from peer.options import StopOptions
-from swarmnet.errors import FinalError, Forged, ProtocolViolation, Refused, UserError
+from swarmnet.errors import FinalError, Forged, ProtocolViolation, Refused
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import STOP, StopRequest
 from swarmnet.protocol.membership.records import LEFT
@@ -245,12 +245,12 @@ def test_the_command_tells_all_and_waits(tmp_path: Path, monkeypatch: pytest.Mon
 def test_only_the_owner_of_a_closed_run_ends_it(tmp_path: Path) -> None:
     spec = closed(tmp_path)
     check_owner(spec, OWNER, "owner.key")
-    with pytest.raises(UserError, match=r"other\.key is not the key of the run's owner"):
+    with pytest.raises(FinalError, match=r"other\.key is not the key of the run's owner"):
         check_owner(spec, STRANGER, "other.key")
-    with pytest.raises(UserError, match=r"there is no key gone\.key; name the one that closed"):
+    with pytest.raises(FinalError, match=r"there is no key gone\.key; name the one that closed"):
         check_owner(spec, None, "gone.key")
     for key in (OWNER, None):  # nobody looks for a key that nobody has
-        with pytest.raises(UserError, match="is open: nobody owns it"):
+        with pytest.raises(FinalError, match="is open: nobody owns it"):
             check_owner(tiny_spec(tmp_path, num_stages=2), key, "owner.key")
 
 
