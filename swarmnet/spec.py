@@ -29,6 +29,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PlainValidator,
     ValidationError,
     model_validator,
@@ -164,30 +165,6 @@ def _ramp(value: Any) -> Any:
     return tuple(map(tuple, value))
 
 
-def _parts(value: Any) -> dict[str, tuple[int, ...]] | str:
-    """Of matrices that are several in one."""
-    if value == AUTO:
-        return AUTO
-    if (
-        not isinstance(value, dict)
-        or len(value) > MAX_PARTS
-        or not all(
-            isinstance(name, str)
-            and 0 < len(name) <= MAX_TEXT
-            and name.isprintable()
-            and isinstance(rows, list | tuple)
-            and len(rows) <= MAX_PARTS
-            and all(type(n) is int and 0 < n <= MAX_PART for n in rows)
-            for name, rows in value.items()
-        )
-    ):
-        raise ValueError(
-            'must be names with the proportions of their parts, as { "self_attn.qkv_proj" = '
-            "[4, 1, 1] }"
-        )
-    return {name: tuple(rows) for name, rows in value.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Unit:
     """What the number of a key counts, for readers of the reference."""
@@ -224,7 +201,6 @@ LayerCounts = Annotated[
 ]
 BatchRamp = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_ramp), Unit("[round, samples]")]
 Texts = Annotated[tuple[NonEmptyText, ...], Field(strict=False, max_length=MAX_LIST)]
-Parts = Annotated[dict[str, tuple[int, ...]] | Literal["auto"], PlainValidator(_parts)]
 Names = Annotated[
     Texts, BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 ]
@@ -257,6 +233,77 @@ def _check_plain(values: Any, name: str) -> None:
         raise ValueError(
             f"{name} may hold finite numbers, texts, booleans, lists and tables only"
         ) from None
+
+
+class Spread(_Table):
+    """How a parameter is divided whose parts are spread over it; by either `rows` or `columns`."""
+
+    rows: tuple[int, ...] = ()
+    """Their proportions in the rows of a period, which recurs `times` times."""
+    columns: tuple[int, ...] = ()
+    times: int = 1
+
+
+Shares = tuple[int, ...] | Spread
+"""Proportions of rows of parts that lie one behind the other, or how parts are spread."""
+
+
+def _parts(value: Any) -> dict[str, Shares] | str:
+    """Of matrices that are several in one."""
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, dict) and len(value) <= MAX_PARTS:
+        found = {name: _shares(shares) for name, shares in value.items() if _is_name(name)}
+        parts = {name: shares for name, shares in found.items() if shares is not None}
+        if len(parts) == len(value):
+            return parts
+    raise ValueError(
+        'must be names with the proportions of their parts, as { "self_attn.qkv_proj" = [4, 1, 1], '
+        '"self_attn.kv_b_proj" = { rows = [1, 1], times = 16 } }'
+    )
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= MAX_TEXT and name.isprintable()
+
+
+def _shares(value: Any) -> Shares | None:
+    """Each kind of division in one form, so that it has one run id. None: it is none."""
+    if isinstance(value, Spread):
+        value = written_values(value)
+    if not isinstance(value, dict):
+        return _proportions(value)
+    rows, columns = (_proportions(value.get(side, ())) for side in ("rows", "columns"))
+    times = value.get("times", 1)
+    is_whole = type(times) is int and 0 < times <= MAX_PART
+    if (
+        not value.keys() <= Spread.model_fields.keys()
+        or rows is None
+        or columns is None
+        or bool(rows) is bool(columns)
+        or not is_whole
+    ):
+        return None
+    return rows if rows and times == 1 else Spread(rows=rows, columns=columns, times=times)
+
+
+def _proportions(value: Any) -> tuple[int, ...] | None:
+    is_list = isinstance(value, list | tuple) and len(value) <= MAX_PARTS
+    if not is_list or not all(type(n) is int and 0 < n <= MAX_PART for n in value):
+        return None
+    return tuple(value)
+
+
+def _plain(parts: dict[str, Shares] | str) -> Any:
+    """As they are given."""
+    if isinstance(parts, str):
+        return parts
+    return {k: written_values(x) if isinstance(x, Spread) else x for k, x in parts.items()}
+
+
+Parts = Annotated[
+    dict[str, Shares] | Literal["auto"], PlainValidator(_parts), PlainSerializer(_plain)
+]
 
 
 class ModelSpec(_Table):
@@ -802,9 +849,11 @@ class OptimizerSpec(_Table):
     parts: Parts = Field(default_factory=dict)
     """With `muon`, how parameters of decoder layers that are several matrices are divided into
     these: by the last parts of a name, without `.weight`, in which proportion the rows are shared
-    out, as `{ "self_attn.qkv_proj" = [4, 1, 1] }`. Of three dimensions, each matrix along the first
-    one is divided so. Without numbers, the parameter is AdamW's. `auto`: as the family of
-    `transformers` has them; whoever starts the run fills them in."""
+    out, as `{ "self_attn.qkv_proj" = [4, 1, 1] }`. Where the parts of each head come together,
+    `{ rows = [1, 1], times = 16 }`; `columns` in place of `rows` shares out columns. Of three
+    dimensions, each matrix along the first one is divided so. Without numbers, the parameter is
+    AdamW's. `auto`: as the family of `transformers` has them; whoever starts the run fills them
+    in."""
 
     learning_rate: float = Field(gt=0, le=10)
     """The highest learning rate, reached at the end of the warm-up."""
@@ -1211,7 +1260,7 @@ class RunSpec(_Table):
         # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
         return RunSpec.from_canonical(_validate(values, "the resolved spec").canonical())
 
-    def with_parts(self, parts: Mapping[str, tuple[int, ...]]) -> RunSpec:
+    def with_parts(self, parts: Mapping[str, Shares]) -> RunSpec:
         """This run with these parts of matrices, where it leaves them open. Raises `SpecError`."""
         if self.optimizer.parts != AUTO:
             return self

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swarmnet.protocol.update.pairing import partner
-from swarmnet.spec import RunSpec
+from swarmnet.spec import RunSpec, Spread
 from swarmnet.training.models.registry import stage_matrices
 from swarmnet.training.optimizer.muon import ShardedMuon
 from tests.numerics.test_sync_modes import start_together
@@ -29,6 +29,14 @@ FAMILIES = {
     "qwen3_moe": {"experts.gate_up_proj": (1, 1), "experts.down_proj": (1,)},
 }
 """Of models of transformers whose matrices are several in one, or stacked: what their parts are."""
+SPREAD = {
+    "aria_text": Spread(columns=(1, 1)),
+    "deepseek_v3": Spread(rows=(6, 5), times=4),
+    "gpt_oss": Spread(columns=(1, 1), times=48),
+    "minimax": Spread(rows=(1, 1, 1), times=4),
+    "qwen3_next": Spread(rows=(3, 3, 10, 10), times=2),
+}
+"""Of models with parts that are spread over a parameter: how one of these is divided."""
 
 
 def muon_spec(folder: Path, num_stages: int, family: str = "", **sync: Any) -> RunSpec:
@@ -38,9 +46,14 @@ def muon_spec(folder: Path, num_stages: int, family: str = "", **sync: Any) -> R
     if not family:
         return RunSpec.model_validate(values)
     spec = stepped_by_parts(RunSpec.model_validate(values), family)
+    matrices = [m for k in range(num_stages) for m in stage_matrices(spec, k)]
+    if family in SPREAD:
+        assert SPREAD[family] in spec.optimizer.parts.values()  # type: ignore[union-attr]
+        assert any(m.times > 1 or m.axis == 1 for m in matrices)
+        return spec
     assert spec.optimizer.parts == FAMILIES[family]
-    names = [m.name for k in range(num_stages) for m in stage_matrices(spec, k)]
-    assert sum(", part 1 of " in name for name in names) == 2 * (2 if family == "phi3" else 4)
+    num_second = sum(", part 1 of " in m.name for m in matrices)
+    assert num_second == 2 * (2 if family == "phi3" else 4)
     return spec
 
 
@@ -51,7 +64,7 @@ def test_the_update_is_that_of_one_machine(
     check_updates(muon_spec(tmp_path, num_stages), num_stages, num_replicas)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *SPREAD])
 def test_parts_of_matrices_make_the_update_of_one_machine(tmp_path: Path, family: str) -> None:
     check_updates(muon_spec(tmp_path, 2, family), 2, 2)
 
@@ -87,7 +100,7 @@ def test_with_codes_the_update_is_near_it_and_replicas_are_the_same(
 OF_ALL = pytest.mark.parametrize("family", ["", *FAMILIES])
 
 
-@OF_ALL
+@pytest.mark.parametrize("family", ["", *FAMILIES, "deepseek_v3", "gpt_oss"])
 def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
     tmp_path: Path, family: str
 ) -> None:

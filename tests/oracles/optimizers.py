@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnet.spec import OptimizerSpec
+from swarmnet.spec import OptimizerSpec, Shares, Spread
 from swarmnet.training.optimizer.rates import learning_rate
 
 
@@ -16,10 +16,8 @@ class PlainMuon(torch.optim.Optimizer):
     """One matrix after the other. `state[p]["momentum"]`: the running mean of the gradient;
     `state[p]["last"]`: what the last step has taken away, but for weight decay."""
 
-    def __init__(
-        self, matrices: Mapping[nn.Parameter, tuple[int, ...]], spec: OptimizerSpec
-    ) -> None:
-        """`matrices`: each with the proportions of its parts."""
+    def __init__(self, matrices: Mapping[nn.Parameter, Shares], spec: OptimizerSpec) -> None:
+        """`matrices`: each with how it is divided."""
         super().__init__(list(matrices), {"lr": spec.learning_rate})
         self._spec = spec
         self._parts = matrices
@@ -37,21 +35,28 @@ class PlainMuon(torch.optim.Optimizer):
                 p.sub_(last)
 
 
-def step_along(direction: Tensor, parts: tuple[int, ...]) -> Tensor:
-    """The step of a matrix, of several one behind the other (`parts`: proportions of their rows),
-    or of such stacked: each has AdamW's size by its own shape."""
+def step_along(direction: Tensor, shares: Shares) -> Tensor:
+    """The step of a matrix, of several one behind the other, of several that are spread over it, or
+    of such stacked: each has AdamW's size by its own shape."""
     step = torch.empty_like(direction)
-    pairs = zip(_divided(direction, parts), _divided(step, parts), strict=True)
-    for matrix, made in pairs:
-        made.copy_(0.2 * max(matrix.shape) ** 0.5 * nearly_orthogonal(matrix))
+    is_turned = isinstance(shares, Spread) and bool(shares.columns)
+    stacks = [x.unbind() if x.ndim == 3 else (x,) for x in (direction, step)]
+    for one, made in zip(*stacks, strict=True):
+        along, out = (one.T, made.T) if is_turned else (one, made)
+        for rows in _divided(len(along), shares):
+            matrix = along[rows]
+            out[rows] = 0.2 * max(matrix.shape) ** 0.5 * nearly_orthogonal(matrix)
     return step
 
 
-def _divided(values: Tensor, parts: tuple[int, ...]) -> list[Tensor]:
-    """Views of the matrices."""
-    rows = [values.shape[-2] * n // sum(parts) for n in parts]
-    stack = values.unbind() if values.ndim == 3 else (values,)
-    return [part for one in stack for part in one.split(rows)]
+def _divided(num_rows: int, shares: Shares) -> list[list[int]]:
+    """Which rows (or columns) are each part's."""
+    proportions = (shares.rows or shares.columns) if isinstance(shares, Spread) else shares
+    times = shares.times if isinstance(shares, Spread) else 1
+    one = num_rows // (times * sum(proportions))
+    turn = [part for part, n in enumerate(proportions) for _ in range(n * one)]
+    owners = turn * times
+    return [[row for row, own in enumerate(owners) if own == part] for part in set(turn)]
 
 
 def nearly_orthogonal(matrix: Tensor) -> Tensor:
@@ -68,13 +73,16 @@ class Optimizers:
 
     def __init__(self, named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> None:
         self._spec = spec
-        self.parts: dict[str, tuple[int, ...]] = {}
+        self.parts: dict[str, Shares] = {}
         """Of each matrix that Muon steps, by name."""
         for name, p in named.items():
             if spec.kind == "muon" and name.startswith("model.layers."):
-                own = [n for key, n in spec.parts.items() if f".{key}" in name]  # type: ignore[union-attr]
-                if own or p.ndim == 2:
+                ends = f".{name.removesuffix('.weight')}"
+                given = spec.parts.items()  # type: ignore[union-attr]
+                own: list[Shares] = [n for key, n in given if ends.endswith(f".{key}")]
+                if own or (p.ndim == 2 and min(p.shape) > 1):
                     [self.parts[name]] = own or [(1,)]
+        self.parts = {name: shares for name, shares in self.parts.items() if shares}
         self.matrices = {name: named[name] for name in self.parts}
         others = [p for name, p in named.items() if name not in self.matrices]
         groups: list[dict[str, Any]] = [

@@ -139,7 +139,23 @@ MODEL_SIZES = {
     "intermediate_size": 48,
     "moe_intermediate_size": 32,
     "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 10,
     "vocab_size": 256,
     "max_position_embeddings": 64,
     "pad_token_id": None,
@@ -147,16 +163,23 @@ MODEL_SIZES = {
 """Of a small model, by transformers' names."""
 
 
-def stepped_by_parts(spec: RunSpec, family: str) -> RunSpec:
-    """The run of a model of transformers of this family in its place, with Muon by the family's
-    parts."""
+def model_sizes(family: str, **changes: Any) -> dict[str, Any]:
+    """`[model] config` of a small model of a family of transformers."""
     from swarmnet.training.models.model_config import load_config  # slow to import
 
     known = load_config({"model_type": family}).canonical_values.keys()
-    sizes = MODEL_SIZES | {"num_hidden_layers": spec.model.num_hidden_layers}
-    sizes = {k: v for k, v in sizes.items() if k in known}
+    sizes = MODEL_SIZES | changes
+    if "kv_lora_rank" in known:  # each head has its own keys
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    return {"model_type": family} | {k: v for k, v in sizes.items() if k in known}
+
+
+def stepped_by_parts(spec: RunSpec, family: str) -> RunSpec:
+    """The run of a model of transformers of this family in its place, with Muon by the family's
+    parts."""
+    sizes = model_sizes(family, num_hidden_layers=spec.model.num_hidden_layers)
     values = spec.model_dump()
-    values["model"] = {"kind": "transformers", "config": {"model_type": family, **sizes}}
+    values["model"] = {"kind": "transformers", "config": sizes}
     values["data"] |= {"sequence_length": 16}
     values["optimizer"] |= {"kind": "muon", "parts": "auto"}
     values["sync"] |= {"shard_parameters": 1200}

@@ -6,18 +6,22 @@ How such a parameter is divided is in the spec (`[optimizer] parts`), where a ru
 the family says (`family_parts`); nothing is guessed from shapes. Left to AdamW are embedding, head,
 norms and other vectors, and what is several in one and not named.
 
-A matrix is orthogonalized as a whole, so it lies in one shard. A shard has matrices alone, or
-parameters for AdamW alone, for these two have other state."""
+A matrix is orthogonalized as a whole, so it lies in one shard. Parts that alternate, as keys and
+values do head by head, or that are columns, are spread over their parameter, and it is not cut. A
+shard has matrices alone, or parameters for AdamW alone, for these two have other state."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
+from torch import Tensor
+
 from swarmnet.errors import SpecError
-from swarmnet.spec import PARTS_KEY, ModelSpec
+from swarmnet.spec import PARTS_KEY, ModelSpec, Shares, Spread
 from swarmnet.training.models.base import (
     LayerBuilder,
     ParameterRange,
@@ -45,34 +49,101 @@ SEVERAL_IN_ONE = (
 )
 """Last parts of the names of modules in families of transformers."""
 
-Parts = Mapping[str, tuple[int, ...]]
-"""As `[optimizer] parts`: by the last parts of a parameter's name, without `.weight`, the
-proportions of its parts in rows, one after the other."""
+Parts = Mapping[str, Shares]
+"""As `[optimizer] parts`: by the last parts of a parameter's name, without `.weight`, how it is
+divided."""
 HALVES = (1, 1)
 """A gate, and behind it what it gates."""
 
 
-def _heads(config: Any) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What Muon steps as one: pieces of a block's rows or columns, at equal distances."""
+
+    name: str
+    block: ParameterRange
+    """Of two dimensions, and not cut: the matrix itself, or what its rows or columns are spread
+    over."""
+    shape: tuple[int, int]
+    """Rows and columns."""
+    axis: int = 0
+    """Along which it has pieces: 0, rows, or 1, columns."""
+    times: int = 1
+    """Pieces."""
+    first: int = 0
+    """Row or column of the block at which the first piece begins."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def view_of(self, flat: Tensor) -> Tensor:
+        """A view of a flat vector, of three dimensions: [times, rows, columns], or [rows, times,
+        columns]."""
+        periods = self.block.part_of(flat).unflatten(self.axis, (self.times, -1))
+        return periods.narrow(self.axis + 1, self.first, self.shape[self.axis] // self.times)
+
+    def matrix_of(self, flat: Tensor) -> Tensor:
+        """The matrix: a view where it lies in one piece, else a copy."""
+        return self.view_of(flat).reshape(self.shape)
+
+    def spread(self, matrix: Tensor) -> Tensor:
+        """A tensor of the matrix's shape, in the shape of `view_of`."""
+        return matrix.unflatten(self.axis, (self.times, -1))
+
+    def moved(self, by: int) -> Matrix:
+        """The same in a vector that begins elsewhere."""
+        return replace(self, block=replace(self.block, start=self.block.start + by))
+
+
+def blocks_of(matrices: Iterable[Matrix]) -> tuple[ParameterRange, ...]:
+    """What is not cut of a vector with these matrices, in their order."""
+    return tuple(dict.fromkeys(m.block for m in matrices))
+
+
+def _heads(config: Any) -> Shares:
     shared = config.num_key_value_heads
     return config.num_attention_heads, shared, shared
 
 
-def _latent(config: Any) -> tuple[int, ...]:
+def _latent(config: Any) -> Shares:
     """Of keys and values together, and of the part of keys that is rotated."""
     return config.kv_lora_rank, config.qk_rope_head_dim
 
 
-def _linear(config: Any) -> tuple[int, ...]:
+def _of_latent(config: Any) -> Shares:
+    """Keys but for that part, and values, head by head."""
+    sizes = config.qk_nope_head_dim, config.v_head_dim
+    return Spread(rows=sizes, times=config.num_attention_heads)
+
+
+def _linear(config: Any) -> Shares:
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     return keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
 
 
-def _halves(_: Any) -> tuple[int, ...]:
+def _linear_by_head(config: Any) -> Shares:
+    """Query, key, values and what gates these, of each key's head."""
+    key, num_keys = config.linear_key_head_dim, config.linear_num_key_heads
+    values = config.linear_num_value_heads // num_keys * config.linear_value_head_dim
+    return Spread(rows=(key, key, values, values), times=num_keys)
+
+
+def _halves_by_head(config: Any) -> Shares:
+    """Of each key's head: how much is written, and how much is kept, for each value's."""
+    return Spread(rows=HALVES, times=config.linear_num_key_heads)
+
+
+def _thirds_by_head(config: Any) -> Shares:
+    return Spread(rows=(1, 1, 1), times=config.num_attention_heads)
+
+
+def _halves(_: Any) -> Shares:
     return HALVES
 
 
-Divides = Mapping[str, Callable[[Any], tuple[int, ...]]]
-LATENT: Divides = {"self_attn.kv_a_proj_with_mqa": _latent}
+Divides = Mapping[str, Callable[[Any], Shares]]
+LATENT: Divides = {"self_attn.kv_a_proj_with_mqa": _latent, "self_attn.kv_b_proj": _of_latent}
 GATED: Divides = {"mlp.gate_up_proj": _halves}
 LINEAR: Divides = {"linear_attn.in_proj_qkv": _linear}
 FAMILIES: Mapping[str, Divides] = {
@@ -86,15 +157,20 @@ FAMILIES: Mapping[str, Divides] = {
     "glm4": GATED,
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": LATENT,
+    "kimi_linear": LATENT,
     "minicpm3": LATENT,
+    "minimax": {"self_attn.qkv_proj": _thirds_by_head},
     "minimax_m3_vl_text": {**GATED, "shared_experts.gate_up_proj": _halves},
     "phi3": {"self_attn.qkv_proj": _heads, **GATED},
     "qwen3_5_moe_text": LINEAR,
     "qwen3_5_text": LINEAR,
+    "qwen3_next": {
+        "linear_attn.in_proj_qkvz": _linear_by_head,
+        "linear_attn.in_proj_ba": _halves_by_head,
+    },
     "youtu": LATENT,
 }
-"""By `model_type`, parameters whose parts lie one behind the other. Where they alternate, head by
-head (`kv_b_proj`, `in_proj_qkvz`, MiniMax's `qkv_proj`), they are no matrices in a vector."""
+"""By `model_type`, parameters that are several matrices."""
 
 
 def family_parts(model: ModelSpec, layers: Sequence[LayerBuilder]) -> Parts:
@@ -119,28 +195,43 @@ def family_parts(model: ModelSpec, layers: Sequence[LayerBuilder]) -> Parts:
     return parts
 
 
-def _of_experts(name: str, experts: Any) -> dict[str, tuple[int, ...]]:
+def _of_experts(name: str, experts: Any) -> dict[str, Shares]:
     """Of a module whose parameters are (E, rows, columns), or biases (E, rows)."""
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, Shares] = {}
     for own, p in experts.named_parameters(recurse=False):
         if p.ndim == 2:
             found[f"{name}.{own}"] = ()
         elif p.ndim == 3 and (own != "gate_up_proj" or not experts.has_gate):
             found[f"{name}.{own}"] = (1,)
-        elif p.ndim == 3 and experts.is_concatenated and not experts.is_transposed:
-            found[f"{name}.{own}"] = HALVES
+        elif p.ndim == 3:
+            found[f"{name}.{own}"] = _gated(experts, p.shape[2 if experts.is_transposed else 1])
     return found
 
 
-def _lowest(parts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n // math.gcd(*parts) for n in parts)
+def _gated(experts: Any, size: int) -> Shares:
+    """`size`: rows or, transposed, columns of gate and what it gates together."""
+    times = 1 if experts.is_concatenated else size // 2
+    if experts.is_transposed:
+        return Spread(columns=HALVES, times=times)
+    return HALVES if times == 1 else Spread(rows=HALVES, times=times)
+
+
+def _lowest(shares: Shares) -> Shares:
+    if isinstance(shares, tuple):
+        return _reduced(shares)
+    rows, columns = _reduced(shares.rows), _reduced(shares.columns)
+    return Spread(rows=rows, columns=columns, times=shares.times)
+
+
+def _reduced(proportions: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n // math.gcd(*proportions) for n in proportions)
 
 
 def _is_named(name: str, key: str) -> bool:
     return f".{name.removesuffix('.weight')}".endswith(f".{key}")
 
 
-def muon_matrices(layers: Sequence[LayerBuilder], parts: Parts) -> tuple[ParameterRange, ...]:
+def muon_matrices(layers: Sequence[LayerBuilder], parts: Parts) -> tuple[Matrix, ...]:
     """The matrices of these layers that Muon steps, with where they lie in the flat vector of these
     layers. Raises `SpecError` where parts do not divide what they name."""
     blocks = {r.name for r in describe_parameters([x for x in layers if x.is_block])}
@@ -148,33 +239,48 @@ def muon_matrices(layers: Sequence[LayerBuilder], parts: Parts) -> tuple[Paramet
     return tuple(matrix for r in ranges for matrix in _matrices_of(r, parts))
 
 
-def _matrices_of(r: ParameterRange, parts: Parts) -> Iterator[ParameterRange]:
+def _matrices_of(r: ParameterRange, parts: Parts) -> Iterator[Matrix]:
     key = max((key for key in parts if _is_named(r.name, key)), key=len, default=None)
     if key is None:
         if _is_matrix(r):
-            yield r
+            yield Matrix(r.name, r, (r.shape[0], r.shape[1]))
         return
-    proportions = parts[key]
-    if not proportions:
+    shares = parts[key]
+    if not shares:
         return
-    rows, columns = r.shape[-2:] if len(r.shape) in (2, 3) else (0, 0)
-    whole = sum(proportions)
-    sizes = [rows * n // whole for n in proportions]
-    if rows % whole or min(*sizes, columns) < 2:
+    spread = Spread(rows=shares) if isinstance(shares, tuple) else shares
+    axis, times = int(not spread.rows), spread.times
+    proportions = spread.columns if axis else spread.rows
+    sides = r.shape[-2:] if len(r.shape) in (2, 3) else (0, 0)
+    whole = sum(proportions) * times
+    sizes = [sides[axis] // whole * n for n in proportions]
+    if sides[axis] % whole or min(*(n * times for n in sizes), sides[1 - axis]) < 2:
         raise SpecError(
-            f"{PARTS_KEY}: {key} = {list(proportions)} does not divide {r.name}, of shape "
+            f"{PARTS_KEY}: {key} = {_written(shares)} does not divide {r.name}, of shape "
             f"{list(r.shape)}, into matrices"
         )
-    at = r.start
-    for expert in range(r.shape[0] if len(r.shape) == 3 else 1):
-        for number, size in enumerate(sizes):
-            name = r.name
-            if len(r.shape) == 3:
-                name += f", matrix {expert}"
-            if len(sizes) > 1:
-                name += f", part {number} of {len(sizes)}"
-            yield ParameterRange(name, at, (size, columns), size * columns)
-            at += size * columns
+    for one in range(r.shape[0] if len(r.shape) == 3 else 1):
+        name = f"{r.name}, matrix {one}" if len(r.shape) == 3 else r.name
+        start = r.start + one * math.prod(sides)
+        block = ParameterRange(name, start, sides, math.prod(sides))
+        for number, first in enumerate(accumulate(sizes[:-1], initial=0)):
+            part = f"{name}, part {number} of {len(sizes)}" if len(sizes) > 1 else name
+            size = sizes[number] * times
+            shape = (sides[0], size) if axis else (size, sides[1])
+            if axis or times > 1:
+                yield Matrix(part, block, shape, axis, times, first)
+            else:
+                at = start + first * sides[1]
+                yield Matrix(part, ParameterRange(part, at, shape, math.prod(shape)), shape)
+
+
+def _written(shares: Shares) -> str:
+    """As in `run.toml`."""
+    if isinstance(shares, tuple):
+        return str(list(shares))
+    sides = {"rows": shares.rows, "columns": shares.columns}
+    [given] = [f"{side} = {list(own)}" for side, own in sides.items() if own]
+    return f"{{ {given}, times = {shares.times} }}"
 
 
 def _is_matrix(r: ParameterRange) -> bool:
@@ -212,30 +318,31 @@ def check_matrices(layers: Sequence[LayerBuilder], parts: Parts) -> None:
             '[optimizer] kind = "muon" steps the matrices of decoder layers, and this model has '
             'none (a builder says is_block of its layers); write kind = "adamw"'
         )
-    for m in matrices:
-        if m.num_elements > MAX_MATRIX_PARAMETERS:
+    for block in blocks_of(matrices):
+        if block.num_elements > MAX_MATRIX_PARAMETERS:
             raise SpecError(
-                f'[optimizer] kind = "muon" keeps a matrix in one shard, and {m.name} is too large '
-                f'for a message ({m.num_elements} parameters); write kind = "adamw"'
+                f'[optimizer] kind = "muon" keeps a matrix in one shard, and {block.name} is too '
+                f"large for a message ({block.num_elements} parameters); write kind = "
+                '"adamw"'
             )
 
 
 def cut_whole(
     ranges: Sequence[ParameterRange],
-    matrices: Sequence[ParameterRange],
+    blocks: Sequence[ParameterRange],
     size: int,
     num_tied: int = 0,
 ) -> tuple[int, ...]:
-    """Elements of each shard of a stage: as `cut_shards` where no matrix is cut. Neighbouring
-    matrices share a shard as long as it has no more than `size`. `matrices`: some of the `ranges`,
-    or all parts of some."""
+    """Elements of each shard of a stage: as `cut_shards` where no block of Muon's is cut.
+    Neighbouring blocks share a shard as long as it has no more than `size`. `blocks`: some of the
+    `ranges`, or all parts of some."""
     sizes = list(cut_shards(num_tied, size)) if num_tied else []
-    starts = {m.start for m in matrices}
+    starts = {b.start for b in blocks}
     others = [r for r in ranges if r.start >= num_tied and r.start not in starts]
-    pieces = sorted((*matrices, *others), key=lambda r: r.start)
-    for are_matrices, run in groupby(pieces, lambda r: r.start in starts):
+    pieces = sorted((*blocks, *others), key=lambda r: r.start)
+    for are_whole, run in groupby(pieces, lambda r: r.start in starts):
         elements = [r.num_elements for r in run]
-        sizes += _packed(elements, size) if are_matrices else cut_shards(sum(elements), size)
+        sizes += _packed(elements, size) if are_whole else cut_shards(sum(elements), size)
     return tuple(sizes)
 
 

@@ -29,7 +29,9 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.llama import llama_plan
 from swarmnet.training.models.matrices import (
+    Matrix,
     Parts,
+    blocks_of,
     cut_whole,
     family_parts,
     muon_matrices,
@@ -208,7 +210,7 @@ def stage_shards(spec: RunSpec, plan: ModelPlan, stage_index: int) -> tuple[int,
         )
     if spec.optimizer.kind == "muon":
         matrices = muon_matrices(layers, muon_parts(spec, plan.layers))
-        return cut_whole(describe_parameters(layers), matrices, size, tied)
+        return cut_whole(describe_parameters(layers), blocks_of(matrices), size, tied)
     return cut_shards(total, size, tied)
 
 
@@ -298,7 +300,7 @@ def muon_parts(spec: RunSpec, layers: Sequence[LayerBuilder]) -> Parts:
     return spec.optimizer.parts
 
 
-def stage_matrices(spec: RunSpec, stage_index: int) -> tuple[ParameterRange, ...]:
+def stage_matrices(spec: RunSpec, stage_index: int) -> tuple[Matrix, ...]:
     """The matrices of a stage that Muon steps, where they lie in its flat vector; none where the
     run has AdamW."""
     if spec.optimizer.kind != "muon":
@@ -325,5 +327,5 @@ def stage_moments(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     """Of each shard of a stage, how many vectors its owners keep of a run with `[optimizer]`'s
     steps: AdamW's two, or Muon's one."""
     sizes = stage_shard_sizes(spec, stage_index)
-    starts = {m.start for m in stage_matrices(spec, stage_index)}
+    starts = {b.start for b in blocks_of(stage_matrices(spec, stage_index))}
     return tuple(1 if at in starts else 2 for at in accumulate(sizes[:-1], initial=0))

@@ -37,7 +37,7 @@ from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import OptimizerSpec
 from swarmnet.training.cores import CORES
 from swarmnet.training.models.base import ParameterRange
-from swarmnet.training.models.matrices import ITERATIONS
+from swarmnet.training.models.matrices import ITERATIONS, Matrix, blocks_of
 from swarmnet.training.optimizer.rates import learning_rate
 from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState, Stepper
 from swarmnet.training.optimizer.shards import MAX_STEPS, adamw_stepper, cut_segments, is_square
@@ -73,33 +73,32 @@ class ShardedMuon(ShardedOptimizer):
         self,
         parameters: Sequence[ParameterRange],
         shard_sizes: Sequence[int],
-        matrices: Sequence[ParameterRange],
+        matrices: Sequence[Matrix],
         spec: OptimizerSpec,
         store: Store | None = None,
         codec: str = NONE,
         device: torch.device | None = None,
     ) -> None:
         """`parameters`: of the stage. `matrices`: those that Muon steps, whole parameters or parts
-        of them; a shard has nothing but these, each whole, or none of them. `device`: where
-        matrices are multiplied, the host's where it has no room; all else is the host's. The rest
-        as for `ShardedOptimizer`."""
+        of them; a shard has nothing but these, with their blocks whole, or none of them.
+        `device`: where matrices are multiplied, the host's where it has no room; all else is the
+        host's. The rest as for `ShardedOptimizer`."""
         super().__init__(shard_sizes, store, codec)
         self._device = device or torch.device("cpu")
         self._spec = spec
         self._segments = cut_segments(parameters, shard_sizes)
         self._leads: dict[int, Lead] = {}
         """By shard of matrices that was followed here, and is ahead since."""
-        self._matrices: list[list[ParameterRange]] = []
-        """Of each shard, with where they begin in it."""
+        self._matrices: list[list[Matrix]] = []
+        """Of each shard, with where they lie in it."""
         start = 0
         for size in shard_sizes:
-            muon = [m for m in matrices if m.start < start + size and m.stop > start]
-            is_whole = all(start <= m.start and m.stop <= start + size for m in muon)
+            stop = start + size
+            muon = [m for m in matrices if m.block.start < stop and m.block.stop > start]
+            is_whole = all(start <= b.start and b.stop <= stop for b in blocks_of(muon))
             is_full = sum(m.num_elements for m in muon) == size
             assert not muon or (is_whole and is_full), "a matrix is cut"
-            self._matrices.append(
-                [ParameterRange(p.name, p.start - start, p.shape, p.num_elements) for p in muon]
-            )
+            self._matrices.append([m.moved(-start) for m in muon])
             start += size
 
     def num_moments(self, shard_index: int) -> int:
@@ -135,22 +134,24 @@ class ShardedMuon(ShardedOptimizer):
         def advance(part: slice, own: Tensor, gradient: Tensor) -> Tensor:
             direction = nesterov(momentum, gradient, spec.momentum)
             wanted = torch.empty_like(own) if is_delayed else own
-            for p in self._matrices[shard_index]:
-                values = p.part_of(own)
+            for m in self._matrices[shard_index]:
+                values = m.view_of(own)
                 if spec.weight_decay:
                     values.mul_(1 - rate * spec.weight_decay)
-                step = self._step_along(p, direction, rate)
+                step = self._step_along(m, direction, rate)
                 values.sub_(step)
                 if is_delayed:
-                    torch.sub(values, step, out=p.part_of(wanted))
+                    torch.sub(values, step, out=m.view_of(wanted))
             return wanted
 
         return advance
 
-    def _step_along(self, matrix: ParameterRange, direction: Tensor, rate: float) -> Tensor:
-        """What a step takes away from a matrix, but for weight decay."""
+    def _step_along(self, matrix: Matrix, direction: Tensor, rate: float) -> Tensor:
+        """What a step takes away from a matrix, but for weight decay, in the shape of a view of
+        it."""
         size = ADAMW_SIZE * max(matrix.shape) ** 0.5
-        return self._orthogonal(matrix.part_of(direction)).mul_(rate * size)
+        made = self._orthogonal(matrix.matrix_of(direction)).mul_(rate * size)
+        return matrix.spread(made)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         try:
@@ -165,8 +166,8 @@ class ShardedMuon(ShardedOptimizer):
 
     def _made_ahead(self, shard_index: int, lead: Lead) -> Tensor:
         ahead = self._store.zeros(self._sizes[shard_index])
-        for p in self._matrices[shard_index]:
-            torch.neg(self._step_along(p, lead.direction, lead.rate), out=p.part_of(ahead))
+        for m in self._matrices[shard_index]:
+            torch.neg(self._step_along(m, lead.direction, lead.rate), out=m.view_of(ahead))
         return ahead
 
     def _make_ahead(self, shard_index: int) -> None:

@@ -39,7 +39,8 @@ from tests.swarm.lora_runs import LORA
 from tests.swarm.recovery.test_continuing import changed, continuing
 
 ROUNDS = 4
-WHAT = ("whole", "adapters", "muon", "parts")
+OF_FAMILIES = {"parts": "phi3", "spread": "deepseek_v3"}
+WHAT = ("whole", "adapters", "muon", *OF_FAMILIES)
 CONSTANT = {
     "learning_rate": 3e-3,
     "min_learning_rate_ratio": 1.0,
@@ -143,8 +144,8 @@ def spec_of(tmp_path: Path, what: str, *, num_stages: int) -> tuple[RunSpec, Pat
         tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS),
         {"optimizer": CONSTANT | {"kind": kind}},
     )
-    if what == "parts":
-        return stepped_by_parts(spec, "phi3"), None
+    if what in OF_FAMILIES:
+        return stepped_by_parts(spec, OF_FAMILIES[what]), None
     if what != "adapters":
         return spec, None
     folder = folder_of(tmp_path / "model")

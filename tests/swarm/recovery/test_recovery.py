@@ -730,6 +730,7 @@ def test_a_run_that_is_stopped_again_and_again_keeps_its_moments(tmp_path: Path)
         ("gossip", "none", "muon"),
         ("zero", "int8", "phi3"),
         ("local", "none", "qwen3_moe"),
+        ("zero", "int8", "deepseek_v3"),
     ],
 )
 def test_a_run_that_was_killed_is_the_run_to_the_bit(

@@ -198,7 +198,12 @@ def test_muons_owners_may_die_at_any_moment(
 
 @pytest.mark.parametrize(
     ("mode", "family", "moment"),
-    [("zero", "phi3", 9), ("delayed", "phi3", 7), ("zero", "qwen3_moe", 6)],
+    [
+        ("zero", "phi3", 9),
+        ("delayed", "phi3", 7),
+        ("zero", "qwen3_moe", 6),
+        ("delayed", "minimax", 8),
+    ],
 )
 def test_owners_of_parts_of_matrices_may_die(
     folder: Path, mode: str, family: str, moment: int

@@ -13,6 +13,7 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.spec import OptimizerSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import ParameterRange, ranges_of
+from swarmnet.training.models.matrices import Matrix
 from swarmnet.training.optimizer import muon as about
 from swarmnet.training.optimizer.muon import (
     ShardedMuon,
@@ -33,7 +34,8 @@ def ranges() -> tuple[ParameterRange, ...]:
 
 def muon(codec: str = "none", spec: OptimizerSpec = SPEC) -> ShardedMuon:
     """Of two matrices in one shard, and a vector in another."""
-    optimizer = ShardedMuon(ranges(), (NUM_MATRIX, 40), ranges()[:2], spec, codec=codec)
+    matrices = [Matrix(r.name, r, SHAPES[r.name]) for r in ranges()[:2]]  # type: ignore[arg-type]
+    optimizer = ShardedMuon(ranges(), (NUM_MATRIX, 40), matrices, spec, codec=codec)
     for j in range(2):
         optimizer.create(j)
     return optimizer
