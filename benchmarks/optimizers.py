@@ -7,6 +7,9 @@ A run is a task, a way to exchange, an optimizer, a rate and a seed (`learning/p
 first seed the best rate is looked for: from where `zero` has it, until both neighbours on the list
 are worse (`--every-rate`: all of them). Then come the other seeds, at that rate.
 
+`--task python/qwen3_moe python/phi3 python/deepseek_v3` are small models of `transformers` with
+parameters that are several matrices in one. There `muon-no-parts` leaves these to AdamW.
+
 Each run adds a line to `benchmarks/results/optimizers.jsonl`, and is not made again where one of
 the same Python, torch, length and settings is there. The most important runs come first; with
 `--seconds`, none begins later than that. `--tables` writes `optimizers.md` beside it.
@@ -29,16 +32,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.learning.plain import WAYS, run  # noqa: E402
+from benchmarks.learning.plain import KINDS, MODEL_ROUNDS, MODELS, NO_PARTS, WAYS, run  # noqa: E402
 from benchmarks.learning.runs import this_platform  # noqa: E402
 from benchmarks.learning.tasks import TASKS, write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "optimizers.jsonl"
 TASKS_HERE = ("python", "letters")
+OF_MODELS = tuple(f"python/{model}" for model in MODELS)
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3)
 FIRST = 2
 """Where the search begins."""
-KINDS = ("adamw", "muon")
 SEEDS = (1, 2, 3)
 Family = tuple[str, str, str]
 """Task, way and optimizer."""
@@ -53,7 +56,7 @@ class Results:
         self._all = [json.loads(line) for line in lines]
 
     def rounds(self, task: str) -> int:
-        return self._rounds or TASKS[task].rounds
+        return self._rounds or (MODEL_ROUNDS if task in OF_MODELS else TASKS[task].rounds)
 
     def losses(self, family: Family, seed: int) -> dict[float, float]:
         """By rate."""
@@ -160,7 +163,7 @@ the same seed. `python benchmarks/optimizers.py` makes the runs, and `--tables` 
 
 def write_page(results: Results) -> None:
     parts = [PAGE]
-    for task in TASKS_HERE:
+    for task in TASKS_HERE + OF_MODELS:
         lines = table(results, task)
         if len(lines) > 2:
             rounds = results.rounds(task)
@@ -171,7 +174,7 @@ def write_page(results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--task", nargs="+", choices=TASKS_HERE, default=TASKS_HERE)
+    parser.add_argument("--task", nargs="+", choices=TASKS_HERE + OF_MODELS, default=TASKS_HERE)
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seed", nargs="+", type=int, choices=SEEDS, default=SEEDS)
@@ -192,7 +195,11 @@ def main() -> None:
         text = Path(folder) / "text.txt"
         write_text(text)
         for task, way, kind in (
-            (t, w, k) for t in options.task for w in options.way for k in options.kind
+            (t, w, k)
+            for t in options.task
+            for w in options.way
+            for k in options.kind
+            if t in OF_MODELS or k != NO_PARTS
         ):
             while time.monotonic() < end:
                 results = Results(options.results, options.rounds)  # others may add to the file

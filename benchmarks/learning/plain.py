@@ -19,6 +19,7 @@ import tests.oracles.optimizers as oracle_optimizers
 from benchmarks.learning.tasks import TASKS, spec_text
 from swarmnet.protocol.update.pairing import partner
 from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.training.models.registry import model_plan, muon_parts
 from swarmnet.training.optimizer.muon import orthogonal
 from swarmnet.training.optimizer.rates import learning_rate
 from tests.oracles.reference import ReferenceTrainer
@@ -43,6 +44,43 @@ class Way:
     local_steps: int = 1
     tried: str = ""
 
+
+MUON, NO_PARTS = "muon", "muon-no-parts"
+"""With the second one AdamW steps what is several matrices in one."""
+KINDS = ("adamw", MUON, NO_PARTS)
+SMALL = {
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": 256,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 96}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 12,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "phi3": {"num_key_value_heads": 2, "intermediate_size": 128},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 8, **EXPERTS},
+    "deepseek_v3": {
+        **LATENT,
+        **EXPERTS,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+"""`[model] config` of families with parameters that are several matrices in one, beside `SMALL`.
+The task of such a model is `python/phi3`."""
+MODEL_ROUNDS = 100
 
 WAYS = {
     "zero": Way("zero"),
@@ -97,6 +135,7 @@ class Tried(DelayedReference):
 def spec_of(
     task: str, way: Way, kind: str, rate: float, seed: int, rounds: int, text: Path
 ) -> RunSpec:
+    task, _, family = task.partition("/")
     sync = {"mode": way.mode, "local_steps": way.local_steps, "codec": "none"}
     if way.local_steps == 1:
         del sync["local_steps"]
@@ -107,13 +146,20 @@ def spec_of(
         "num_stages": 1,
         "microbatch": microbatch,
         "held_out_microbatches": sizes.held_out // microbatch,
-        "learning_rate": f'{rate}\nkind = "{kind}"',
+        "learning_rate": f'{rate}\nkind = "{kind.removesuffix("-no-parts")}"',
     }
+    if kind == NO_PARTS:
+        values["learning_rate"] += "\nparts = {}"
     lines = written.splitlines()
     for name, value in values.items():
         (k,) = (k for k, line in enumerate(lines) if line.startswith(f"{name} = "))
         lines[k] = f"{name} = {value}"
-    return parse_spec("\n".join(lines))
+    spec = parse_spec("\n".join(lines))
+    if family:
+        config = {"model_type": family, **SMALL, **MODELS[family]}
+        given = spec.model_dump() | {"model": {"kind": "transformers", "config": config}}
+        spec = RunSpec.model_validate(given)
+    return spec.with_parts(muon_parts(spec, model_plan(spec).layers))
 
 
 def run(
