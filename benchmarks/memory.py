@@ -10,13 +10,12 @@ and what was sent is held meanwhile. On a CPU every tensor is counted from the o
 it until its memory is given back; scratch inside one operation is not seen. On a GPU it is what the
 allocator says, and what came and was sent lies in main memory and does not count. `fake` is a
 second part of main memory (`tests/training/memory/fake_device.py`, needs a C++ compiler), which
-counts as a GPU's allocator does, scratch too. There `weights` may be `host` or `disk`: each layer's
-come for its part of a pass.
+counts as a GPU's allocator does; attention is one operation there, as with a GPU's kernels. There
+`weights` may be `host` or `disk`: each layer's come for its part of a pass.
 
 `formula`: weights, gradients and what is not trained (no optimizer is made here), and the
-activations of `swarmnet.training.memory.plan`: what `swarmnet plan` says. It leaves out what a
-backward pass has besides: the gradients on their way through a layer. `elsewhere` is what `offload`
-has moved, by the formula. `adapters` trains those of q_proj and v_proj alone.
+activations of `swarmnet.training.memory.plan`: what `swarmnet plan` says. `elsewhere` is what
+`offload` has moved, by the formula. `adapters` trains those of q_proj and v_proj alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ import itertools
 import sys
 import tempfile
 import weakref
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +46,7 @@ from swarmnet.training.computing import (
     WeightsPlace,
 )
 from swarmnet.training.memory.activation_choice import known_activations
+from swarmnet.training.memory.pass_trace import fused_attention
 from swarmnet.training.memory.plan import (
     PRECISIONS,
     base_bytes,
@@ -73,7 +74,9 @@ class PeakMeter(TorchDispatchMode):
         super().__init__()
         self.bytes_now = 0
         self.peak_bytes = 0
-        self._alive: set[int] = set()
+        self._seen: set[int] = set()
+        self._at: Counter[int] = Counter()
+        """How many of these storages begin at an address."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return tree_map_only(torch.Tensor, self.see, func(*args, **(kwargs or {})))
@@ -84,18 +87,22 @@ class PeakMeter(TorchDispatchMode):
         if tensor.is_meta:
             return tensor
         storage = tensor.untyped_storage()
-        key = storage._cdata  # noqa: SLF001  torch has no public name for the memory itself
-        num_bytes = storage.nbytes()
-        if key not in self._alive:
-            self._alive.add(key)
+        if storage._cdata in self._seen:  # noqa: SLF001  torch has no public name for it
+            return tensor
+        self._seen.add(storage._cdata)  # noqa: SLF001
+        at, num_bytes = storage.data_ptr(), storage.nbytes()
+        self._at[at] += 1
+        if self._at[at] == 1:  # an array and the tensor that reads it are one memory
             self.bytes_now += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.bytes_now)
-            weakref.finalize(storage, self._gone, key, num_bytes)
+        weakref.finalize(storage, self._gone, storage._cdata, at, num_bytes)  # noqa: SLF001
         return tensor
 
-    def _gone(self, key: int, num_bytes: int) -> None:
-        self._alive.discard(key)
-        self.bytes_now -= num_bytes
+    def _gone(self, key: int, at: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self._at[at] -= 1
+        if not self._at[at]:
+            self.bytes_now -= num_bytes
 
 
 @dataclass(frozen=True)
@@ -166,9 +173,11 @@ def planned(spec: RunSpec, stage: TorchStage, cell: Cell, options: argparse.Name
     assert one is not None
     if cell.weights != "device":
         one = of_streamed(one)
-    here, elsewhere = one.held(cell.activations, options.in_flight)
     if options.device != "cpu":
-        here -= options.in_flight * (one.sent + (0 if one.outputs == 0 else one.came))
+        # The gradient for fp16 is scaled there, in fp32.
+        came = one.grad_came if cell.precision == "fp16" else 0
+        one = replace(one, came=0, outputs=one.outputs or one.sent, sent=0, grad_came=came)
+    here, elsewhere = one.held(cell.activations, options.in_flight)
     return Row(0, held + here, elsewhere)
 
 
@@ -187,6 +196,19 @@ def measure(
     )
     before = 0 if fake is None else fake.fake_used()
     device = "fake:0" if fake else options.device
+    with fused_attention():
+        return _measured(spec, cell, computing, options, device, before, fake)
+
+
+def _measured(
+    spec: RunSpec,
+    cell: Cell,
+    computing: Computing,
+    options: argparse.Namespace,
+    device: str,
+    before: int,
+    fake: Any | None,
+) -> Row:
     stage = build_stage(spec, STAGE, device=device, computing=computing)
     for number in stage.base.missing:  # nobody has brought the base
         size = stage.base.shard_sizes[number]

@@ -6,19 +6,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnet.protocol.planning.flow import IN_FLIGHT_PER_REPLICA
 from swarmnet.spec import RunSpec
 from swarmnet.training.attention.dropped import attend_dropping
 from swarmnet.training.computing import ActivationsName
+from swarmnet.training.memory.pass_peaks import LayerPart, PassPeak, stage_peaks
+from swarmnet.training.memory.pass_trace import fused_attention, memory_of, pass_peak
 from swarmnet.training.memory.plan import (
     EXPERTS,
+    FP16,
     SEQUENCES,
     Activations,
     Precision,
@@ -38,7 +39,6 @@ from swarmnet.training.models.base import (
     described,
 )
 from swarmnet.training.models.registry import model_plan, split_stages
-from swarmnet.training.torch_calls import TorchCalls
 
 log = logging.getLogger("swarmnet.training")
 
@@ -165,33 +165,47 @@ def traced_activations(
     if x.is_floating_point():
         x = x.to(dtype).requires_grad_(not is_first)
     inputs = x
-    parameters = {_memory_of(p) for module in modules for p in module.parameters()}
-    borders, parts = [x], []
+    parameters = {memory_of(p) for module in modules for p in module.parameters()}
+    parts: list[LayerPart] = []
+    borders = 0
+    known: dict[object, PassPeak] = {}
+    kinds = layer_kinds(stages[stage])
     seen: dict[int, Tensor] = {}
     context = LayerContext(sequence=_SharedShapes(spec.sequence_length, num_sharing))
-    for module in modules:
+    for module, kind in zip(modules, kinds, strict=True):
         call: Callable[[Tensor], Tensor] = module
         if num_sharing and isinstance(module, TakesContext):
             call = partial(module, context=context)
+        is_end = is_last and module is modules[-1]
+        came_in, is_needed = x, x.requires_grad
         x, kept = _kept_by(call, x, parameters)
-        parts.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
+        if is_end:
+            _, of_loss = _kept_by(partial(_loss, plan, targets), x, parameters)
+            kept |= of_loss
+        about = kind, came_in.shape, is_needed, is_end
+        if about not in known:
+            known[about] = _peak_of(module, call, came_in, plan, targets if is_end else None)
+        own = came_in.nbytes if memory_of(came_in) in kept else 0
+        held = sum(t.untyped_storage().nbytes() for t in kept.values())
+        parts.append(LayerPart(held, own, came_in.nbytes, known[about]))
         seen |= kept
-        borders.append(x)
-    if is_last:
-        _, kept = _kept_by(lambda out: plan.loss(out.float(), targets), x, parameters)
-        parts.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
-        seen |= kept
+        borders += came_in.nbytes
     is_float = came.dtype == "float32"
     sent = 0 if is_last else 4 * x.numel()
+    peaks = stage_peaks(parts, x.nbytes, is_last=is_last, adds_at_once=precision.name != FP16.name)
     return Activations(
         graph=sum(t.untyped_storage().nbytes() for t in seen.values()),
         came=4 * inputs.numel() if is_low and is_float else 0,
         inputs=inputs.nbytes,
         outputs=x.nbytes if is_low and not is_last else 0,
         sent=sent,
-        borders=sum(a.nbytes for a, _ in pairwise(borders)),
-        largest_layer=max(parts),
-        is_input_in_graph=_memory_of(inputs) in seen,
+        borders=borders,
+        largest_layer=peaks.layer,
+        largest_streamed=peaks.streamed,
+        largest_offloaded=peaks.offloaded,
+        passing=peaks.passing,
+        grad_came=sent if is_low else 0,
+        is_input_in_graph=memory_of(inputs) in seen,
         is_last=is_last,
     )
 
@@ -210,6 +224,12 @@ class LayerActivations:
     """Numbers that it gets; 0 where they are no floats."""
     num_outputs: int
     is_input_kept: bool
+    peak: PassPeak
+
+    @property
+    def part(self) -> LayerPart:
+        own = self.inputs if self.is_input_kept else 0
+        return LayerPart(self.kept + self.loss, own, self.inputs, self.peak)
 
 
 def layer_kinds(layers: Sequence[LayerBuilder]) -> tuple[object, ...]:
@@ -269,7 +289,7 @@ def _traced_layer(
         )
     if is_float := x.is_floating_point():
         x = x.to(dtype).requires_grad_(wants_gradient)
-    parameters = {_memory_of(p) for p in module.parameters()}
+    parameters = {memory_of(p) for p in module.parameters()}
     y, kept = _kept_by(module, x, parameters)
     loss: dict[int, Tensor] = {}
     if is_last:
@@ -281,9 +301,23 @@ def _traced_layer(
         outputs=y.nbytes,
         num_inputs=x.numel() if is_float else 0,
         num_outputs=y.numel(),
-        is_input_kept=_memory_of(x) in kept,
+        is_input_kept=memory_of(x) in kept,
+        peak=_peak_of(module, module, x, plan, targets if is_last else None),
     )
     return one, y.requires_grad
+
+
+def _peak_of(
+    module: nn.Module,
+    call: Callable[[Tensor], Tensor],
+    x: Tensor,
+    plan: ModelPlan,
+    targets: Tensor | None,
+) -> PassPeak:
+    """`targets`: of the model's last layer."""
+    if targets is None:
+        return pass_peak(module, x, call)
+    return pass_peak(module, x, lambda x: _loss(plan, targets, call(x)), is_loss=True)
 
 
 def _loss(plan: ModelPlan, targets: Tensor, out: Tensor) -> Tensor:
@@ -297,6 +331,12 @@ def joined(
     is_low = precision.name in ("bf16", "fp16")
     begin, end = layers[0], layers[-1]
     loss = end.loss if is_last else 0
+    peaks = stage_peaks(
+        [x.part for x in layers],
+        end.outputs,
+        is_last=is_last,
+        adds_at_once=precision.name != FP16.name,
+    )
     return Activations(
         graph=sum(x.kept for x in layers) + loss,
         came=4 * begin.num_inputs if is_low else 0,
@@ -304,7 +344,11 @@ def joined(
         outputs=end.outputs if is_low and not is_last else 0,
         sent=0 if is_last else 4 * end.num_outputs,
         borders=sum(x.inputs for x in layers),
-        largest_layer=max([loss, *(x.kept for x in layers)]),
+        largest_layer=peaks.layer,
+        largest_streamed=peaks.streamed,
+        largest_offloaded=peaks.offloaded,
+        passing=peaks.passing,
+        grad_came=4 * end.num_outputs if is_low and not is_last else 0,
         is_input_in_graph=begin.is_input_kept,
         is_last=is_last,
     )
@@ -345,40 +389,10 @@ def _kept_by(
     kept: dict[int, Tensor] = {}
 
     def pack(t: Tensor) -> Tensor:
-        at = _memory_of(t)
+        at = memory_of(t)
         if at not in parameters:
             kept[at] = t
         return t
 
-    fused = TorchCalls({functional.scaled_dot_product_attention: _attention})
-    with fused, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with fused_attention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         return module(x), kept
-
-
-def _attention(
-    q_BHSE: Tensor,
-    k_BHSE: Tensor,
-    v_BHSE: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **more: Any,
-) -> Tensor:
-    """As torch's `scaled_dot_product_attention`, whose names of arguments these are, in one
-    operation, as a device computes it: on the `meta` device torch takes it apart, and would keep
-    all scores."""
-    is_fused = dropout_p == 0 and q_BHSE.ndim == 4 and q_BHSE.shape[-1] == v_BHSE.shape[-1]
-    if is_fused and (attn_mask is None or attn_mask.dtype == q_BHSE.dtype):
-        more.pop("enable_gqa", None)
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  it has no public name
-        found = attend(q_BHSE, k_BHSE, v_BHSE, dropout_p, is_causal, attn_mask=attn_mask, **more)
-        return cast(Tensor, found[0])
-    return functional.scaled_dot_product_attention(
-        q_BHSE, k_BHSE, v_BHSE, attn_mask, dropout_p, is_causal, **more
-    )
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """Tells memories apart on the `meta` device too, where every address is 0."""
-    storage = tensor.untyped_storage()
-    return storage._cdata  # noqa: SLF001  torch has no public name for a storage's identity

@@ -50,6 +50,7 @@ from swarmnet.protocol.planning.exchange import codec_in, exchanged_bytes, numbe
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.attention.documents import JOINED
+from swarmnet.training.memory.pass_peaks import LayerPart, llama_peak, stage_peaks
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
@@ -428,7 +429,16 @@ class Activations:
     borders: int
     """What autograd keeps where each layer is computed again: their inputs."""
     largest_layer: int
-    """What autograd keeps of one layer, or of the loss, beside its input."""
+    """Where each layer is computed again, of the one whose backward pass is made: what autograd
+    keeps of it and of the loss beside its input, and what the pass takes besides (`pass_peaks`)."""
+    largest_streamed: int
+    """The same without gradients of parameters."""
+    largest_offloaded: int
+    """What there is of the layer that is at work, where what autograd keeps is elsewhere."""
+    passing: int
+    """Where the graph of all layers is there, what a backward pass takes besides."""
+    grad_came: int
+    """The gradient that a stage gets, as it came, where passes use it in another precision."""
     is_input_in_graph: bool
     is_last: bool
     masks: int = 0
@@ -444,19 +454,21 @@ class Activations:
             return 0, 0
         inputs = 0 if self.is_input_in_graph else self.inputs
         each = self.came + inputs + self.outputs + self.sent + self.graph
+        back = self.grad_came
         if self.is_last:
             in_flight = 1
         if policy == "recompute" and not self.is_last:
             waiting = self.came + self.inputs + self.sent
-            return (in_flight - 1) * waiting + each + (0 if self.outputs else self.sent), 0
+            again = 0 if self.outputs else self.sent
+            return (in_flight - 1) * waiting + each + again + self.passing + back, 0
         if policy == "blocks":
             waiting = self.came + self.borders + self.outputs + self.sent
-            return in_flight * waiting + self.largest_layer, 0
+            return in_flight * waiting + self.largest_layer + back, 0
         if policy == "offload":
             waiting = self.came + self.inputs + self.outputs + self.sent + self.masks
             moved = in_flight * (self.graph - self.masks)
-            return in_flight * waiting + self.largest_layer, moved
-        return in_flight * each, 0
+            return in_flight * waiting + self.largest_offloaded + back, moved
+        return in_flight * each + self.passing + back, 0
 
 
 def is_of_formula(spec: RunSpec) -> bool:
@@ -469,7 +481,13 @@ def is_of_formula(spec: RunSpec) -> bool:
 def of_streamed(one: Activations) -> Activations:
     """Where weights come layer by layer: whatever the policy, each layer is computed again in the
     backward pass, so of the stage a pass has the inputs of layers, and one layer's graph."""
-    return replace(one, graph=one.borders + one.largest_layer, is_input_in_graph=True)
+    return replace(
+        one,
+        graph=one.borders + one.largest_streamed,
+        largest_layer=one.largest_streamed,
+        passing=0,
+        is_input_in_graph=True,
+    )
 
 
 def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision) -> Activations:
@@ -480,6 +498,11 @@ def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision)
         return one
     more = num_ranks - 1
     uncut = (UNCUT if precision is FP32 else UNCUT_LOW) * one.borders
+
+    def of_layer(num_bytes: int) -> int:
+        rows = one.rows_of_layer
+        return num_bytes + more * min(num_bytes // 2 + rows, uncut + rows)
+
     return replace(
         one,
         graph=one.graph + more * min(one.graph, uncut + one.rows),
@@ -488,8 +511,10 @@ def of_ranks(one: Activations, num_ranks: int, local: str, precision: Precision)
         outputs=num_ranks * one.outputs,
         sent=num_ranks * one.sent,
         borders=num_ranks * one.borders,
-        largest_layer=one.largest_layer
-        + more * min(one.largest_layer // 2 + one.rows_of_layer, uncut + one.rows_of_layer),
+        largest_layer=of_layer(one.largest_layer),
+        largest_offloaded=of_layer(one.largest_offloaded),
+        passing=one.passing + more * min(one.passing // 2, one.borders),
+        grad_came=num_ranks * one.grad_came,
     )
 
 
@@ -500,6 +525,8 @@ def of_rank_in_row(one: Activations, num_ranks: int, precision: Precision) -> Ac
         one,
         graph=every.graph // num_ranks,
         largest_layer=every.largest_layer // num_ranks,
+        largest_offloaded=every.largest_offloaded // num_ranks,
+        passing=every.passing // num_ranks,
     )
 
 
@@ -546,6 +573,8 @@ def of_samples(whole: Activations, part: Activations) -> Activations:
         graph=part.graph,
         borders=part.borders + whole.inputs,
         largest_layer=part.largest_layer,
+        largest_offloaded=part.largest_offloaded,
+        passing=part.passing,
         is_input_in_graph=False,
         rows=part.rows,
         rows_of_layer=part.rows_of_layer,
@@ -614,6 +643,8 @@ def _of_part(spec: RunSpec, whole: Activations, part: Activations, length: int) 
         graph=part.graph + tables + masks,
         borders=part.borders + whole.inputs + masks,
         largest_layer=part.largest_layer + tables,
+        largest_offloaded=part.largest_offloaded + tables,
+        passing=part.passing,
         is_input_in_graph=False,
         masks=masks,
     )
@@ -642,8 +673,6 @@ def llama_activations(
     for name in parts:
         if model.num_experts and name.startswith("model.layers."):
             parts[name] += pairs_bytes(spec, positions, element)
-    again = [name for name in names if name not in ("model.embed_tokens", "lm_head")]
-    loss = parts.get("lm_head", 0)
     tokens = FP32_BYTES * positions if is_first else 0
     borders = positions * sum(_input_width(model, name) for name in names)
     beside = mask = tables = 0
@@ -657,7 +686,19 @@ def llama_activations(
     has_own_input = is_low or is_narrow
     code = FP32_BYTES * border + (TOKEN_BYTES * positions if is_narrow else 0)
     whole = FP32_BYTES * positions * model.hidden_size
-    own = {name: 0 if _is_apart(model, name, is_low) else whole for name in again}
+    own = {name: 0 if _is_apart(model, name, is_low) else whole for name in parts}
+    own |= {"model.embed_tokens": tokens, "lm_head": 0}
+    layers = [
+        LayerPart(
+            parts[name],
+            own[name],
+            element * positions * _input_width(model, name),
+            llama_peak(model, name, positions, element),
+        )
+        for name in names
+    ]
+    gradient = element * border
+    peaks = stage_peaks(layers, gradient, is_last=is_last, adds_at_once=precision.name != FP16.name)
     rows = experts_bytes(model, positions, element, has_inner=False) if model.num_experts else 0
     num_layers = sum(name.startswith("model.layers.") for name in names)
     return Activations(
@@ -667,7 +708,11 @@ def llama_activations(
         outputs=element * border if has_own_input and not is_last else 0,
         sent=0 if is_last else code,
         borders=tokens + element * borders + beside + mask + fixed,
-        largest_layer=tables + max([loss, *(parts[name] - own[name] for name in again)]),
+        largest_layer=tables + peaks.layer,
+        largest_streamed=tables + peaks.streamed,
+        largest_offloaded=tables + peaks.offloaded,
+        passing=peaks.passing,
+        grad_came=FP32_BYTES * border if is_low and not is_last else 0,
         is_input_in_graph=is_first or not has_own_input,
         is_last=is_last,
         masks=0 if masked else mask,
