@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import swarmnet.training.accelerators as accelerators
+from swarmnet.training.memory.roots import given
 from swarmnet.training.models.base import (
     LayerBuilder,
     LayerContext,
@@ -23,7 +24,6 @@ from swarmnet.training.models.base import (
     TensorSpec,
     build_layer,
 )
-from swarmnet.training.passes.roots import given
 
 WARM_PASSES, TIMED_PASSES = 1, 5
 

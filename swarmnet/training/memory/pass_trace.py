@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from swarmnet.training.memory.pass_peaks import PassPeak
-from swarmnet.training.passes.roots import given
+from swarmnet.training.memory.roots import given
 from swarmnet.training.torch_calls import TorchCalls
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from swarmnet.training.memory.roots import given
 from swarmnet.training.models.routing import Routing
 from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.passes.roots import given
 
 log = logging.getLogger("swarmnet.training")
 

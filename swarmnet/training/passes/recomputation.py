@@ -18,12 +18,12 @@ import swarmnet.training.accelerators as accelerators
 from swarmnet.batch import Documents
 from swarmnet.errors import ProtocolViolation, RemoteError
 from swarmnet.ports import Passage, StageResult, StepKey
+from swarmnet.training.memory.roots import given
 from swarmnet.training.models.base import LayerContext, routing_of
 from swarmnet.training.models.routing import Routing
 from swarmnet.training.passes.boundary import Boundary, finite_loss
 from swarmnet.training.passes.fp16 import FALL, MIN_TARGET, LossScale
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.passes.roots import given
 from swarmnet.training.passes.round_vectors import RoundVectors
 from swarmnet.wire import Array
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from swarmnet.errors import RemoteError
+from swarmnet.training.memory.roots import given
 from swarmnet.training.passes.backward import BackwardPasses
 from swarmnet.training.passes.fp16 import Fp16Refusals, LossScale
 from swarmnet.training.passes.layers import StageLayers
-from swarmnet.training.passes.roots import given
 from tests.training.passes.models import WIDTH, linear_layers
 
 GRAD = torch.ones(2, WIDTH)
