@@ -270,6 +270,7 @@ SILENT: dict[str, tuple[Callable[[Silence, Any], None], int, int]] = {
     "copies, of three": (Silence.copies_nothing, 3, 1),
     "results": (Silence.tells_no_result, 4, 2),
     "results, of three": (Silence.tells_no_result, 3, 2),
+    "results, of two": (Silence.tells_no_result, 2, 0),
     "norms": (Silence.tells_no_norm, 4, 1),
 }
 """What is done, by one of how many of a stage, and how many rounds that holds up."""

@@ -147,6 +147,8 @@ class Stepped:
 
     result: Handle
     attempt: int
+    is_whole: bool = True
+    """Of a backup's: there is no rest of it that its primary alone makes, as a rule."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,16 @@ def must_mirror(u: ShardState) -> bool:
 
 
 def must_use_copy(u: ShardState) -> bool:
-    return u.is_dead(u.ballot.primary) and u.past() is None
+    return is_decided_by_other(u) or (u.is_dead(u.ballot.primary) and u.past() is None)
+
+
+def is_decided_by_other(u: ShardState) -> bool:
+    """Of two replicas: its primary has finished the exchange, and with no other step than the one
+    that was copied here. Of more it might have yielded to a third one since. A late contribution
+    counts by way of it, or is to be told as lost."""
+    primary = u.ballot.primary
+    is_past = list(u.members) == [primary] and u.members[primary].is_past
+    return u.is_whole and is_past and not u.is_for_primary()
 
 
 def has_lost_one(u: ShardState) -> bool:
@@ -404,6 +413,7 @@ def copy(u: ShardState, event: on.MirrorCame) -> None:
         u.commands.append(do.Refuse(event.call))
         return
     u.state, u.copied_for = COPYING, event.call
+    u.is_whole = u.begun is not None
     u.attempt += 1
     u.commands.append(do.Repeat(event.step, u.attempt))
 
@@ -563,6 +573,7 @@ def copied(u: ShardState, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
     u.state, u.result = COPIED, event.result
+    u.is_whole &= event.is_whole
     u.commands.append(do.Confirm(u.copied_for, u.result))
     u.copied_for = None
     if not must_use_copy(u):

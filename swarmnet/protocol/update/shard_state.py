@@ -134,6 +134,9 @@ class ShardState:
     """Sums and steps that were begun here: what an earlier one brings does not count."""
     is_spoiled: bool = False
     """A step was made here that does not hold."""
+    is_whole: bool = False
+    """So is the step that was copied here (`Stepped`), and it came when this replica had closed the
+    round: nothing is missing but the primary's word."""
     copied_for: Call | None = None
     """The primary's call, while this backup makes its step."""
     commands: list[Command] = field(default_factory=list)

@@ -23,7 +23,7 @@ COPYING     Backup that makes the primary's step. It answers no question before 
 COPIED      The step made as a backup. The result is the primary's, as long as that lives: all
             have the same bits then, whatever machine they run on. The copy stands in for it when
             the primary is dead, and is given out no earlier: until then another backup may not
-            have it.
+            have it. Of two replicas it does too when the primary is past the exchange.
 DECIDED     The step survives the death of all but one of the backups that lived. It is given out.
 ADOPTED     The result of another replica. It is given out too.
 ABANDONED   The stage has moved on by more than one exchange. The parameters must be fetched.

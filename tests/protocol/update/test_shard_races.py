@@ -641,6 +641,55 @@ def test_a_stage_that_has_moved_on_leaves_a_copy_behind() -> None:
     assert do.Abandon() in b.handle(on.MovedOn())
 
 
+def copied_of(
+    peers: str, *, has_begun: bool = True, is_whole: bool = True, quorum: int = 0
+) -> ShardUpdate:
+    """A backup after its copy; all replicas hold the state."""
+    all_ = tuple(peers)
+    b = ShardUpdate("b", Roster(A, all_, all_, all_, is_holder=True, quorum=quorum))
+    sees(b)
+    if has_begun:
+        b.handle(on.Begun(1, "gradient of b"))
+    b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+    b.handle(on.Stepped("result", 1, is_whole))
+    assert b.shard.state is COPIED
+    return b
+
+
+def test_of_two_the_copy_is_the_result_of_a_primary_that_is_past_the_exchange() -> None:
+    b = copied_of("ab")
+    assert do.Adopt("result", is_own=False) in sees(b, a=PAST)
+    assert b.handle(on.Asked("ask", "a", A, is_final=True)) == [do.Give("ask", "result", False)]
+
+
+def test_a_copy_waits_for_a_primary_that_may_have_yielded_to_a_third_replica() -> None:
+    for third in (LIVES, GONE):
+        b = copied_of("abc")
+        sees(b, a=PAST, c=third)
+        assert b.shard.state is COPIED
+
+
+def test_a_copy_waits_for_the_rest_that_its_primary_makes() -> None:
+    b = copied_of("ab", is_whole=False)
+    sees(b, a=PAST)
+    assert b.shard.state is COPIED
+    sees(b, a=GONE)
+    assert b.shard.state is ADOPTED
+
+
+def test_a_copy_waits_for_word_of_a_contribution_that_came_too_late() -> None:
+    b = copied_of("ab", has_begun=False)
+    sees(b, a=PAST)
+    assert do.Push("a", A, has_gradient=True) in b.handle(on.Begun(1, "gradient of b"))
+    assert b.shard.state is COPIED
+
+
+def test_beside_a_quorum_the_primary_may_bring_a_late_contribution_into_the_next_sum() -> None:
+    b = copied_of("ab", quorum=2)
+    sees(b, a=PAST)
+    assert b.shard.state is COPIED
+
+
 def test_who_pushes_to_a_copied_step_under_another_ballot() -> None:
     """The primary is asked whether it leads yet. If not, the copy holds."""
     b = copied()

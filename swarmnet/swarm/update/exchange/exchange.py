@@ -1201,7 +1201,7 @@ class Steps:
         self, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str
     ) -> list[on.Event]:
         result = await self._work.repeat(mirror, gradient, maker)
-        return [on.Stepped(result, attempt)]
+        return [on.Stepped(result, attempt, is_whole=result.rest is None)]
 
 
 def _set(future: asyncio.Future[Before], state: Before) -> None:

@@ -44,6 +44,9 @@ for _name in (
     "the only owner's process stops",
     "a liar that agrees",
     "a liar that denies",
+    "a primary that owes its result",
+    "one of two that owes its result",
+    "one that owes its result and is passed over by one",
 ):
     EXPLORED[_name] = SMALL[_name]
 EXPLORED |= {

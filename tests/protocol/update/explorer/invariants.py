@@ -145,6 +145,7 @@ def check_moments(net: Interned, world: int, found: list[Local], result: Any) ->
             raise Broken(f"{local.me} goes on with a state after {local.applied}")
     s, rest = net.scenario, net.rests.all[world >> net.at_rest]
     gone = s.crashes + s.suspicions + s.failures + bool(s.hangs) + bool(s.stops) + bool(s.cut)
+    gone += bool(s.owes)  # it may be overthrown while it steps
     gone -= rest.crashes + rest.suspicions + rest.failures + rest.hangs + rest.stops
     # A backup gives out what it copied when its primary dies, and does not mirror it on.
     most = s.replication if rest.is_decided else max(2, s.replication - 1)

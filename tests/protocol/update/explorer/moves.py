@@ -8,7 +8,7 @@ from typing import Any
 
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import DEAD, HUNG, Ballot
-from swarmnet.protocol.update.shard_state import CANVASSING, FOLLOWING
+from swarmnet.protocol.update.shard_state import CANVASSING, FOLLOWING, HAS_STEPPED
 from tests.protocol.update.explorer.interned import (
     BITS,
     GONE,
@@ -108,7 +108,7 @@ class Moves(Interned):
                 late.append((i, outcome))
         if not (lazy and found):
             found += [after(world, numbers, bag, i, outcome) for i, outcome in late]
-        if rest.hung or rest.stopped >= 0:
+        if rest.hung or rest.stopped >= 0 or self.scenario.owes:
             found += self.ends_of_faults(world, numbers, bag, rest)
         return found
 
@@ -174,7 +174,8 @@ class Moves(Interned):
         if is_cut and status is not None:
             status = replace(status, life=DEAD)
         is_hung = before is not None and before.life == HUNG
-        if is_hung and status is not None and status.life != DEAD and not status.is_past:
+        owes = self.peers[k] == self.scenario.owes
+        if is_hung and status is not None and status.life != DEAD and (owes or not status.is_past):
             status = replace(status, life=HUNG)
         outcome = Outcome(NOBODY, self.nothing, False)
         if before != status:
@@ -185,7 +186,8 @@ class Moves(Interned):
         return outcome
 
     def ends_of_faults(self, world: int, numbers: list[int], bag: int, rest: Rest) -> list[int]:
-        """A stopped process goes on; another one finds that a device hangs. When, is open."""
+        """A stopped process goes on; another one finds that a device hangs, or that a result is
+        owed. When, is open."""
         found: list[int] = []
         i = rest.stopped
         if i >= 0 and numbers[i] != GONE:
@@ -193,18 +195,31 @@ class Moves(Interned):
             actor.handle(on.StoodStill())
             ended = self.rests.number(rest._replace(stopped=-1))
             found.append(self.after(world, numbers, bag, i, self.outcome(actor), ended))
-        k = self.peers.find(self.scenario.hangs) if rest.hung else -1
+        silent = self.scenario.hangs if rest.hung else self.scenario.owes
+        k = self.peers.find(silent) if silent else -1
         for i, local in enumerate(numbers):
             is_blind = k < 0 or i in (k, rest.stopped) or local == GONE or self.is_settled[local]
             if is_blind or numbers[k] == GONE:
                 continue
             status = self.locals.all[local].seen[k]
-            if status is None or not status.is_waited_for or status.is_past:
+            if status is None or not status.is_waited_for:
+                continue
+            if not self.is_owed(local, numbers[k]) if self.scenario.owes else status.is_past:
                 continue
             actor = self.actor(local)
             actor.see(self.peers[k], replace(status, life=HUNG))
             found.append(self.after(world, numbers, bag, i, self.outcome(actor)))
         return found
+
+    def is_owed(self, local: int, silent: int) -> bool:
+        """A peer waits for a result of the one that gives none, which has sum and norm."""
+        if self.locals.all[local].me in self.scenario.patient:
+            return False
+        machine, its_machine = self.machines[local], self.machines[silent]
+        assert machine is not None
+        assert its_machine is not None
+        has_both = its_machine.shard.state in HAS_STEPPED or its_machine.is_over
+        return has_both and machine.shard.pushing == self.scenario.owes
 
     def events_of(self, local: int) -> tuple[tuple[str, Outcome], ...]:
         """What is under way at a peer, and when it may come."""

@@ -53,6 +53,18 @@ SMALL = {
     "the only owner's device hangs for ever": Scenario(
         peers="ab", tokens=(1, 1), replication=1, hangs="a", hangs_for_ever=True
     ),
+    "a primary that owes its result": Scenario(owes="a"),
+    "one that owes its result and is passed over": Scenario(owes="a", passed_over_by="abc"),
+    "one that owes its result and is passed over, and a crash": Scenario(
+        owes="a", passed_over_by="abc", crashes=1
+    ),
+    "one that owes its result and does not know that it is passed over": Scenario(
+        owes="a", passed_over_by="bc"
+    ),
+    "one that owes its result and is passed over by one": Scenario(owes="a", passed_over_by="c"),
+    "one of two that owes its result": Scenario(
+        peers="ab", tokens=(1, 1), owes="a", patient="b", crashes=1, drops=1
+    ),
     "a liar that agrees": Scenario(peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1),
     "a liar that denies": Scenario(
         peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1, denies=True
@@ -134,6 +146,8 @@ DEEP = {
     ),
     "the only owner's device hangs, for two": Scenario(replication=1, hangs="a"),
     "the only owner's process stops, for two": Scenario(replication=1, stops="a"),
+    "a primary that owes its result, and a crash": Scenario(owes="a", crashes=1),
+    "a primary that owes its result, and a lost message": Scenario(owes="a", drops=1),
     "a quorum of four peers": Scenario(peers="abcd", tokens=(1, 1, 1, 1), quorum=2),
     "a quorum, a crash and a loss": Scenario(quorum=2, crashes=1, drops=1),
     "a quorum, where records differ, and a crash": Scenario(quorum=2, primaries="aba", crashes=1),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.ownership import passing_over
 from swarmnet.protocol.update.roster import DEAD, Ballot, MemberStatus, Roster, first_ballot
 from swarmnet.protocol.update.shard_state import (
     ABANDONED,
@@ -64,6 +65,13 @@ class Scenario:
     stops: str = ""
     """A peer whose process may stop, and goes on later. Meanwhile the others find that it is
     dead."""
+    owes: str = ""
+    """A peer that answers no push with its result. It does all else, and each of the others finds
+    that by itself."""
+    passed_over_by: str = ""
+    """Who has heard from most that it is to lead nothing."""
+    patient: str = ""
+    """Who never finds it."""
     deadlines: int = 0
     """Deadlines that pass before all has come that will come."""
     failures: int = 0
@@ -126,7 +134,8 @@ class Scenario:
     def loses_nothing(self) -> bool:
         """All that have tokens live, and are waited for."""
         faults = self.crashes + self.suspicions + self.deadlines + self.failures + self.strays
-        others = self.hangs or self.stops or self.mute or self.cut or self.pulls or self.is_split
+        silent = self.hangs or self.stops or self.mute or self.owes
+        others = silent or self.cut or self.pulls or self.is_split
         # Who has led in its own eyes only has pushed to nobody when another one's result comes.
         goes_on = self.quorum and self.primaries
         return not faults and not others and not goes_on
@@ -381,6 +390,8 @@ class Actor:
             case do.Give(call, result, is_late):
                 if is_late:
                     self.carry(call)
+                if me == self.scenario.owes and call[1] == "push":
+                    return
                 self.answer(call, on.ResultCame(me, result, ballot_of(call), made_by(result)))
             case do.Agree(call, ballot):
                 self.answer(call, on.Agreed(me, ballot, *question_of(call)))
@@ -482,6 +493,8 @@ def start(scenario: Scenario) -> list[Actor]:
             pulls=scenario.pulls,
             quorum=scenario.quorum,
         )
+        if me in scenario.passed_over_by:
+            roster = passing_over(roster, scenario.owes.__contains__)
         seen = [MemberStatus(life=DEAD if {me, p} == set(scenario.cut) else "alive") for p in peers]
         applied = UNTOUCHED if me in holders or scenario.pulls else None
         local = Local(me, (), tuple(seen), applied, (), None, False, None, frozenset())
