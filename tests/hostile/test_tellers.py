@@ -264,16 +264,18 @@ class Silence:
 SLOW_S = 2.0
 """So long no round takes that is not held up."""
 SILENCE_S = 30.0
-SILENT: dict[str, tuple[Callable[[Silence, Any], None], int, int]] = {
-    "contributions": (Silence.gives_nothing, 4, 2),
-    "copies": (Silence.copies_nothing, 4, 1),
-    "copies, of three": (Silence.copies_nothing, 3, 1),
-    "results": (Silence.tells_no_result, 4, 2),
-    "results, of three": (Silence.tells_no_result, 3, 2),
-    "results, of two": (Silence.tells_no_result, 2, 0),
-    "norms": (Silence.tells_no_norm, 4, 1),
+SILENT: dict[str, tuple[Callable[[Silence, Any], None], int, int, int]] = {
+    "contributions": (Silence.gives_nothing, 4, 2, 2),
+    "copies": (Silence.copies_nothing, 4, 2, 1),
+    "copies, of three": (Silence.copies_nothing, 3, 2, 1),
+    "results": (Silence.tells_no_result, 4, 2, 2),
+    "results, of three": (Silence.tells_no_result, 3, 2, 2),
+    "results, of two": (Silence.tells_no_result, 2, 2, 0),
+    "results, of one owner": (Silence.tells_no_result, 4, 1, 2),
+    "norms": (Silence.tells_no_norm, 4, 2, 1),
 }
-"""What is done, by one of how many of a stage, and how many rounds that holds up."""
+"""What is done, by one of how many of a stage, with how many owners of a shard, and how many rounds
+that holds up."""
 SILENT_LONG = ("contributions", "copies, of three", "results, of three")
 
 
@@ -286,7 +288,7 @@ def test_one_that_does_not_do_its_part_holds_few_rounds_up(
 ) -> None:
     """Each finds it by what it waits for itself. No honest one is found, and nobody is barred. (Who
     speaks for another one beside it, where a norm is late, takes nothing from it.)"""
-    begin, num_replicas, most_slow = SILENT[kind]
+    begin, num_replicas, replication, most_slow = SILENT[kind]
     liar = f"peer-{2 * num_replicas - 1}"
     found, ends = set[tuple[str, str]](), [0.0]
     for name in ("hung", "absent", "owing", "uncopied"):
@@ -330,10 +332,18 @@ def test_one_that_does_not_do_its_part_holds_few_rounds_up(
             assert not any(map(is_barred, swarm.members)), name
             if own.stage == swarm.stages()[liar] and name != liar:
                 expects(member.peer.exchanges, own.round)
-        for total in ("norm_missed", "stage_restarted", "shard_reset", "diverged"):
+        for total in ("norm_missed", "stage_restarted", "diverged"):
             assert not swarm.total(total), total
+        # The state that nobody else has begins anew.
+        assert bool(swarm.total("shard_reset")) == (replication == 1)
 
-    pace = trial(attack, num_replicas=num_replicas, during_s=SILENCE_S, look=untouched)
+    pace = trial(
+        attack,
+        num_replicas=num_replicas,
+        during_s=SILENCE_S,
+        sync={"replication": replication},
+        look=untouched,
+    )
     took = [b - a for a, b in itertools.pairwise(ends)]
     slow = [s for s in took if s > SLOW_S]
     rate = (len(took) - len(slow)) / (SILENCE_S - sum(slow))

@@ -58,10 +58,16 @@ def invite(peer_id: str) -> bytes:
     return f"for {peer_id}".encode()
 
 
-def honest_spec(folder: Path, **pipeline: object) -> RunSpec:
+def honest_spec(folder: Path, sync: dict[str, object] | None = None, **pipeline: object) -> RunSpec:
     """Of a swarm that has enough to do."""
     return tiny_spec(
-        folder, num_stages=NUM_STAGES, rounds=100_000, global_batch=32, num_layers=2, **pipeline
+        folder,
+        num_stages=NUM_STAGES,
+        rounds=100_000,
+        sync=sync,
+        global_batch=32,
+        num_layers=2,
+        **pipeline,
     )
 
 
@@ -72,10 +78,11 @@ def trial(
     num_replicas: int = NUM_REPLICAS,
     is_closed: bool = False,
     during_s: float = DURING_S,
+    sync: dict[str, object] | None = None,
     look: Callable[[Swarm, Attacker], None] = lambda swarm, attacker: None,
 ) -> Pace:
-    """Lets a swarm of two stages work, attacks it, and lets it work again. `look(swarm, attacker)`:
-    what else has to hold at the end."""
+    """Lets a swarm of two stages work, attacks it, and lets it work again. `sync`: of the
+    spec. `look(swarm, attacker)`: what else has to hold at the end."""
     found: list[Pace] = []
 
     async def scenario(swarm: Swarm) -> None:
@@ -96,7 +103,10 @@ def trial(
         look(swarm, attacker)
 
     with tempfile.TemporaryDirectory() as folder:
-        spec, closed = honest_spec(Path(folder)), {"admission": Invited(), "credential": invite}
+        spec, closed = (
+            honest_spec(Path(folder), sync),
+            {"admission": Invited(), "credential": invite},
+        )
         in_virtual_time(
             scenario,
             spec,

@@ -145,11 +145,21 @@ def without(roster: Roster, is_barred: Callable[[str], bool]) -> Roster:
     if not any(map(is_barred, roster.order)):
         return roster
     backups = tuple(p for p in roster.backups if not is_barred(p))
-    return replace(passing_over(roster, is_barred), backups=backups)
+    return replace(_with_last(roster, is_barred), backups=backups)
 
 
 def passing_over(roster: Roster, is_last: Callable[[str], bool]) -> Roster:
-    """A roster in which these come last, and do what they do else."""
+    """A roster in which these lead nothing, and do what they do else. Where they alone hold the
+    state it begins anew, as after their deaths: else every exchange would wait for them."""
+    if all(map(is_last, roster.order)):
+        return roster
+    found = _with_last(roster, is_last)
+    if not is_last(found.ballot.primary):
+        return found
+    return replace(found, ballot=first_ballot(found.order[0], is_holder=False), holders=())
+
+
+def _with_last(roster: Roster, is_last: Callable[[str], bool]) -> Roster:
     if not any(map(is_last, roster.order)):
         return roster
     order, known = (tuple(sorted(p, key=is_last)) for p in (roster.order, roster.holders))

@@ -167,5 +167,8 @@ def test_who_is_passed_over_comes_last_and_makes_steps_with_others() -> None:
     assert found.backups == ("b", "a")
     assert ownership.passing_over(roster, set[str]().__contains__) is roster
     alone = Roster(first_ballot("a", is_holder=True), ("a", "b"), ("a",))
-    assert ownership.passing_over(alone, {"a"}.__contains__).ballot.primary == "a"
+    assert ownership.without(alone, {"a"}.__contains__).ballot.primary == "a"
+    afresh = ownership.passing_over(alone, {"a"}.__contains__)
+    assert (afresh.ballot, afresh.holders) == (first_ballot("b", is_holder=False), ())
+    assert ownership.passing_over(alone, {"a", "b"}.__contains__) is alone
     assert ownership.without(roster, {"a"}.__contains__).backups == ("b",)
