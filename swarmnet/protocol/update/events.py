@@ -148,7 +148,8 @@ class Stepped:
     result: Handle
     attempt: int
     is_whole: bool = True
-    """Of a backup's: there is no rest of it that its primary alone makes, as a rule."""
+    """Of a backup's: it lacks nothing of the primary's. So there is no rest of it that this alone
+    makes, both machines make the same bits, and the own contribution is in its sum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ class Books:
         self._copies: dict[tuple[int, int], dict[str, bytes]] = {}
         """By exchange and shard: backups of the newest step made here, with the digests of what
         they made."""
+        self._alike: dict[int, str] = {}
+        """By shard: the last primary whose step was, to the bit, the one that was copied here."""
 
     def summed(self, exchange: int, shard: int, senders: frozenset[str]) -> None:
         """A sum has been made here."""
@@ -91,6 +93,14 @@ class Books:
         if it comes again it has its copy no more."""
         copy = self._copies.get((exchange, shard), {}).pop(remote, b"")
         return copy == digest != b""
+
+    def made_alike(self, shard: int, primary: str) -> None:
+        """The step that was copied here for a primary is, as it says, the same to the bit."""
+        self._alike[shard] = primary
+
+    def makes_alike(self, shard: int, primary: str) -> bool:
+        """Its machine makes the bits that this one makes, as it has said of a step before."""
+        return self._alike.get(shard) == primary
 
     def stepped(self, exchange: int, shard: int, num_tokens: int, late: Late | None = None) -> None:
         """So many tokens are behind a result. `late`: of them, as a primary says, those that were

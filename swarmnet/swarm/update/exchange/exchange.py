@@ -764,6 +764,8 @@ class Exchange:
             if came is not None:
                 giver = came.sender
                 self._books.heard(self.number, j, came.told)
+                if came.told.is_copy:
+                    self._books.made_alike(j, came.sender)
                 self._audits.came(self.number, j, came)
                 if self._machines[j].shard.roster.clips:
                     summed = came.told.summed or self._proofs.sum_behind(self.number, j)
@@ -1201,7 +1203,7 @@ class Steps:
         self, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str
     ) -> list[on.Event]:
         result = await self._work.repeat(mirror, gradient, maker)
-        return [on.Stepped(result, attempt, is_whole=result.rest is None)]
+        return [on.Stepped(result, attempt, result.is_whole)]
 
 
 def _set(future: asyncio.Future[Before], state: Before) -> None:

@@ -100,6 +100,8 @@ class Result:
     """Makes the values, where the step was followed here and the primary's result is to come."""
     is_audited: bool = False
     """It is made all the same, to be compared with that."""
+    is_whole: bool = False
+    """Of a backup's: as of `events.Stepped`."""
     came: Came | None = None
     """How, where it came from another replica; until it is adopted."""
 
@@ -479,7 +481,9 @@ class ShardWork:
         if mirror.norm >= 0:
             self._norms.heard(mirror.round, mirror.norm)
         self._makers[mirror.shard] = maker
-        return replace(result, counted=True)  # as far as is known
+        is_alike = result.rest is None and self._books.makes_alike(mirror.shard, maker)
+        is_whole = is_alike and self._proofs.counts_own(mirror.summed)
+        return replace(result, counted=True, is_whole=is_whole)  # counted, as far as is known
 
     async def complete(self, exchange: int, shard: int, result: Result) -> None:
         """Makes the rest of a step that was followed here, for an audit, or because there is no
