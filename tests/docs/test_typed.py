@@ -78,6 +78,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (saved / "stage.safetensors").write_bytes(bytes(100))
     (saved / "meta.json").write_text(json.dumps({"spec": {"name": "a run"}}))
     (peer / "lock").touch()
+    (peer / "identity.key").write_bytes(bytes(32))
     (peer / "microbatches.jsonl").write_bytes(bytes(100))
     return folder
 

@@ -89,7 +89,7 @@ def test_a_pass_without_memory_is_made_again_in_less(
         assert (ours.layers.activations, ours.max_in_flight) == ("blocks", 1)
     assert [run.num_failed for run in full] == [1, 1, 1]
     lines = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
-    said = "out of memory in a pass: activations blocks from now on, at most 1 microbatches inside"
+    said = "out of memory in a pass: activations blocks from now on, at most 1 microbatch inside"
     assert lines == [said] * 3
 
 
