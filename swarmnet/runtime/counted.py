@@ -90,11 +90,11 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
         if "slots" in line:
             rounds = by_history.setdefault(history, {})
             rounds.setdefault(line["round"], []).extend(line["slots"])
-    counted: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for _, rounds in sorted(by_history.items()):
         first = min(rounds)
-        counted = {r: slots for r, slots in counted.items() if r < first} | rounds
-    return {r: sorted(slots) for r, slots in sorted(counted.items())}
+        found = {r: slots for r, slots in found.items() if r < first} | rounds
+    return {r: sorted(slots) for r, slots in sorted(found.items())}
 
 
 def show_counted(
