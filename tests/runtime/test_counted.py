@@ -38,7 +38,7 @@ def test_the_command_prints_what_each_round_counted(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["counted", *folders])
     assert shown.stdout.splitlines() == [
         "round 0: 3 slots, counted more than once: 1 (2 times)",
-        "round 1: 1 slots, not counted: 0",
+        "round 1: 1 slot, not counted: 0",
     ]
     shown = CliRunner().invoke(app, ["counted", *folders, "--json"])
     assert [json.loads(line) for line in shown.stdout.splitlines()] == [
