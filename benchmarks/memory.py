@@ -29,8 +29,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -46,7 +48,7 @@ from swarmnet.training.computing import (
     WeightsPlace,
 )
 from swarmnet.training.memory.activation_choice import known_activations
-from swarmnet.training.memory.pass_trace import fused_attention
+from swarmnet.training.memory.pass_trace import attend_at_once
 from swarmnet.training.memory.plan import (
     PRECISIONS,
     base_bytes,
@@ -196,7 +198,8 @@ def measure(
     )
     before = 0 if fake is None else fake.fake_used()
     device = "fake:0" if fake else options.device
-    with fused_attention():
+    # In all threads: those of a device's backward passes compute layers again.
+    with mock.patch.object(functional, "scaled_dot_product_attention", attend_at_once):
         return _measured(spec, cell, computing, options, device, before, fake)
 
 

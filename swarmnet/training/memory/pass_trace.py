@@ -19,6 +19,9 @@ from swarmnet.training.memory.pass_peaks import PassPeak
 from swarmnet.training.memory.roots import given
 from swarmnet.training.torch_calls import TorchCalls
 
+BY_PARTS = functional.scaled_dot_product_attention
+"""As torch has it, whatever stands in its place."""
+
 
 def pass_peak(
     module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], *, is_loss: bool = False
@@ -163,10 +166,10 @@ def _lives_of(
 
 def fused_attention() -> TorchCalls:
     """In this context attention is one operation, as on devices that have a kernel for it."""
-    return TorchCalls({functional.scaled_dot_product_attention: _attention})
+    return TorchCalls({BY_PARTS: attend_at_once})
 
 
-def _attention(
+def attend_at_once(
     q_BHSE: Tensor,
     k_BHSE: Tensor,
     v_BHSE: Tensor,
@@ -184,9 +187,7 @@ def _attention(
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  it has no public name
         found = attend(q_BHSE, k_BHSE, v_BHSE, dropout_p, is_causal, attn_mask=attn_mask, **more)
         return cast(Tensor, found[0])
-    return functional.scaled_dot_product_attention(
-        q_BHSE, k_BHSE, v_BHSE, attn_mask, dropout_p, is_causal, **more
-    )
+    return BY_PARTS(q_BHSE, k_BHSE, v_BHSE, attn_mask, dropout_p, is_causal, **more)
 
 
 def memory_of(tensor: Tensor) -> int:
