@@ -123,16 +123,20 @@ def saved(state: Path, grid: Sequence[tuple[str, int]]) -> list[Any]:
     return [m for f in folders for _, m in find_checkpoints(f) if m.round == ROUNDS]
 
 
-def giver_of(resolved: Resolved, state: Path, folder: Path | None) -> Any:
-    """What each peer has of what a run began from: the first has all, the others nothing."""
+def giver_of(
+    resolved: Resolved, state: Path, folder: Path | None, kept: Path | None = None
+) -> Any:
+    """What each peer has of what a run began from: the first has all, the others nothing. `kept`:
+    the state folder of all, where they keep what is not trained."""
     spec, hashes = resolved.spec, resolved.contents["weights.sha256"]
 
     def weights(name: str) -> ModelWeights:
+        keeps = None if kept is None else kept / name
         if name != GRID[0][0]:
-            return ModelWeights(spec, hashes, None)
+            return ModelWeights(spec, hashes, None, state_dir=keeps)
         ended = open_ended(spec, InitialLayout.of(spec), state / name, "")
         assert ended is not None
-        return ModelWeights(spec, hashes, folder, ended=ended)
+        return ModelWeights(spec, hashes, folder, ended=ended, state_dir=keeps)
 
     return weights
 
@@ -219,7 +223,7 @@ def test_they_go_on_over_another_cut_and_back(tmp_path: Path, what: str) -> None
         assert run.model.moments
         RunFiles(states[i + 1] / GRID[0][0], run.files).save(resolved.contents)
         later = Later(open_data(run), run, (i + 1) * ROUNDS)
-        giver = giver_of(resolved, states[i], folder)
+        giver = giver_of(resolved, states[i], folder, states[i + 1])
         losses, parameters = trained(run, weights=giver, data=later, state=states[i + 1])
         found += losses
     assert found == pytest.approx(expected, rel=2e-5)
