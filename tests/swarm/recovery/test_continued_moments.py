@@ -123,9 +123,7 @@ def saved(state: Path, grid: Sequence[tuple[str, int]]) -> list[Any]:
     return [m for f in folders for _, m in find_checkpoints(f) if m.round == ROUNDS]
 
 
-def giver_of(
-    resolved: Resolved, state: Path, folder: Path | None, kept: Path | None = None
-) -> Any:
+def giver_of(resolved: Resolved, state: Path, folder: Path | None, kept: Path | None = None) -> Any:
     """What each peer has of what a run began from: the first has all, the others nothing. `kept`:
     the state folder of all, where they keep what is not trained."""
     spec, hashes = resolved.spec, resolved.contents["weights.sha256"]
