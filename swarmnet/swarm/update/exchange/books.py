@@ -38,7 +38,7 @@ class Books:
         self._tokens: dict[tuple[int, int], int] = {}
         """By exchange and shard."""
         self._senders: dict[tuple[int, int], frozenset[str]] = {}
-        """By exchange and shard: of sums that were made here."""
+        """By exchange and shard: of sums that were made here, or that a step was copied from."""
         self._brought: dict[tuple[int, int], dict[str, Late]] = {}
         """By exchange and shard, by contributor: of its tokens, those that were late before."""
         self._late: dict[tuple[int, int], Late] = {}
@@ -60,6 +60,10 @@ class Books:
         brought = self._brought.get(key, {})
         self._late[key] = added(late for p, late in brought.items() if p in senders)
         self._copies.pop(key, None)
+
+    def is_counted(self, exchange: int, shard: int, contributor: str) -> bool:
+        """Its contribution is in the sum that the step here was made from."""
+        return contributor in self._senders.get((exchange, shard), ())
 
     def counts_too(self, exchange: int, shard: int, neighbours: Collection[str]) -> None:
         """The own contribution is in the result, and those of these in that."""
@@ -133,7 +137,7 @@ class Books:
         late, key = self.late_behind(exchange, shard), (exchange, shard)
         return ShardReply(
             exchange + 1 if coming is None else coming,
-            remote in self._senders.get(key, ()) or remote in self._neighbours.get(key, ()),
+            self.is_counted(exchange, shard, remote) or remote in self._neighbours.get(key, ()),
             self._tokens.get((exchange, shard), UNKNOWN),
             self.norm(exchange),
             is_copy,

@@ -294,12 +294,8 @@ class Proofs:
     def names_own(self, told: ShardReply) -> bool:
         """A contribution of this replica is in the sum whose primary has signed so: whoever tells
         of the result may not know it."""
-        return self.counts_own(told.summed)
-
-    def counts_own(self, summed: Proof | None) -> bool:
-        """So this says, of a `Summed`; False where there is none."""
         try:
-            said = None if summed is None else summed.read(Summed)
+            said = None if told.summed is None else told.summed.read(Summed)
         except ProtocolViolation:
             return False
         own = self.gossip.own.peer_id

@@ -482,7 +482,8 @@ class ShardWork:
             self._norms.heard(mirror.round, mirror.norm)
         self._makers[mirror.shard] = maker
         is_alike = result.rest is None and self._books.makes_alike(mirror.shard, maker)
-        is_whole = is_alike and self._proofs.counts_own(mirror.summed)
+        own = self._gossip.own.peer_id
+        is_whole = is_alike and self._books.is_counted(mirror.round, mirror.shard, own)
         return replace(result, counted=True, is_whole=is_whole)  # counted, as far as is known
 
     async def complete(self, exchange: int, shard: int, result: Result) -> None:
