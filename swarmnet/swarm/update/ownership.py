@@ -562,8 +562,9 @@ class Ownership:
         return not progress.is_launched(self.gossip.view, 0, now, self.settings.slots.of(0))
 
     def _tell_whether_all_are_here(self, r: int, mine: Sequence[int]) -> None:
-        had_all = self._has_all
-        self._has_all = bool(mine) and all(self.states.has_input(j, r) for j in mine)
+        """Of a possible owner; where others have far better links it may own nothing."""
+        had_all, is_candidate = self._has_all, self.gossip.own.peer_id in self.placement(r).weights
+        self._has_all = is_candidate and all(self.states.has_input(j, r) for j in mine)
         if self._has_all and not had_all:
             log.info("has the optimizer state of what it owns: %s", counted(len(mine), "shard"))
 
