@@ -388,11 +388,13 @@ def copy_failed(u: ShardState, event: on.Denied) -> None:
 
 def note_claim(u: ShardState, event: on.Denied) -> None:
     """To a primary: by one that goes by another ballot. It is not waited for any more, but for its
-    contribution: either primary yields to the other (`ShardState.overthrown_by`)."""
+    contribution: either primary yields to the other (`ShardState.overthrown_by`). A backup that
+    takes no step may have said so before it went on to a higher ballot: it is asked."""
     is_now = event.asked == u.ballot and event.count in (None, u.count)
     if is_now and event.ballot.primary != u.me and event.sender in u.members:
         doubt_all(u, event.sender, event.ballot)
-        claim(u, event.sender, event.ballot)
+        if event.count is not None:
+            claim(u, event.sender, event.ballot)
 
 
 def no_promise(u: ShardState, event: on.Agreed) -> None:

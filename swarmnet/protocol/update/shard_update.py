@@ -57,7 +57,8 @@ others by a higher ballot before it died: so a primary that has lost a member ha
 promise once more before it gives its result out; what they promised before that count does not
 count. Who has promised takes no result any more that an older call still brings: only that of a
 call under the present ballot. Two results can only come from two replicas that were dead to each
-other, with all those that could have told. That is a partition; `divergence` ends it.
+other, with all those that could have told; or to one of which all others were, and some of them are
+when it hears of one again. That is a partition; `divergence` ends it.
 
 The moments survive the deaths of all owners but one. Of three and more there is an exception: where
 the primary dies before it gives its result out, a backup that has copied the step gives it out, and

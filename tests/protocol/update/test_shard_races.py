@@ -1821,7 +1821,7 @@ def test_what_was_agreed_before_is_no_promise_of_one_that_has_left() -> None:
 def test_who_has_left_no_primary_that_is_one_is_none_that_has_left() -> None:
     """c follows this primary, and nobody that counts follows d."""
     for event in (
-        on.Denied("c", D, A),
+        on.Denied("c", D, A, 1),
         on.Denied("c", D, B, 0),
         on.Denied("c", Ballot(1, "b"), B, 1),
         on.Denied("x", D, B, 1),
@@ -1830,6 +1830,19 @@ def test_who_has_left_no_primary_that_is_one_is_none_that_has_left() -> None:
         b.handle(event)
         denied_by(b, "d", D)
         assert b.shard.ballot == B
+
+
+def test_who_takes_no_step_is_asked_by_whom_it_goes() -> None:
+    """It may have said so before it took over, and that comes first."""
+    a = mirroring()
+    a.handle(agreed("c", A, is_final=True))
+    asked = ask(("b", "c"), A, is_final=True, count=1)
+    assert asked in a.handle(on.Denied("b", Ballot(1, "b"), A))
+    a.handle(agreed("c", A, is_final=True, count=1))
+    assert a.shard.state is MIRRORING
+    denied_by(a, "b", B)
+    a.handle(agreed("c", A, is_final=True, count=2))
+    assert a.shard.state is DECIDED, "b leads nobody else"
 
 
 def test_of_two_other_primaries_the_one_with_more_followers_leads() -> None:

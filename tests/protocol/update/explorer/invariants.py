@@ -28,6 +28,17 @@ def reaches(net: Interned, numbers: list[int], i: int) -> frozenset[str]:
     return frozenset(net.peers[k] for k in found)
 
 
+def hears_all(net: Interned, numbers: list[int], i: int, others: frozenset[str]) -> bool:
+    """Nobody that this one is not parted from is dead to it: who wrongly took all others for dead,
+    and hears of one again, cannot ask the rest."""
+    cut = set(net.scenario.cut)
+    return all(
+        takes_for_living(net, numbers, i, k)
+        for k, peer in enumerate(net.peers)
+        if k != i and peer in others and {net.peers[i], peer} != cut
+    )
+
+
 def takes_for_living(net: Interned, numbers: list[int], a: int, b: int) -> bool:
     if {net.peers[a], net.peers[b]} == set(net.scenario.cut):
         return False
@@ -41,6 +52,8 @@ def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[
     if is_false(actor.result, net.scenario.liar):
         raise Broken(f"{actor.me} has {actor.result}, which the liar has made")
     actor.group = reaches(net, numbers, i)
+    if net.scenario.suspicions > 1 and not hears_all(net, numbers, i, actor.group):
+        actor.group = frozenset({actor.me})
     for k, local in enumerate(numbers):
         if k == i or not has_result(net, local):
             continue

@@ -65,6 +65,9 @@ SMALL = {
     "one of two that owes its result": Scenario(
         peers="ab", tokens=(1, 1), owes="a", patient="b", crashes=1, drops=1
     ),
+    "two that lead, a false suspicion and an early deadline": Scenario(
+        peers="ab", tokens=(1, 1), primaries="ab", suspicions=1, deadlines=1
+    ),
     "a liar that agrees": Scenario(peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1),
     "a liar that denies": Scenario(
         peers="abcx", tokens=(1, 1, 1, 0), liar="x", lies=1, denies=True
