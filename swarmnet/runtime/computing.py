@@ -3,6 +3,7 @@ says, else what its memory allows. Said to the person in one line."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,7 @@ def choose_computing(
         max_device_bytes=most,
     )
     kept = DEVICE if is_there else host_place(spec, options)
-    line = _line(stage, device, computing, choice.needed_bytes, in_flight, left)
+    line = _line(stage, devices, computing, choice.needed_bytes, in_flight, left)
     if smaller.is_said:
         line += f"; {smaller.name} is the smallest of its devices, and decides for all"
     if weights != DEVICE:
@@ -323,7 +324,7 @@ def _why_not_compiled(spec: RunSpec, options: PeerOptions) -> str:
 def _one_rank(options: PeerOptions) -> str:
     """How a peer has no more than one."""
     own = options.ranks_option
-    return "add --tp 1" if own == "--tp" else f"leave {own} out"
+    return "take --tp 1" if own == "--tp" else f"leave {own} out"
 
 
 def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:
@@ -363,15 +364,27 @@ def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> No
         raise UsageError(f"--compile: {why}; leave it out, or {_one_rank(options)}")
 
 
+def _where(devices: list[str]) -> str:
+    """The devices of all ranks, in words."""
+    names = ", ".join(dict.fromkeys(devices))
+    if len(devices) == 1:
+        return names
+    cores = os.cpu_count() or 1
+    are_waiting = devices[0] == "cpu" and len(devices) > cores
+    few = f", which share {counted(cores, 'core')}" if are_waiting else ""
+    return f"{names} ({counted(len(devices), 'rank')}{few})"
+
+
 def _line(
     stage: int,
-    device: torch.device,
+    devices: list[str],
     computing: Computing,
     needed: float | None,
     in_flight: int,
     left: float,
 ) -> str:
-    line = f"stage {stage}: {computing.precision} on {device}, activations {computing.activations}"
+    line = f"stage {stage}: {computing.precision} on {_where(devices)}"
+    line += f", activations {computing.activations}"
     if needed is None:
         return f"{line}; how much memory they take is not known"
     line += (

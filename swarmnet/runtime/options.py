@@ -5,6 +5,7 @@ are made of these classes (`peer.option_groups`)."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -474,11 +475,12 @@ class LocalPeerOptions(LinkOptions, ComputeOptions):
 class LocalChoices(LocalRunOptions, LocalPeerOptions):
     """All that a person may choose of a swarm on one machine."""
 
-    @property
-    def threads_each(self) -> int:
-        """Threads of each peer."""
-        num_ranks = self.num_peers * (self.num_ranks or 1)
-        return self.threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    def threads_each(self, seats: Sequence[int]) -> int:
+        """Threads of each process that computes. `seats`: stages of each peer, which are in
+        processes of their own where they have ranks."""
+        num_ranks = self.num_ranks or 1
+        num_processes = self.num_peers if num_ranks == 1 else sum(seats) * num_ranks
+        return self.threads or max(1, (os.cpu_count() or 1) // num_processes)
 
 
 @dataclass(frozen=True, kw_only=True)

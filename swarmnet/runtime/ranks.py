@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnet.errors import SpecError, UsageError, UserError
 from swarmnet.plurals import counted
 from swarmnet.runtime.computing import check_options
-from swarmnet.runtime.options import PeerOptions
+from swarmnet.runtime.options import ComputeOptions, PeerOptions
 from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("swarmnet.peer")
 
 
-def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
+def choose_devices(spec: RunSpec, options: ComputeOptions) -> list[str]:
     """A device for each rank. Raises `SpecError` where `--tp`, `--cp` or `--ep` does not go with
     the model, `UserError` where the machine has GPUs and fewer than ranks, none and `--device`
     wants one, or is too small.
@@ -52,7 +52,7 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     return [f"{here}:{i}" for i in range(most_ranks(spec, options, num_gpus))]
 
 
-def most_ranks(spec: RunSpec, options: PeerOptions, num_devices: int) -> int:
+def most_ranks(spec: RunSpec, options: ComputeOptions, num_devices: int) -> int:
     """Into how many the model can be cut, on so many devices. Raises `UsageError` as
     `check_ranks`."""
 
@@ -81,7 +81,7 @@ def check_wanted(device: str, num_devices: int) -> None:
         )
 
 
-def _check_cards(options: PeerOptions, num_cards: int, num_ranks: int) -> None:
+def _check_cards(options: ComputeOptions, num_cards: int, num_ranks: int) -> None:
     """Raises `UsageError` where ranks are more than the devices that they can have here: it is for
     the machine's person to say that they are to compute on its CPUs."""
     if num_ranks > num_cards:
@@ -91,13 +91,13 @@ def _check_cards(options: PeerOptions, num_cards: int, num_ranks: int) -> None:
         )
 
 
-def _so_many(options: PeerOptions, num_ranks: int) -> str:
+def _so_many(options: ComputeOptions, num_ranks: int) -> str:
     """In the words of the command line."""
     rows = counted(num_ranks, "rank")
     return rows if options.are_in_rows else f"{options.ranks_option} {num_ranks}"
 
 
-def check_ranks(spec: RunSpec, options: PeerOptions, num_ranks: int) -> None:
+def check_ranks(spec: RunSpec, options: ComputeOptions, num_ranks: int) -> None:
     """Raises `SpecError` or `UsageError` where so many ranks do not go with the model, or with
     other options."""
     from swarmnet.training.ranks.context_parallel_stage import check_sequences
@@ -122,7 +122,7 @@ def check_ranks(spec: RunSpec, options: PeerOptions, num_ranks: int) -> None:
         check_cut(spec, num_ranks, sequence_parallel=options.sequence_parallel)
 
 
-def _check_alone(options: PeerOptions) -> None:
+def _check_alone(options: ComputeOptions) -> None:
     """Raises `UsageError` where another option divides something else among ranks."""
     own = options.ranks_option
     others = {
@@ -135,7 +135,7 @@ def _check_alone(options: PeerOptions) -> None:
             raise UsageError(f"{own} does not go with {name}; leave one of them out")
 
 
-def _check_cores(options: PeerOptions, num_ranks: int) -> None:
+def _check_cores(options: ComputeOptions, num_ranks: int) -> None:
     """Raises `UsageError` where ranks on CPUs would wait for each other's core."""
     cores = os.cpu_count() or 1
     if num_ranks > cores:
@@ -152,19 +152,21 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
     devices = choose_devices(spec, options)
     check_options(spec, options, devices)
     if len(devices) == 1:
-        if given := _of_ranks(options):
-            log.warning("%s has no effect: one device computes; --tp N makes N ranks", given)
+        if line := without_effect(spec, options):
+            log.warning(line)
         return None
     return start_ranks(spec.with_builder(options.model_builder(spec)), options, devices)
 
 
-def _of_ranks(options: PeerOptions) -> str:
-    """What was asked for that is a way of several ranks, where nobody said how many."""
-    if options.num_ranks is not None:
+def without_effect(spec: RunSpec, options: ComputeOptions) -> str:
+    """A line where a way of several ranks is asked for, nobody said how many, and one device
+    computes; else empty. Raises as `choose_devices`."""
+    given = "--local fsdp" if options.local == "fsdp" else ""
+    if not given and options.sequence_parallel:
+        given = "--sequence-parallel"
+    if not given or options.num_ranks is not None or len(choose_devices(spec, options)) > 1:
         return ""
-    if options.local == "fsdp":
-        return "--local fsdp"
-    return "--sequence-parallel" if options.sequence_parallel else ""
+    return f"{given} has no effect: one device computes; --tp N makes N ranks"
 
 
 def start_ranks(spec: RunSpec, options: PeerOptions, devices: list[str]) -> LocalGroup:
@@ -196,7 +198,7 @@ def start_ranks(spec: RunSpec, options: PeerOptions, devices: list[str]) -> Loca
     )
 
 
-def _mode(options: PeerOptions) -> str:
+def _mode(options: ComputeOptions) -> str:
     """What ranks divide, or rows of them: of `rank_options`."""
     if options.shares_sequences:
         return "context"

@@ -140,8 +140,6 @@ def test_an_error_is_the_line_of_the_command(opening: Open, spec: RunSpec, temp_
     observer = FakeObserver(spec, last_round=1)
     with pytest.raises(UserError, match=r"^port 1 is taken; choose another --port$"):
         opening(observer, "refuse").open()
-    with pytest.raises(UsageError, match="2 stages need --peers 2"):
-        opening(observer, choices=replace(CHOICES, num_peers=1, tp=2)).open()
     assert list(temp_root.iterdir()) == []
     with pytest.raises(swarmnet.UserError, match="cannot read nowhere"):
         swarmnet.local("nowhere.toml").open()

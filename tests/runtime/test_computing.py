@@ -68,6 +68,29 @@ def test_free_memory_decides_and_the_person_is_told(
     assert computing.activations != "offload"  # to a disk only where somebody wants it
 
 
+@pytest.mark.parametrize(
+    ("devices", "cores", "where"),
+    [
+        (["cuda:0"], 4, "cuda:0"),
+        (["cuda:0", "cuda:1"], 1, "cuda:0, cuda:1 (2 ranks)"),
+        (["cpu", "cpu"], 2, "cpu (2 ranks)"),
+        (["cpu"] * 4, 2, "cpu (4 ranks, which share 2 cores)"),
+    ],
+)
+def test_the_person_is_told_of_all_ranks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    devices: list[str],
+    cores: int,
+    where: str,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("swarmnet.runtime.computing.free_bytes_of", lambda _: 64 << 30)
+    monkeypatch.setattr(accelerators, "total_bytes", lambda _: 64 << 30)
+    _, line = choose(tmp_path, small_spec(), devices, precision="fp32", tp=len(devices))
+    assert line.startswith(f"stage 0: fp32 on {where}, activations ")
+
+
 def test_the_smallest_of_several_devices_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +221,7 @@ def test_weights_that_have_no_room_on_a_device_lie_on_the_host(
     ("options", "devices", "why"),
     [
         ({"weights_memory": "host"}, CPU, "there is no GPU at work here .*; use disk"),
-        ({"tp": 2}, ["cuda:0", "cuda:1"], "it is for one rank; use device, or add --tp 1"),
+        ({"tp": 2}, ["cuda:0", "cuda:1"], "it is for one rank; use device, or take --tp 1"),
         ({"precision": "fp16"}, ["cuda:0"], "add --precision bf16 or fp32"),
         ({"compile": True}, ["cuda:0"], "leave --compile out"),
         ({"optimizer_memory": "device"}, ["cuda:0"], "use --optimizer-memory host"),
@@ -360,7 +383,7 @@ def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             choose(tmp_path, large(), ["cpu", "cpu"], compile=True, **{own: 2})
     drawing = spec_of("llama", 1, document_mask=False, attention_dropout=0.1)
-    with pytest.raises(UsageError, match=r"--compile: .* no dropout; leave it out, or add --tp 1"):
+    with pytest.raises(UsageError, match=r"--compile: .* no dropout; leave it out, or take --tp 1"):
         choose(tmp_path, drawing, ["cpu", "cpu"], compile=True, tp=2)
 
 

@@ -24,6 +24,7 @@ from swarmnet.runtime.options import (
     arguments_for,
     default_spec_path,
 )
+from swarmnet.runtime.ranks import without_effect
 from swarmnet.spec import BYTES_TOKENIZER, HELD_OUT_NAME, PYTHON_STDLIB, RunSpec
 from swarmnet.swarm.lifecycle.departure import LONGEST_DRAIN_S
 from swarmnet.swarm.recovery.checkpointing import LAST_SAVE_S
@@ -59,6 +60,8 @@ class LocalSwarm:
         several = f"; one serves up to {counted(seats[0], 'stage')}" if seats[0] > 1 else ""
         peers = counted(choices.num_peers, "peer")
         say(f"starting {peers}{several}")
+        if line := await asyncio.to_thread(without_effect, self.spec, choices):
+            say(line)  # a peer says it to its log
         own = [*seat_arguments(seats[0]), *self.more]
         first = await processes.start("peer-1", first_arguments(choices, *own))
         self.address = (await processes.wait_ready(first, say)).address
@@ -97,15 +100,10 @@ async def begin_local(choices: LocalChoices) -> tuple[Run, LocalChoices]:
     path = choices.spec or default_spec_path()
     started = await asyncio.to_thread(start_run, path, rounds=choices.rounds, seed=choices.seed)
     num_stages = started.spec.pipeline.num_stages
-    most = max(seats_of(num_stages, choices.num_peers))
-    if most > MAX_SEATS:
+    seats = seats_of(num_stages, choices.num_peers)
+    if seats[0] > MAX_SEATS:
         raise UsageError(f"a peer serves at most {MAX_SEATS} stages: take more --peers")
-    if most > 1 and (choices.num_ranks or 1) > 1:
-        raise UsageError(
-            f"the ranks of {choices.ranks_option} serve one stage: {counted(num_stages, 'stage')} "
-            f"need --peers {num_stages}"
-        )
-    return started, replace(choices, spec=path, threads=choices.threads_each)
+    return started, replace(choices, spec=path, threads=choices.threads_each(seats))
 
 
 def seats_of(num_stages: int, num_peers: int) -> list[int]:

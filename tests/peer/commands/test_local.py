@@ -16,7 +16,7 @@ import pytest
 
 from peer.commands.local import run_local
 from peer.options import LocalOptions
-from swarmnet.errors import SwarmnetError, UsageError, UserError
+from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.local.processes import kept_folder, remove_stale_folders
 from swarmnet.runtime.local.swarm import first_arguments, joiner_arguments, seats_of
@@ -171,9 +171,47 @@ def test_a_peer_serves_several_stages_where_there_are_few(
     assert "starting 1 peer; one serves up to 2 stages" in capsys.readouterr().out
 
 
-def test_ranks_serve_one_stage(tmp_path: Path, spec: RunSpec) -> None:
-    with pytest.raises(UsageError, match="ranks of --tp serve one stage: 2 stages need --peers 2"):
-        run(tmp_path, "good", FakeObserver(spec, last_round=1), num_peers=1, tp=2)
+@pytest.mark.parametrize(("num_peers", "threads"), [(1, "4"), (3, "2")])
+def test_each_stage_of_a_peer_has_ranks(
+    tmp_path: Path,
+    temp_root: Path,
+    spec: RunSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    num_peers: int,
+    threads: str,
+) -> None:
+    """Every process that computes has its share of the cores."""
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    started: list[list[str]] = []
+
+    def look() -> None:
+        started.extend(json.loads(p.read_text()) for p in sorted(temp_root.glob("*/*.args")))
+
+    class Looking(FakeObserver):
+        async def join(self, *names: Any) -> FakeObserver:
+            look()
+            return await super().join(*names)
+
+    run(tmp_path, "good", Looking(spec, last_round=ROUNDS), num_peers=num_peers, tp=2)
+    words = started[0]
+    given = {word: words[words.index(word) + 1] for word in ("--tp", "--threads")}
+    assert given == {"--tp": "2", "--threads": threads}
+    assert ("--stages" in words) == (num_peers == 1)
+
+
+@pytest.mark.parametrize(("given", "is_told"), [({}, True), ({"tp": 2}, False)], ids=str)
+def test_a_way_of_ranks_without_ranks_is_told(
+    tmp_path: Path,
+    spec: RunSpec,
+    capsys: pytest.CaptureFixture[str],
+    given: dict[str, Any],
+    is_told: bool,
+) -> None:
+    """Where its person looks, which is no peer's log."""
+    observer = FakeObserver(spec, last_round=ROUNDS)
+    run(tmp_path, "good", observer, local="fsdp", device="cpu", **given)
+    line = "--local fsdp has no effect: one device computes; --tp N makes N ranks"
+    assert (line in capsys.readouterr().out) == is_told
 
 
 def test_joiners_are_told_where_the_data_is_and_only_the_first_gets_the_spec(
