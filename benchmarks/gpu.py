@@ -12,7 +12,7 @@ it, behind its device thread and event loop: arrays from and to main memory, fin
 receipts, fp32 sums of gradients, `--in-flight` microbatches between their passes. The two take
 turns, `--repeat` times; the ratio is that of the medians.
 
-MFU: FLOPs that the model needs (forward, and twice that backward) over what the device could do:
+MFU: FLOPs that the model needs (forward, and twice that backward) over what its devices could do:
 `--peak-tflops`, or else what one large matrix product reaches here.
 
 `--swarm`: a model of 154.7 M parameters, sequences of 1,024 tokens, 512 of them a round
@@ -36,6 +36,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of benchmarks/
 
 from benchmarks import gpu_swarm
+from swarmnet.errors import SwarmnetError
+from swarmnet.plurals import counted
 from swarmnet.ports import BACKWARD, FORWARD
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, boundary_codec, coded_form
 from swarmnet.spec import ModelSpec, RunSpec
@@ -228,24 +230,39 @@ def main() -> None:
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if options.device != "cpu" and has_gpu else "cpu")
-    if options.ranks > 1 and device.type == "cuda" and torch.cuda.device_count() < options.ranks:
-        parser.error(f"this machine has {torch.cuda.device_count()} GPUs, not {options.ranks}")
-    if options.device == "cuda" and not has_gpu:
-        parser.error("no GPU that torch can use; --device cpu --tiny proves the script")
-    if device.type == "cpu" and not options.tiny:
-        parser.error("a model of this size takes a GPU; add --tiny")
+    if wrong := why_not(options, device, torch.cuda.device_count() if has_gpu else 0):
+        sys.exit(f"gpu.py: {wrong}")
     precision: PrecisionName = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     if options.swarm:
         compare_swarms(options, device, precision)
         return
     spec = make_spec(options)
     computing = Computing(precision, options.activations or "keep", options.compile)
-    with on_ranks(options.ranks, device, spec) as group:
-        if group is None:
-            stage = build_stage(spec, STAGE, device=device, computing=computing)
-        else:
-            stage = build_parallel_stage(spec, STAGE, group, computing)
-        compare_stage(options, spec, stage, device)
+    try:
+        with on_ranks(options.ranks, device, spec) as group:
+            if group is None:
+                stage = build_stage(spec, STAGE, device=device, computing=computing)
+            else:
+                stage = build_parallel_stage(spec, STAGE, group, computing)
+            compare_stage(options, spec, stage, device)
+    except SwarmnetError as error:
+        sys.exit(f"gpu.py: {error}")
+
+
+def why_not(options: argparse.Namespace, device: torch.device, num_gpus: int) -> str:
+    """What does not go on this machine, in a line; empty where all does."""
+    if options.ranks < 1:
+        return f"--ranks {options.ranks}: 1 or more"
+    if options.swarm and options.ranks > 1:
+        return "--swarm compares peers of one rank; leave --ranks out"
+    wants_gpu = options.device == "cuda" or (options.device == "auto" and not options.tiny)
+    if wants_gpu and not num_gpus:
+        return "no GPU that torch can use; --device cpu --tiny proves the script"
+    if device.type == "cpu" and not options.tiny:
+        return "a model of this size takes a GPU; add --tiny"
+    if device.type == "cuda" and num_gpus < options.ranks:
+        return f"--ranks {options.ranks}: this machine has {counted(num_gpus, 'GPU')} for them"
+    return ""
 
 
 @contextmanager
@@ -287,9 +304,10 @@ def compare_stage(
         f"{len(layers)} layers, {stage.num_parameters / 1e6:.1f} M parameters, {precision} on "
         f"{device}, peak {peak / 1e12:.2f} TFLOP/s"
     )
-    for name, seconds in (("plain", plain), ("peer", ours)):
+    num_devices = options.ranks if device.type == "cuda" else 1
+    for name, seconds, many in (("plain", plain, 1), ("peer", ours, num_devices)):
         median_s = statistics.median(seconds)
-        mfu = flops * total / median_s / peak
+        mfu = flops * total / median_s / (peak * many)
         print(f"{name:6} {tokens / median_s:12,.0f} tokens/s   MFU {mfu:.3f}")
     on = f", on {options.ranks} ranks" if options.ranks > 1 else ""
     print(f"peer{on} / plain: {statistics.median(plain) / statistics.median(ours):.3f}")

@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -59,6 +60,11 @@ def main() -> None:
     parser.add_argument("--devices", nargs=2, default=["cpu", "cpu"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    for name in options.devices:
+        try:
+            torch.zeros(1, device=name)
+        except (RuntimeError, AssertionError) as error:  # what torch raises for no such device
+            sys.exit(f"seats.py: --devices {name}: {str(error).splitlines()[0]}")
     set_num_threads(options.cores)
     rows = asyncio.run(both(options))
     for row in rows:
