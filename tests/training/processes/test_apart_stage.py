@@ -257,7 +257,7 @@ async def until_lost(stage: WholeStage) -> str:
 def test_a_process_of_ranks_computes_the_same_and_is_lost_with_one(tmp_path: Path) -> None:
     spec = small_spec(pipeline={"num_stages": 2, "codec": "none"})
     with process_stage(spec, 0, ["cpu", "cpu"], tmp_path, tp=2) as stage:
-        assert "stage 0: fp32 on cpu (2 ranks)" in stage.line
+        assert "stage 0: fp32 on cpu (2 ranks" in stage.line
         compare(stage, stages_of(spec)[0], spec)
         (host,) = stage.process.pids
         children = Path(f"/proc/{host}/task").glob("*/children")
