@@ -100,6 +100,10 @@ def is_finite(values: Tensor, largest: float = LARGEST_FLOAT) -> bool:
     """No value is NaN, infinite, or larger than `largest` either way."""
     if values.numel() == 0:
         return True
+    # No value is above the norm, which takes half the time of both ends. Squares of small values
+    # may become zero.
+    if largest >= 1 and torch.linalg.vector_norm(values).item() < largest / 2:
+        return True
     # `aminmax` hands a NaN on, and no comparison with it is true.
     low, high = torch.aminmax(values)
     return bool(low.item() >= -largest and high.item() <= largest)

@@ -81,6 +81,17 @@ def test_sums_of_squares_hold_over_the_whole_range(scale: float, dtype: torch.dt
     assert sum_of_squares(torch.zeros(3)) == 0.0
 
 
+@pytest.mark.parametrize("num_values", [1, 100_000])
+def test_only_what_is_larger_than_the_largest_is_refused(num_values: int) -> None:
+    for largest in (1.0, 1e15, 1e30, torch.finfo(torch.float32).max):
+        values = torch.full((num_values,), largest)
+        assert is_finite(values, values[0].item())
+        assert is_finite(-values / 4, largest)
+        above = torch.zeros(num_values)
+        above[-1] = -largest
+        assert not is_finite(above, largest * 0.999)
+
+
 def test_sums_of_squares_of_long_tensors_are_as_good_as_those_of_short_ones() -> None:
     rng = torch.Generator().manual_seed(2)
     for values in (torch.full((3_000_001,), 0.1), torch.randn(3_000_001, generator=rng)):

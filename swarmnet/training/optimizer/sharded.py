@@ -331,11 +331,15 @@ class ShardedOptimizer(ABC):
 
 def _is_finite_scaled(values: Tensor, scale: float) -> bool:
     """Whether all products are finite, in fp32. Rounding keeps an order, so that the largest ones
-    are those of the largest values."""
+    are those of the largest values, and not larger than these where the scale is not above 1."""
     factor, are_finite = torch.tensor(scale, dtype=torch.float32), list[bool]()
 
     def work(part: slice) -> None:
-        ends = torch.stack(torch.aminmax(values[part])) * factor
+        here = values[part]
+        if abs(scale) <= 1:
+            are_finite.append(is_finite(here))
+            return
+        ends = torch.stack(torch.aminmax(here)) * factor
         are_finite.append(math.isfinite(ends[0].item()) and math.isfinite(ends[1].item()))
 
     over(values, work)
