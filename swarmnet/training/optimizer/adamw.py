@@ -61,6 +61,9 @@ def step(
         written(*vectors, about, weight_decay)
         return
     end = parameters.numel() // WHOLE * WHOLE
+    if end == parameters.numel():
+        _fused(vectors, about, weight_decay)
+        return
     if end:
         _fused([v[:end] for v in vectors], about, weight_decay)
     if end < parameters.numel():

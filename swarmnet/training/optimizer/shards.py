@@ -104,14 +104,17 @@ def adamw_stepper(
     mean, square = state.vectors
 
     def advance(part: slice, own: Tensor, gradient: Tensor) -> Tensor:
+        whole = own, gradient, mean[part], square[part]
         for segment in segments:
             start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
             if start >= stop:
                 continue
             here = slice(start - part.start, stop - part.start)
-            of_state = mean[start:stop], square[start:stop]
+            vectors = whole
+            if stop - start < len(own):
+                vectors = own[here], gradient[here], mean[start:stop], square[start:stop]
             decay = spec.weight_decay if segment.has_decay else 0.0
-            adamw.step(own[here], gradient[here], *of_state, about, decay)
+            adamw.step(*vectors, about, decay)
         if not is_delayed:
             return own
         ahead = _look_ahead(spec, mean[part], square[part], steps, gradient, rate)
