@@ -281,15 +281,19 @@ class View:
         those all peers have to agree."""
         return self.reputation.level(peer_id) is Level.BARRED
 
-    def lost(self, stage: int, now: float) -> list[Record]:
+    def lost(self, stage: int, now: float) -> Sequence[Record]:
         """Records of peers of `stage` that are not live, or out of reach, by peer id: of those
         whose part of an exchange would be waited for (`known`)."""
-        is_lost = self.detector.is_lost
-        live = {r.peer_id for r in self.live(now, stage) if not is_lost(r.peer_id)}
-        there = [self._records[p] for p in self._index.ids(stage)]
-        if not self._all_are_waited_for(stage, now):
-            there = self._known(there)
-        return [r for r in there if r.peer_id not in live]
+
+        def found() -> list[Record]:
+            is_lost = self.detector.is_lost
+            live = {r.peer_id for r in self.live(now, stage) if not is_lost(r.peer_id)}
+            there = [self._records[p] for p in self._index.ids(stage)]
+            if not self._all_are_waited_for(stage, now):
+                there = self._known(there)
+            return [r for r in there if r.peer_id not in live]
+
+        return self.remembered(ALL, ("lost", stage), now, found)
 
     def is_past(self, round_index: int, now: float) -> bool:
         """Others have begun a later round, as `shown_round` says."""
