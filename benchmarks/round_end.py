@@ -52,6 +52,7 @@ from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.runtime.compose import run_settings
 from swarmnet.runtime.net import KeySigner
+from swarmnet.runtime.run import spare_old_objects
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
@@ -288,6 +289,7 @@ async def ends_of(way: Way, rounds: int) -> Ends:
     found = Ends()
     async with swarm_of(way) as members:
         await asyncio.gather(*(m.opened() for m in members))
+        spare_old_objects()  # as a peer does
         for turn in range(WARM_ROUNDS + rounds):
             await asyncio.gather(*(m.until_all_opened(way.replicas) for m in members))
             for member in members:
