@@ -266,6 +266,7 @@ SLOW_S = 2.0
 SILENCE_S = 30.0
 SILENT: dict[str, tuple[Callable[[Silence, Any], None], int, int, int]] = {
     "contributions": (Silence.gives_nothing, 4, 2, 2),
+    "contributions, of two": (Silence.gives_nothing, 2, 2, 1),
     "copies": (Silence.copies_nothing, 4, 2, 1),
     "copies, of three": (Silence.copies_nothing, 3, 2, 1),
     "results": (Silence.tells_no_result, 4, 2, 2),

@@ -149,7 +149,7 @@ class Stepped:
     attempt: int
     is_whole: bool = True
     """Of a backup's: it lacks nothing of the primary's. So there is no rest of it that this alone
-    makes, both machines make the same bits, and the own contribution is in its sum."""
+    makes, both machines make the same bits, and it says whose contributions are in its sum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,12 @@ class Books:
         """Its contribution is in the sum that the step here was made from."""
         return contributor in self._senders.get((exchange, shard), ())
 
+    def counts_own(self, exchange: int, shard: int) -> bool | None:
+        """Whether the own contribution is in the sum that a step was copied from; None where its
+        primary has not signed whose are."""
+        senders = self._senders.get((exchange, shard))
+        return self.gossip.own.peer_id in senders if senders else None
+
     def counts_too(self, exchange: int, shard: int, neighbours: Collection[str]) -> None:
         """The own contribution is in the result, and those of these in that."""
         self._neighbours[(exchange, shard)] = frozenset(neighbours)

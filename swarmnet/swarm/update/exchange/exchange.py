@@ -185,11 +185,11 @@ class Exchange:
             books,
             self._tasks,
         )
-        self._steps = Steps(number, replica, work, books, tied, self._tasks)
+        self._neighbours = Neighbours(gossip, replica)
+        self._steps = Steps(number, replica, work, books, tied, self._neighbours, self._tasks)
         self._pauses = Pauses(RETRY_S, LOOK_LESS_S)
         self._timers: dict[bool, asyncio.TimerHandle] = {}
         """Of the pauses that are going on, by whether they are long."""
-        self._neighbours = Neighbours(gossip, replica)
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []
         self._is_feeding = False
@@ -1066,9 +1066,11 @@ class Steps:
         work: ShardWork,
         books: Books,
         tied: TiedShards,
+        neighbours: Neighbours,
         tasks: Tasks,
     ) -> None:
         self._number = exchange
+        self._neighbours = neighbours
         self._replica = replica
         self._work = work
         self._books = books
@@ -1203,6 +1205,9 @@ class Steps:
         self, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str
     ) -> list[on.Event]:
         result = await self._work.repeat(mirror, gradient, maker)
+        if not result.counted and mirror.shard in self._neighbours.given:
+            # It may be in that of a neighbour, as far as is known.
+            result = replace(result, counted=True, is_whole=False)
         return [on.Stepped(result, attempt, result.is_whole)]
 
 

@@ -482,9 +482,9 @@ class ShardWork:
             self._norms.heard(mirror.round, mirror.norm)
         self._makers[mirror.shard] = maker
         is_alike = result.rest is None and self._books.makes_alike(mirror.shard, maker)
-        own = self._gossip.own.peer_id
-        is_whole = is_alike and self._books.is_counted(mirror.round, mirror.shard, own)
-        return replace(result, counted=True, is_whole=is_whole)  # counted, as far as is known
+        counted = self._books.counts_own(mirror.round, mirror.shard)
+        is_whole = is_alike and counted is not None
+        return replace(result, counted=counted is not False, is_whole=is_whole)
 
     async def complete(self, exchange: int, shard: int, result: Result) -> None:
         """Makes the rest of a step that was followed here, for an audit, or because there is no

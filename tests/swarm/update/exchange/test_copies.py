@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,49 @@ def test_the_same_copy_is_taken_once() -> None:
     books.copied(3, 0, "b", b"digest")
     books.summed(3, 0, frozenset())  # again, by a higher ballot
     assert not books.takes_copy(3, 0, "b", b"digest")
+
+
+def test_a_copy_says_whether_the_own_contribution_is_in_its_sum() -> None:
+    books = Books(SimpleNamespace(own=SimpleNamespace(peer_id="b")), None, None, None)  # type: ignore[arg-type]
+    assert books.counts_own(3, 0) is None
+    for senders, counts in (("ab", True), ("ac", False), ("", None)):
+        books.summed(3, 0, frozenset(senders))
+        assert books.counts_own(3, 0) is counts
+
+
+def test_a_backup_whose_contribution_came_too_late_says_so_after_the_death_of_its_primary(
+    tmp_path: Path,
+) -> None:
+    """It makes the step without it, and takes that for the result."""
+    copied = set[int]()
+
+    async def scenario(swarm: Swarm) -> None:
+        for name in ("peer-0", "peer-1"):
+            swarm.start(name)
+        await swarm.until_round(FIRST)
+        backup: Any = swarm.members["peer-1"].peer
+
+        async def keep(peer_id: str, message: Message[Any], go: Go) -> Message[Any]:
+            if message.arrays:
+                await asyncio.get_running_loop().create_future()
+            return await go(message)
+
+        async def mirror(request: Request[Any]) -> Message[Any]:
+            reply = await copy(request)
+            if not copied:
+                asyncio.get_running_loop().call_soon(swarm.kill, "peer-0")
+            copied.add(request.message.body.shard)
+            await asyncio.get_running_loop().create_future()
+            return reply
+
+        copy = handler_of(backup.transport, "mirror")
+        intercept_calls(backup.transport, "reduce", keep)
+        backup.transport.handle("mirror", mirror)
+        await swarm.until(lambda: bool(copied), 120.0)
+        await swarm.until_round(max(swarm.rounds()) + 1, 120.0)
+        assert swarm.total("late_shards") >= len(copied) > 0
+
+    in_virtual_time(scenario, spec_of(tmp_path, "zero", "none"))
 
 
 NORM_S = 0.5

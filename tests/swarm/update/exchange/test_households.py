@@ -23,6 +23,7 @@ from swarmnet.swarm.calls import call
 from swarmnet.swarm.update.exchange.exchange import Exchange
 from swarmnet.swarm.update.exchange.neighbours import Neighbours
 from swarmnet.wire import Message
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import SIZES, Swarm, check_step, in_virtual_time, tiny_spec
 from tests.swarm.update.test_update_bytes import audit
 
@@ -245,6 +246,30 @@ def test_a_neighbour_that_does_not_hear_that_it_was_taken_gives_again_and_counts
         whole = spec.pipeline.global_batch // spec.pipeline.microbatch
         assert all(steps.fewest(r) == whole for r in range(1, FIRST))
         assert num_unheard > 2 * SIZES.num_shards
+        assert not swarm.total("late_shards")
+
+    in_virtual_time(scenario, spec, is_synthetic=True, household=in_houses)
+
+
+def test_what_is_in_the_contribution_of_a_neighbour_is_not_told_as_lost(tmp_path: Path) -> None:
+    """Its primary signs for that one alone. Of two, the copied step may be there long before the
+    result."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=3 * LAST, global_batch=64)
+
+    async def scenario(swarm: Swarm) -> None:
+        for name in ("peer-0", "peer-1"):
+            swarm.start(name)
+        await swarm.until_round(FIRST)
+        transport: Any = swarm.members["peer-0"].peer.transport
+        reduce = handler_of(transport, REDUCE.name)
+
+        async def late(request: Any) -> Any:
+            reply = await reduce(request)
+            await asyncio.sleep(1.0)
+            return reply
+
+        transport.handle(REDUCE.name, late)
+        await swarm.until_round(3 * LAST)
         assert not swarm.total("late_shards")
 
     in_virtual_time(scenario, spec, is_synthetic=True, household=in_houses)
