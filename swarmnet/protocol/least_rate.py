@@ -61,6 +61,26 @@ class LeastRate:
         if len(self._vain) > MAX_KNOWN:
             del self._vain[next(iter(self._vain))]
 
+    def in_order(self, givers: Sequence[str]) -> list[str]:
+        """These, as they are ordered, but who was asked in vain comes last, by how often."""
+        return sorted(givers, key=lambda g: self._vain.get(g, 0))
+
+    def is_left(
+        self, giver: str, others: Sequence[str], num_bytes: int = 0, took_s: float = 0.0
+    ) -> bool:
+        """A piece is asked of one giver at a time, of `giver` for `took_s` seconds now: whether one
+        of the others is asked in its place. One that was not asked in vain is, where this one was,
+        or takes too long by the measure of those that gave; while nobody has, it is waited for."""
+        if all(self._vain.get(g) for g in others):
+            return False
+        is_measured = self.bytes_per_s > 0
+        is_late = is_measured and took_s > self.may_take_s(num_bytes, 1)
+        return is_late or bool(self._vain.get(giver))
+
+    def forget(self, giver: str) -> None:
+        """It was not right what came of it: how fast that was is no measure of others."""
+        self._rates.pop(giver, None)
+
     def next_of(
         self, givers: Sequence[str], rng: random.Random, *, is_first: bool, prefer: str = ""
     ) -> str:

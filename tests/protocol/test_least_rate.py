@@ -87,3 +87,36 @@ def test_what_is_known_of_givers_is_bounded() -> None:
         least.came(str(n), MB, 1.0 + n)
         least.in_vain(str(-n))
     assert least.may_take_s(MB, 1) > 2 * MAX_KNOWN, "the first are forgotten"
+
+
+def test_who_is_slow_is_left_for_one_that_may_be_faster() -> None:
+    least = LeastRate()
+    assert not least.is_left("slow", "b", MB, 1e6), "nobody has shown how fast it comes"
+    least.came("fast", MB, 1.0)
+    assert not least.is_left("slow", "b", MB, PARTS_OF_FASTEST)
+    assert least.is_left("slow", "b", MB, PARTS_OF_FASTEST + 0.1)
+    assert not least.is_left("slow", "", MB, 1e6), "it alone has it"
+    assert not least.is_left("slow", "b")
+    least.in_vain("slow")
+    assert least.is_left("slow", "b")
+    least.in_vain("b")
+    assert not least.is_left("slow", "b", MB, 1e6), "the other one was slow too"
+    assert not least.is_left("b", ["slow"], MB, 1e6)
+
+
+def test_of_an_order_those_that_were_asked_in_vain_come_last() -> None:
+    least = LeastRate()
+    for giver in "bbc":
+        least.in_vain(giver)
+    assert least.in_order("bcda") == list("dacb")
+    least.came("b", MB, 1.0)
+    assert least.in_order("bcda") == list("bdac")
+
+
+def test_how_fast_one_was_that_gave_what_was_not_right_is_no_measure() -> None:
+    least = LeastRate()
+    least.came("liar", MB, 0.001)
+    least.came("honest", MB, 100.0)
+    assert least.is_left("honest", "liar", MB, 5.0)
+    least.forget("liar")
+    assert not least.is_left("honest", "liar", MB, 5.0)

@@ -22,9 +22,10 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from swarmnet.errors import SwarmnetError, UserError
-from swarmnet.methods.state import FETCH_OPTIMIZER, FetchRequest
+from swarmnet.errors import DeadlineExceeded, SwarmnetError, UserError
+from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
 from swarmnet.plurals import counted
+from swarmnet.protocol.least_rate import LeastRate
 from swarmnet.protocol.membership.reach import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
@@ -40,7 +41,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import SHARD_TIMEOUT_S
+from swarmnet.swarm.timing import LOOK_LESS_S, SHARD_TIMEOUT_S
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.wire import Message
 
@@ -54,6 +55,8 @@ REPAIR_EVERY_S = 5.0
 """Between two looks whether a shard has lost an owner in the middle of a round. So long, too, may
 owners of shards that this replica holds and does not own take to say that they hold them; else it
 is looked at again in the next round."""
+
+FP32_BYTES = 4
 
 T = TypeVar("T")
 
@@ -259,6 +262,8 @@ class Ownership:
         self._looked_for_loss = Since()
         self._coming: set[int] = set()
         """Shards whose state is on its way, which may take several rounds."""
+        self._rates = LeastRate()
+        """At which holders give state, in bytes of parameters a second."""
 
     @property
     def current(self) -> int:
@@ -445,7 +450,9 @@ class Ownership:
             await states.create(j)
             return
         num_forgotten = states.num_forgotten
-        for holder in sorted(self.holders(r, j), key=states.doubted.__contains__):
+        holders = self._in_order(r, j)
+        for i, holder in enumerate(holders):
+            others = [p for p in holders[i + 1 :] if p not in states.doubted]
             turn = asked.setdefault(holder, asyncio.Semaphore(MAX_ASKED))
             try:
                 async with asyncio.timeout(self.limits.fetch_timeout_s):
@@ -456,15 +463,16 @@ class Ownership:
                 newest = max(r, self.current)
                 if states.has_input(j, newest) or (only_owned and not self._owns(newest, j)):
                     return
-                reply = await self.gossip.liveness.call_while_live(
-                    holder,
-                    FETCH_OPTIMIZER,
-                    # Whose state has come once, and in vain, waits for nobody this time.
-                    Message(FetchRequest(newest, self.replica.index, j, states.has_come(j))),
-                    timeout_s=SHARD_TIMEOUT_S,
-                )
+                if self._rates.is_left(holder, others):
+                    continue  # it has shown that since this waited for its turn
+                # Whose state has come once, and in vain, waits for nobody this time.
+                request = FetchRequest(newest, self.replica.index, j, states.has_come(j))
+                reply = await self._ask(holder, request, others)
                 await states.load(j, reply.body, reply.arrays, num_forgotten, holder)
                 return
+            except DeadlineExceeded as e:
+                self._rates.in_vain(holder)
+                log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
             except UserError as e:
                 states.fail(e)
                 return
@@ -475,6 +483,41 @@ class Ownership:
                 return
             finally:
                 turn.release()
+
+    def _in_order(self, r: int, j: int) -> list[str]:
+        """The other holders of a shard, in the order in which they are asked for its state: last,
+        who was silent or far slower than others when it was asked before; and after these, who has
+        given another state."""
+        doubted = self.states.doubted
+        for peer_id in doubted:
+            self._rates.forget(peer_id)
+        return sorted(self._rates.in_order(self.holders(r, j)), key=doubted.__contains__)
+
+    async def _ask(
+        self, holder: str, request: FetchRequest, others: Sequence[str]
+    ) -> Message[FetchReply]:
+        """The state of a shard from one holder. Raises `DeadlineExceeded` where it is to be asked
+        of one of the others instead, or does not come at all; and as `call_while_live`."""
+        awake_s = self.gossip.liveness.awake_s
+        num_bytes = FP32_BYTES * self.replica.stage.shard_sizes[request.shard]
+        began = Since(awake_s())
+        asking = asyncio.ensure_future(
+            self.gossip.liveness.call_while_live(
+                holder, FETCH_OPTIMIZER, Message(request), timeout_s=SHARD_TIMEOUT_S
+            )
+        )
+        try:
+            while not asking.done():
+                if self._rates.is_left(holder, others, num_bytes, began.s(awake_s())):
+                    raise DeadlineExceeded("another one that holds it is faster")
+                await asyncio.wait([asking], timeout=LOOK_LESS_S)
+            reply = await asking
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        if holder not in self.states.doubted:
+            self._rates.came(holder, num_bytes, began.s(awake_s()))
+        return reply
 
     def _owns(self, r: int, j: int) -> bool:
         return self.gossip.own.peer_id in self.placement(r).owners(j)
