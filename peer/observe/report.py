@@ -28,6 +28,7 @@ from swarmnet.protocol.dialing.addresses import others_to_name, peer_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.trouble import Trouble
+from swarmnet.runtime.joining.ready import JOIN_WORDS
 from swarmnet.runtime.observing import monitor_of
 from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec, describe
@@ -181,7 +182,7 @@ def ports_line(ports: Sequence[int]) -> str:
 
 def join_line(addresses: Sequence[str]) -> str:
     """What somebody types who joins through this peer."""
-    return f"swarmnet peer --join {addresses[0]}"
+    return f"{JOIN_WORDS}{addresses[0]}"
 
 
 async def report_peer(

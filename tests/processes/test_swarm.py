@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -176,6 +179,23 @@ def test_local_with_chaos_says_what_it_cost(running: Machine) -> None:
     assert losses[-1] < 0.9 * losses[0]
     # Sockets of those that were killed stay until the next peer starts.
     running.until(lambda: not processes_of(running.folder), 30)
+
+
+def test_the_last_words_of_a_peer_of_local_have_not_been_read_before(running: Machine) -> None:
+    path = tiny_run(running.folder, num_stages=1, rounds=100_000)
+    local = running.start("local", "local", "--peers", "2", "--spec", str(path), "--plain")
+    running.until(lambda: "replicas by stage: 2" in local.output())
+    peers = [pid for pid, line in processes_of(running.folder).items() if "--ready-file" in line]
+    os.kill(max(peers), signal.SIGKILL)
+    running.until(lambda: "was ended by SIGKILL; the run goes on" in local.output())
+    at_death = len(local.output())
+    running.until(lambda: "round " in local.output()[at_death:])
+    last_words = [x for x in local.output().splitlines() if re.match(r"  peer-\d: ", x)]
+    assert "fp32 on cpu" in " ".join(last_words), local.output()
+    of_the_run = re.compile(r"  peer-\d: (round|replicas|peer|held-out|swarmnet peer)\b")
+    assert not [line for line in last_words if of_the_run.match(line)]
+    running.interrupt(local)
+    assert running.wait(local) == 1
 
 
 def test_local_that_is_killed_leaves_no_process(running: Machine) -> None:

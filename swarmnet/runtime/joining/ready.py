@@ -31,6 +31,8 @@ LOOK_EVERY_S = 2.0
 """Between two looks at whether the own addresses have changed."""
 RENEW_EVERY_S = 60.0
 STALE_AFTER_S = 86_400.0
+JOIN_WORDS = "swarmnet peer --join "
+"""What somebody types before an address to join by it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from swarmnet.errors import UserError
 from swarmnet.files import older
 from swarmnet.protocol.moments import Since
 from swarmnet.protocol.timing import UPKEEP_S
-from swarmnet.runtime.joining.ready import Ready, read_ready_file
+from swarmnet.runtime.joining.ready import JOIN_WORDS, Ready, read_ready_file
 from swarmnet.runtime.options import NOTIFY_VARIABLE
 from swarmnet.system import try_lock
 
@@ -65,14 +65,15 @@ class ChildPeer:
         return self.process.returncode is None
 
     def log_tail(self) -> list[str]:
-        """The last lines that it wrote."""
+        """The last lines that it wrote, without the address to join it by."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return []
-        return [line.rstrip() for line in lines if line.strip()][-LOG_TAIL_LINES:]
+        said = [line.rstrip() for line in lines if not line.startswith(JOIN_WORDS)]
+        return [line for line in said if line][-LOG_TAIL_LINES:]
 
     def own_error(self) -> str:
         """The one line with which it ended where something was wrong; else empty, also where others

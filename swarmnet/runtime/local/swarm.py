@@ -12,6 +12,7 @@ from pathlib import Path
 from swarmnet.errors import SwarmnetError, UsageError
 from swarmnet.plurals import counted
 from swarmnet.protocol.membership.peer_ids import MAX_SEATS
+from swarmnet.runtime.joining.ready import JOIN_WORDS
 from swarmnet.runtime.joining.starting import Run, start_run
 from swarmnet.runtime.local.processes import PEER_COMMAND, STOP_STEPS, PeerProcesses
 from swarmnet.runtime.observing import JoinRun, RunObserver, Say, join_run, with_invite
@@ -65,7 +66,7 @@ class LocalSwarm:
         own = [*seat_arguments(seats[0]), *self.more]
         first = await processes.start("peer-1", first_arguments(choices, *own))
         self.address = (await processes.wait_ready(first, say)).address
-        say(f"join it from this machine: swarmnet peer --join {self.address}")
+        say(f"join it from this machine: {JOIN_WORDS}{self.address}")
         for num_seats in seats[1:]:
             await self._start_joiner(num_seats, self.address)
         look = with_invite(join, choices.invite)
@@ -161,7 +162,8 @@ def joiner_arguments(choices: LocalChoices, spec: RunSpec, *addresses: str) -> l
 def _shared_arguments(choices: LocalChoices) -> list[str]:
     # who starts a run at this machine wants it now
     unasked = ["--no-pause-on-battery", "--no-pause-on-metered"]
-    arguments = ["--host", LOOPBACK, "--plain", *unasked]
+    # What happens in the run is told here, and not by each of them as well.
+    arguments = ["--host", LOOPBACK, "--quiet", *unasked]
     arguments += arguments_for(choices, LinkOptions) + arguments_for(choices, ComputeOptions)
     if choices.threads:
         arguments += ["--threads", str(choices.threads)]

@@ -87,6 +87,18 @@ def test_a_full_disk_that_took_the_log_is_named(
     asyncio.run(scenario())
 
 
+def test_the_last_lines_of_a_child_are_without_the_address_to_join_it_by(tmp_path: Path) -> None:
+    program = "print('swarmnet peer --join /ip4/127.0.0.1/tcp/1'); print('swarmnet: an end')"
+
+    async def scenario() -> None:
+        processes = PeerProcesses(tmp_path, (sys.executable, "-c", program))
+        child = await processes.start("peer-1", [])
+        await until(lambda: not child.alive)
+        assert child.log_tail() == ["swarmnet: an end"]
+
+    asyncio.run(scenario())
+
+
 def test_a_death_is_told_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         processes = PeerProcesses(tmp_path, fake_command(tmp_path, "one-dies"))
