@@ -44,6 +44,8 @@ SEPARATOR = "/"
 folder imports this module."""
 NOBODY = " "
 """No id of a peer begins so."""
+DOCTOR = " (swarmnet doctor --join ADDR)"
+"""What looks further where a peer is not reached."""
 NAMED = 3
 """Peers that a line names."""
 
@@ -164,7 +166,7 @@ TABLE = (
         "unreachable",
         (Unreachable,),
         "not reached",
-        "see whether the peer runs, and its address and firewall (swarmnet doctor --join ADDR)",
+        f"see whether the peer runs, and its address and firewall{DOCTOR}",
     ),
 )
 """What a person can mend first comes first: where peers have failed in several ways, that is told
@@ -188,6 +190,14 @@ def is_closed(error: SwarmnetError) -> bool:
 def told(error: SwarmnetError) -> str:
     """What it was, of whom, and what to do; the text of an error for people as it is."""
     return Failures([error]).told()
+
+
+def taken_apart(line: str) -> tuple[str, str]:
+    """A line that was `told`, or of an error, without what to do at its end, and that; empty where
+    the line does not say it."""
+    mends = (row.mend for row in TABLE if line.endswith(f"; {row.mend}"))
+    mend = next(mends, "")
+    return (line.removesuffix(f"; {mend}"), mend) if mend else (line, "")
 
 
 @dataclass

@@ -27,7 +27,7 @@ from peer.commands.doctor_report import report
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.machine.other_package import MEND, other_package
 from peer.options import DoctorOptions
-from swarmnet.causes import Failures, told
+from swarmnet.causes import DOCTOR, taken_apart, told
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import (
@@ -349,12 +349,15 @@ async def ask_run(
         peer_id = await dial_any(transport, given)
         dial_s = time.perf_counter() - began
     except UserError as e:
-        return [await look_out(str(e)[:MAX_WHY_CHARS], given)], None
+        why, mend = _taken_apart(str(e))
+        if mend and not isinstance(e, AddressError):  # a knock says no more than was heard
+            return [Finding(OUT, BAD, why[:MAX_WHY_CHARS], mend)], None
+        return [await look_out(why[:MAX_WHY_CHARS], given)], None
     try:
         spec = await fetch_run(transport, peer_id)
     except UserError as e:  # the way is open: what is wrong is at its other end
-        why, _, mend = str(e)[:MAX_WHY_CHARS].rpartition("; ")
-        return [Finding(OUT, BAD, why, mend)], None
+        why, _, mend = str(e).rpartition("; ")
+        return [Finding(OUT, BAD, why[:MAX_WHY_CHARS], mend)], None
     text = f"peer {peer_id[-8:]} of {spec.name!r} answered in {1000 * dial_s:.0f} ms"
     found = [Finding(OUT, GOOD, text)]
     transport.set_run(spec.run_id)
@@ -373,9 +376,16 @@ async def ask_run(
         try:
             found += await check
         except SwarmnetError as e:
-            mend = Failures([e]).mend or "try another peer"
-            found.append(Finding("the peer", SKIPPED, f"did not help: {told(e)}", mend))
+            why, mend = _taken_apart(told(e))
+            mend = mend or "try another peer"
+            found.append(Finding("the peer", SKIPPED, f"did not help: {why}", mend))
     return found, spec
+
+
+def _taken_apart(line: str) -> tuple[str, str]:
+    """As in `swarmnet.causes`, for who has started this command already."""
+    why, mend = taken_apart(line)
+    return why, mend.removesuffix(DOCTOR)
 
 
 async def look_out(why: str, given: Sequence[str]) -> Finding:
