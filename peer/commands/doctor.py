@@ -24,10 +24,10 @@ from rich.markup import escape
 from peer.commands.doctor_nat import check_nat, is_loopback
 from peer.commands.doctor_reach import OUT, USUAL_PORTS, explain_no_way, explain_second
 from peer.commands.doctor_report import report
-from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
+from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding, without_mend
 from peer.machine.other_package import MEND, other_package
 from peer.options import DoctorOptions
-from swarmnet.causes import DOCTOR, taken_apart, told
+from swarmnet.causes import told
 from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import (
@@ -349,7 +349,7 @@ async def ask_run(
         peer_id = await dial_any(transport, given)
         dial_s = time.perf_counter() - began
     except UserError as e:
-        why, mend = _taken_apart(str(e))
+        why, mend = without_mend(str(e))
         if mend and not isinstance(e, AddressError):  # a knock says no more than was heard
             return [Finding(OUT, BAD, why[:MAX_WHY_CHARS], mend)], None
         return [await look_out(why[:MAX_WHY_CHARS], given)], None
@@ -376,16 +376,10 @@ async def ask_run(
         try:
             found += await check
         except SwarmnetError as e:
-            why, mend = _taken_apart(told(e))
+            why, mend = without_mend(told(e))
             mend = mend or "try another peer"
             found.append(Finding("the peer", SKIPPED, f"did not help: {why}", mend))
     return found, spec
-
-
-def _taken_apart(line: str) -> tuple[str, str]:
-    """As in `swarmnet.causes`, for who has started this command already."""
-    why, mend = taken_apart(line)
-    return why, mend.removesuffix(DOCTOR)
 
 
 async def look_out(why: str, given: Sequence[str]) -> Finding:

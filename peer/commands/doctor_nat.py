@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from peer.commands.doctor_reach import explain, standing
-from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding
+from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding, without_mend
 from swarmnet.causes import Failures
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.identity import verify
@@ -48,7 +48,12 @@ async def check_nat(
     goes out from the port on which it listens, so that what different peers see can be compared.
     `own_hosts`: IP addresses of this machine, whose own peers (`is_here`: `peer_id` is one) see
     nothing of a NAT."""
-    others = await _others(transport, peer_id)
+    failures = Failures()
+    others = await _others(transport, peer_id, failures)
+    unheard: list[Finding] = []
+    if failures:
+        text, mend = without_mend(f"not known: {failures.told()}")
+        unheard = [Finding("other peers", SKIPPED, text, mend)]
     judges = [] if is_here else [peer_id]
     for record in others:
         if len(judges) >= NUM_JUDGES:
@@ -59,7 +64,8 @@ async def check_nat(
             judges.append(record.peer_id)
     if not judges:
         text = "not looked into: all peers that can be asked run on this machine"
-        return [Finding("NAT", SKIPPED, text, "name a peer on another one with --join")]
+        nat = Finding("NAT", SKIPPED, text, "name a peer on another one with --join")
+        return [*unheard, nat]
     sights = await look_from(transport, judges)
     pairs = [host_and_port(a) for a in transport.own_addresses()]
     own_hosts = [pair[0] for pair in pairs if pair is not None]
@@ -68,7 +74,7 @@ async def check_nat(
         explain(standing(), sights, can_compare=can_compare),
     ]
     candidates = [*judges[:1], *(r.peer_id for r in others if r.peer_id in judges)]
-    return [*found, await _check_relay(transport, candidates, is_reachable(sights))]
+    return [*unheard, *found, await _check_relay(transport, candidates, is_reachable(sights))]
 
 
 def is_on(own_hosts: Collection[str], record: Record) -> bool:
@@ -134,13 +140,15 @@ async def _check_relay(
     return Finding("relay", WARNING, f"no peer gives this machine a place ({why})", mend)
 
 
-async def _others(transport: Any, peer_id: str) -> list[Record]:
-    """Peers of the run that say that they can be dialled, by their signed records."""
+async def _others(transport: Any, peer_id: str, failures: Failures) -> list[Record]:
+    """Peers of the run that say that they can be dialled, by their signed records. `failures`:
+    takes why that peer does not name them."""
     try:
         message = Message(GossipRequest({}))
         reply = await call(transport, peer_id, GOSSIP, message, timeout_s=ASK_TIMEOUT_S)
         news = reply.body
-    except SwarmnetError:
+    except SwarmnetError as e:
+        failures.add(e, peer_id)
         return []
     found = []
     for envelope in news.records:

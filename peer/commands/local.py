@@ -18,6 +18,7 @@ from peer.observe.metrics import open_metrics
 from peer.observe.report import Reporter, open_page
 from peer.observe.screen import peers_table
 from peer.options import LocalOptions
+from swarmnet.causes import Failures
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.observe.charts import Charts
 from swarmnet.observe.notify import check_url, open_notifier
@@ -184,7 +185,7 @@ async def _run(
         finally:
             harming.cancel()
             await asyncio.gather(harming, return_exceptions=True)
-        sample = await _sample(observer)
+        sample = await written_sample(observer)
     finally:
         await observer.close()
     _show_summary(reporter, chaos)
@@ -204,7 +205,7 @@ def _show_summary(reporter: Reporter, chaos: Chaos) -> None:
         )
 
 
-async def _sample(observer: RunObserver) -> list[str]:
+async def written_sample(observer: RunObserver) -> list[str]:
     """A short text that the model writes, as lines; nothing for what is not a language model. A run
     that cannot say a word has still done its rounds, so a failure is a line too."""
     spec = observer.spec
@@ -212,11 +213,13 @@ async def _sample(observer: RunObserver) -> list[str]:
         return []
     is_python = any(PYTHON_STDLIB in source.paths for source in spec.data.sources)
     prompt = "def " if is_python else "The "
+    failures = Failures()
     try:
         async with asyncio.timeout(SAMPLE_WAIT_S):
-            written = await observer.generate(prompt, SAMPLE_TOKENS, SAMPLE_S)
+            written = await observer.generate(prompt, SAMPLE_TOKENS, SAMPLE_S, failures)
     except (SwarmnetError, TimeoutError) as error:
-        return [f"no sample: {error or 'the swarm did not answer in time'}"]
+        why = failures.told() or str(error) or "the swarm did not answer in time"
+        return [f"no sample: {why}"]
     text = prompt + written
     return ["", "the model writes:", *(f"  {printable(line)}" for line in text.split("\n"))]
 

@@ -45,10 +45,11 @@ async def stop_run(options: StopOptions, join: JoinRun = join_run) -> None:
             raise NotNow("no peer serves the run now; try again when one does")
         last = stop_round(replicas, spec.optimizer.end)
         order = issue(owner, spec.run_id, last, int(MS * time.time()))
-        told = await _tell(observer, [r.peer_id for r in peers], order)
+        told, failures = await _tell(observer, [r.peer_id for r in peers], order)
+        untold = f" ({failures.told()})" if failures else ""
         say(
             f"the run {shown_run(spec.name, spec.run_id)} ends with round {last}: {told} of "
-            f"{counted(len(peers), 'peer')} have taken the order, and tell the others"
+            f"{counted(len(peers), 'peer')} have taken the order, and tell the others{untold}"
         )
         if options.wait:
             await _until_left(observer, last)
@@ -83,8 +84,11 @@ def _live(observer: RunObserver) -> list[Record]:
     return [r for r in records if r.state != OBSERVING or r.paused]
 
 
-async def _tell(observer: RunObserver, peer_ids: list[str], order: StopRequest) -> int:
-    """How many have taken the order. Raises `SwarmnetError` where none has."""
+async def _tell(
+    observer: RunObserver, peer_ids: list[str], order: StopRequest
+) -> tuple[int, Failures]:
+    """How many have taken the order, and why others have not. Raises `SwarmnetError` where none
+    has."""
     failures, at_once = Failures(), asyncio.Semaphore(AT_ONCE)
 
     async def tell(peer_id: str) -> bool:
@@ -99,7 +103,7 @@ async def _tell(observer: RunObserver, peer_ids: list[str], order: StopRequest) 
     told = sum(await asyncio.gather(*map(tell, peer_ids)))
     if not told:
         raise failures.as_error("no peer takes the order")
-    return told
+    return told, failures
 
 
 async def _until_left(observer: RunObserver, last: int) -> None:

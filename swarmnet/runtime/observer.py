@@ -126,9 +126,16 @@ class Observer:
         """Returns when something changed, or after `timeout_s`."""
         await self.gossip.changed.wait(timeout_s)
 
-    async def generate(self, prompt: str, num_tokens: int, seconds: float = math.inf) -> str:
+    async def generate(
+        self,
+        prompt: str,
+        num_tokens: int,
+        seconds: float = math.inf,
+        failures: Failures | None = None,
+    ) -> str:
         """Continues a prompt, token by token, through the swarm's own stages: until a token ends
-        the text, or for so many tokens or seconds; empty where the tokenizer is not known."""
+        the text, or for so many tokens or seconds; empty where the tokenizer is not known.
+        `failures`: takes why replicas do not write."""
         from swarmnet.training.end_tokens import end_tokens
 
         loop = asyncio.get_running_loop()
@@ -149,6 +156,7 @@ class Observer:
                 InferRequest(stage=0, mode=LOGITS),
                 (inputs,),
                 functools.partial(check_logits, num_positions=len(window)),
+                failures=failures,
             )
             token = sample_token(reply.arrays[0], rng, codec.num_tokens)
             if token in ends or loop.time() >= until:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from swarmnet.causes import Failures
 from swarmnet.observe.events import Event
 from swarmnet.observe.monitor import RunMonitor
 from swarmnet.protocol.membership.view import View
@@ -38,8 +39,11 @@ class RunObserver(Protocol):
     async def wait_news(self, timeout_s: float) -> None:
         """Returns when the view has changed, or after `timeout_s`."""
 
-    async def generate(self, prompt: str, num_tokens: int, seconds: float) -> str:
-        """Continues `prompt` through the swarm's stages. Raises `SwarmnetError`."""
+    async def generate(
+        self, prompt: str, num_tokens: int, seconds: float, failures: Failures | None = None
+    ) -> str:
+        """Continues `prompt` through the swarm's stages. `failures`: takes why replicas do not
+        write. Raises `SwarmnetError`."""
 
     async def fetch_files(self) -> dict[str, bytes]:
         """The run's files, by name. Raises `SwarmnetError`."""

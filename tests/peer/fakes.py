@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from swarmnet.causes import Failures
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record
 from swarmnet.protocol.membership.view import View
@@ -123,7 +124,9 @@ class FakeObserver:
         self._round = min(self._round + 1, self._last_round)
         self._see()
 
-    async def generate(self, prompt: str, num_tokens: int, seconds: float) -> str:
+    async def generate(
+        self, prompt: str, num_tokens: int, seconds: float, failures: Failures | None = None
+    ) -> str:
         if self._sample is None:
             raise SwarmnetError("nobody serves stage 1")
         return self._sample[:num_tokens].decode()

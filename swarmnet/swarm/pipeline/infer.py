@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from swarmnet.causes import Failures
 from swarmnet.errors import (
     Busy,
+    DeadlineExceeded,
     NotReady,
     ProtocolViolation,
     Refused,
@@ -123,6 +125,7 @@ async def infer_through(
     *,
     timeout_s: float = BULK_S,
     passes_on: bool = False,
+    failures: Failures | None = None,
 ) -> Message[InferReply]:
     """Calls `infer` on some replica of its stage; tries others when one fails, takes longer than
     such passes do, or gives what cannot be (`check`: what is known of that beyond its form). Each
@@ -131,7 +134,9 @@ async def infer_through(
 
     `passes_on`: it has come from another peer, which tries others when this one fails. Then few
     replicas are tried, each once, and none after one that refuses: else the number of calls behind
-    one would grow with each stage."""
+    one would grow with each stage. `failures`: takes why replicas have not done it, also where the
+    caller does not wait for the end."""
+    failures = Failures() if failures is None else failures
     loop, gossip = asyncio.get_running_loop(), dispatcher.gossip
     end = Deadline.after(loop.time(), timeout_s)
     error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")
@@ -157,8 +162,14 @@ async def infer_through(
             if check is not None:
                 check(reply)
             router.inferred(peer_id, Since(began_at).s(loop.time()))
+            failures.answered(peer_id)
             return reply
+        except asyncio.CancelledError:
+            if not failures:  # what was said before tells more
+                failures.add(DeadlineExceeded("it was waited for to the end"), peer_id)
+            raise
         except SwarmnetError as e:
+            failures.add(e, peer_id)
             theirs = e.details.get("round") if isinstance(e, Stale) else None
             if isinstance(theirs, int) and theirs > infer.round:
                 raise
