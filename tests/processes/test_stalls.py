@@ -10,7 +10,16 @@ import time
 import pytest
 
 from swarmnet.runtime.joining.starting import start_run
-from tests.processes.running import Command, Machine, counted_by, parameters_of, tiny_run
+from tests.every.stalled import send
+from tests.processes.running import (
+    SPARING,
+    Command,
+    Machine,
+    children_of,
+    counted_by,
+    parameters_of,
+    tiny_run,
+)
 from tests.swarm.harness import relative_difference, replay
 
 pytestmark = pytest.mark.processes
@@ -21,6 +30,8 @@ other orders and at other moments: `tests/swarm/pipeline/test_stalls.py`."""
 MAX_STALL_S, LONGER_S = 6.0, 1.5
 """Who is stopped goes on so much later than it was suspected, or after this time."""
 SEED = 5
+SLEEP_S = 40.0
+"""Of a machine that sleeps: the others count it for gone long before it wakes, and go on."""
 
 
 @pytest.mark.long  # in virtual time: tests/swarm/pipeline/test_stalls.py
@@ -54,3 +65,37 @@ def _stall(peer: Command, peers: list[Command]) -> None:
         time.sleep(0.05)
     time.sleep(LONGER_S)
     peer.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("sleepers", "rounds"),
+    [((1,), 250), ((0, 1, 2, 3), ROUNDS)],
+    ids=["one machine", "all machines"],
+)
+def test_a_machine_that_sleeps_comes_back(
+    running: Machine, sleepers: tuple[int, ...], rounds: int
+) -> None:
+    """With all of its processes. Nobody starts it again, and replicas of a stage have the same
+    bits at the end."""
+    path = tiny_run(running.folder, rounds=rounds)
+    joiners = [("--stage", stage) for stage in "101"]
+    peers = running.start_swarm(path, joiners, everywhere=SPARING, together=True)
+    running.until_all_are_in(peers, 3)
+    asleep = [peers[i] for i in sleepers]
+    pids = [pid for peer in asleep for pid in (peer.pid, *children_of(peer.pid))]
+    lost_before = [len(peer.events("peer_lost")) for peer in peers]
+    send(pids, signal.SIGSTOP)
+    time.sleep(SLEEP_S)
+    send(pids, signal.SIGCONT)
+    for peer in peers:
+        running.until_round(peer, rounds)
+    said = [[x for x in peer.errors() if "this machine stood still" in x] for peer in asleep]
+    assert [len(lines) for lines in said] == [1] * len(asleep), said
+    addresses = [peer.address for peer in peers]
+    asyncio.run(parameters_of(start_run(path).spec, addresses))  # it compares replicas
+    assert not [event for peer in peers for event in peer.events("diverged")]
+    lost = sum(event["count"] for event in peers[0].events("samples_lost"))
+    assert lost <= start_run(path).spec.pipeline.global_batch, "more than the open round"
+    if len(asleep) == len(peers):
+        assert lost_before == [len(peer.events("peer_lost")) for peer in peers], "nobody was away"

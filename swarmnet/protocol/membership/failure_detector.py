@@ -127,6 +127,8 @@ class AwakeTime:
         """When the next tick ought to come; infinity while it does not tick."""
         self.stalled_s = 0.0
         """How long the process has stood still, in all."""
+        self._asked_s = 0.0
+        """The same at the last question after sleep."""
 
     def tick(self, now: float) -> None:
         """The process runs, and ticks again after `TICK_S`. `stall` comes first."""
@@ -149,6 +151,12 @@ class AwakeTime:
         self._due = now
         self.stalled_s += late_s
         return late_s
+
+    def slept_s(self) -> float:
+        """For how long the process has stood still since the last question, seconds, where that is
+        so long that others count it for gone; else 0."""
+        since_s, self._asked_s = self.stalled_s - self._asked_s, self.stalled_s
+        return since_s if since_s > SILENCE_S + SUSPECT_S else 0.0
 
     def time(self, now: float) -> float:
         """`now` without the stalls; never runs backwards by more than `LATE_S`."""

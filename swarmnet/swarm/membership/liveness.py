@@ -110,6 +110,8 @@ class Liveness:
     def _tick(self) -> None:
         now = _now()
         self._view.reach.awake_s(now)
+        if slept_s := self._view.detector.clock.slept_s():
+            log.warning("this machine stood still for %.0f s: its peer comes back", slept_s)
         self._carry_out(self._view.detector.passed(now))
         for peer_id in self._calls.look(now):
             self.probe(peer_id)

@@ -7,7 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from swarmnet.protocol.membership.failure_detector import LATE_S, TICK_S, AwakeTime
+from swarmnet.protocol.membership.failure_detector import (
+    LATE_S,
+    SILENCE_S,
+    TICK_S,
+    AwakeTime,
+)
 from swarmnet.simulation.clock import VirtualLoop, run
 from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.transport.memory import MemoryHub
@@ -41,6 +46,15 @@ def test_without_a_stall_it_is_the_time_of_the_loop() -> None:
     took, stalled_s = _with_clock(lambda loop, liveness: None)
     assert took == pytest.approx(10.0 + TICK_S)
     assert stalled_s == 0
+
+
+@pytest.mark.parametrize(("stands_s", "said"), [(60.0, 2), (SILENCE_S, 0)])
+def test_a_sleep_after_which_others_have_lost_it_is_told_once(
+    stands_s: float, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    _with_clock(lambda loop, liveness: loop.stand_still(stands_s))
+    lines = [x.getMessage() for x in caplog.records if "stood still" in x.getMessage()]
+    assert [line.partition(" s: ")[2] for line in lines] == ["its peer comes back"] * said
 
 
 def test_little_delays_are_no_stalls() -> None:
