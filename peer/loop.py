@@ -36,8 +36,13 @@ def run(main: Coroutine[Any, Any, T], parent_pid: int | None = None) -> T:
     """Runs `main` in a fresh event loop. Raises `Stopped` where a signal ended it; a
     coroutine that returns in spite of the signal has ended well. Where `parent_pid` is given and
     gone when the signal comes, what is left of this process is bounded by `ORPHAN_GRACE_S`."""
-    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
-        outcome = runner.run(_supervise(main, parent_pid))
+    before = {number: signal.getsignal(number) for number in ending_signals()}
+    try:
+        with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+            outcome = runner.run(_supervise(main, parent_pid))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)  # uvloop leaves them with the loop that is closed
     if isinstance(outcome, Stopped):
         raise outcome
     return outcome

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from peer.loop import Stopped, _supervise
+from peer.loop import Stopped, _supervise, run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -28,6 +28,18 @@ def test_a_signal_lets_the_work_tidy_up(number: signal.Signals) -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert tidied
+
+
+def test_signals_after_it_do_what_they_did_before() -> None:
+    """On the loop of the commands."""
+
+    async def work() -> str:
+        return "done"
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    assert run(work()) == "done"
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
