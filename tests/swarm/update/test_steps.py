@@ -24,7 +24,7 @@ def test_work_that_is_given_up_before_it_begins_leaves_nothing_behind() -> None:
 
     async def scenario() -> None:
         tasks, unused = Tasks("test"), None
-        parts: Any = (unused,) * 4
+        parts: Any = (unused,) * 5
         steps = Steps(0, *parts, tasks)
         work = steps.work_for(0, do.FindNorm(1, None, (), BALLOT))
 
@@ -98,7 +98,7 @@ def test_a_norm_that_comes_late_is_not_that_of_the_sum_made_since() -> None:
     replica: Any = SimpleNamespace(index=0, stage=SimpleNamespace(tied_shards=0))
     books: Any = SimpleNamespace(summed=lambda *_: None)
     unused: Any = None
-    parts = (replica, work, books, unused)
+    parts = (replica, work, books, unused, unused)
     run(scenario())
 
 
