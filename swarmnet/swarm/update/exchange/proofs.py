@@ -70,6 +70,8 @@ class Proofs:
     _copied: dict[Key, Proof] = field(default_factory=dict)
     """What its primary has signed of the sum of a step that was made here as backup, or what came
     with the result."""
+    _alone: set[Key] = field(default_factory=set)
+    """Sums of which nothing is signed, for nobody was known who may look at it."""
 
     @property
     def run_id(self) -> str:
@@ -176,11 +178,14 @@ class Proofs:
 
     # ---- as primary -------------------------------------------------------------------------
 
-    def sums(self, exchange: int, shard: int) -> None:
+    def sums(self, exchange: int, shard: int, *, is_alone: bool = False) -> None:
         """A sum is made here: what was signed of an earlier one does not hold. None of its results
-        has been given out."""
+        has been given out. `is_alone`: nobody is known who may look at it, so that nothing is
+        signed of it, nor of its step for one that comes before that is made."""
+        key = exchange, shard
         for known in (self._summed, self._entries, self._stepped, self._copied):
-            known.pop((exchange, shard), None)
+            known.pop(key, None)
+        (self._alone.add if is_alone else self._alone.discard)(key)
 
     def behind(
         self,
@@ -246,7 +251,7 @@ class Proofs:
         """Signs the result of a step that was made here, once. `result`: its hash."""
         own, key = self.gossip.own, (exchange, shard)
         known = self._stepped.get(key)
-        if known is not None or not result:
+        if known is not None or not result or key in self._alone:
             return known
         summed = self._summed.get(key)
         entries = self._entries.get(key, ()) if summed is not None else ()
@@ -411,6 +416,7 @@ class Proofs:
         for known in (*tables, self._own):
             for r, j in [key for key in known if not may_be_asked(plan, key[1], key[0], exchange)]:
                 del known[r, j]
+        self._alone = {k for k in self._alone if may_be_asked(plan, k[1], k[0], exchange)}
 
 
 def tag_of(said: Contribution) -> bytes:

@@ -217,9 +217,10 @@ class ShardWork:
         something is to be added (`is_whole` False). None where there is nothing to sum, or it
         overflows."""
         counted = self._books.counted_behind(exchange, shard)
-        self._proofs.sums(exchange, shard)
         has_others = any(peer_id != self._gossip.own.peer_id for peer_id, *_ in parts)
-        is_signed = is_whole and (has_others or self._proofs.is_of_use)
+        is_alone = not (has_others or self._proofs.is_of_use)
+        self._proofs.sums(exchange, shard, is_alone=is_whole and is_alone)
+        is_signed = is_whole and not is_alone
 
         def finish(gradient: Array, squares: float, num_tokens: int, used: Used) -> Total:
             total = Total(gradient, squares, num_tokens)

@@ -86,3 +86,18 @@ def test_parameters_without_codes_are_shown_by_another_record_with_their_digest(
         await pair.close()
 
     run(scenario())
+
+
+def test_of_a_sum_that_was_made_alone_no_step_is_signed() -> None:
+    """Whoever comes between the two would take a step without a sum for a lie."""
+
+    async def scenario() -> None:
+        pair = OneReplica()
+        proofs = Proofs(pair.gossip, pair.replica)
+        proofs.sums(0, 0, is_alone=True)
+        assert proofs.stepped(0, 0, 1, hash_of(VALUES)) is None
+        proofs.sums(0, 0)
+        assert proofs.stepped(0, 0, 1, hash_of(VALUES)) is not None
+        await pair.close()
+
+    run(scenario())
