@@ -25,6 +25,7 @@ from typing import TypeVar
 from swarmnet.errors import DeadlineExceeded, SwarmnetError, UserError
 from swarmnet.methods.state import FETCH_OPTIMIZER, FetchReply, FetchRequest
 from swarmnet.plurals import counted
+from swarmnet.protocol.codecs import NONE, row_bytes
 from swarmnet.protocol.least_rate import LeastRate
 from swarmnet.protocol.membership.reach import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
@@ -55,8 +56,6 @@ REPAIR_EVERY_S = 5.0
 """Between two looks whether a shard has lost an owner in the middle of a round. So long, too, may
 owners of shards that this replica holds and does not own take to say that they hold them; else it
 is looked at again in the next round."""
-
-FP32_BYTES = 4
 
 T = TypeVar("T")
 
@@ -499,7 +498,7 @@ class Ownership:
         """The state of a shard from one holder. Raises `DeadlineExceeded` where it is to be asked
         of one of the others instead, or does not come at all; and as `call_while_live`."""
         awake_s = self.gossip.liveness.awake_s
-        num_bytes = FP32_BYTES * self.replica.stage.shard_sizes[request.shard]
+        num_bytes = row_bytes(NONE, self.replica.stage.shard_sizes[request.shard])
         began = Since(awake_s())
         asking = asyncio.ensure_future(
             self.gossip.liveness.call_while_live(

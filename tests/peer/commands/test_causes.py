@@ -440,12 +440,23 @@ def test_what_is_known_before_a_peer_is_asked(
         assert ROWS[code].mend in text
 
 
+async def takes(_: Request[Any]) -> Message[Any]:
+    """The order."""
+    return Message(None)
+
+
+async def order_stop(folder: Path) -> None:
+    """By the owner of the run."""
+    key = folder / "owner.key"
+    Identity.load_or_create(key)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stop, "check_owner", lambda *_: None)
+        await stop.stop_run(StopOptions(key, (ADDRESS,), wait=False))
+
+
 def test_an_order_is_for_peers_that_serve_or_rest_and_not_for_who_looks(
     tmp_path: Path, hub_of_net: list[MemoryHub], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def takes(_: Request[Any]) -> Message[Any]:
-        return Message(None)
-
     async def main() -> None:
         swarm = FailingSwarm()
         hub_of_net.append(swarm.hub)
@@ -461,11 +472,7 @@ def test_an_order_is_for_peers_that_serve_or_rest_and_not_for_who_looks(
             await gossip.exchange(KEYS[0].peer_id)
             more.append(asyncio.ensure_future(gossip.run()))
         await swarm.begin(["stop"], takes)
-        key = tmp_path / "owner.key"
-        Identity.load_or_create(key)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stop, "check_owner", lambda *_: None)
-            await stop.stop_run(StopOptions(key, (ADDRESS,), wait=False))
+        await order_stop(tmp_path)
         for task in more:
             task.cancel()
         await swarm.end()
@@ -478,18 +485,11 @@ def test_an_order_is_for_peers_that_serve_or_rest_and_not_for_who_looks(
 def test_an_order_that_some_take_names_those_who_do_not(
     code: str, tmp_path: Path, hub_of_net: list[MemoryHub], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def takes(_: Request[Any]) -> Message[Any]:
-        return Message(None)
-
     async def main() -> None:
         swarm = FailingSwarm()
         hub_of_net.append(swarm.hub)
         await swarm.begin(["stop"], FAILS[code], does=takes)
-        key = tmp_path / "owner.key"
-        Identity.load_or_create(key)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stop, "check_owner", lambda *_: None)
-            await stop.stop_run(StopOptions(key, (ADDRESS,), wait=False))
+        await order_stop(tmp_path)
         await swarm.end()
 
     run_virtual(main())

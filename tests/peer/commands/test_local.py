@@ -152,21 +152,26 @@ def test_all_stages_are_served_by_few_peers(
     assert seats_of(num_stages, num_peers) == expected
 
 
+class Looking(FakeObserver):
+    """Reads with which words the peers were started, when it joins."""
+
+    def __init__(self, spec: RunSpec, temp_root: Path) -> None:
+        super().__init__(spec, last_round=ROUNDS)
+        self.started: list[list[str]] = []
+        self._temp_root = temp_root
+
+    async def join(self, *names: Any) -> FakeObserver:
+        written = sorted(self._temp_root.glob("*/*.args"))
+        self.started += [json.loads(path.read_text()) for path in written]
+        return await super().join(*names)
+
+
 def test_a_peer_serves_several_stages_where_there_are_few(
     tmp_path: Path, temp_root: Path, spec: RunSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[list[str]] = []
-
-    def look() -> None:
-        started.extend(json.loads(p.read_text()) for p in sorted(temp_root.glob("*/*.args")))
-
-    class Looking(FakeObserver):
-        async def join(self, *names: Any) -> FakeObserver:
-            look()
-            return await super().join(*names)
-
-    run(tmp_path, "good", Looking(spec, last_round=ROUNDS), num_peers=1)
-    (words,) = started
+    looking = Looking(spec, temp_root)
+    run(tmp_path, "good", looking, num_peers=1)
+    (words,) = looking.started
     assert words[words.index("--stages") + 1] == "2"
     assert "starting 1 peer; one serves up to 2 stages" in capsys.readouterr().out
 
@@ -182,18 +187,9 @@ def test_each_stage_of_a_peer_has_ranks(
 ) -> None:
     """Every process that computes has its share of the cores."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    started: list[list[str]] = []
-
-    def look() -> None:
-        started.extend(json.loads(p.read_text()) for p in sorted(temp_root.glob("*/*.args")))
-
-    class Looking(FakeObserver):
-        async def join(self, *names: Any) -> FakeObserver:
-            look()
-            return await super().join(*names)
-
-    run(tmp_path, "good", Looking(spec, last_round=ROUNDS), num_peers=num_peers, tp=2)
-    words = started[0]
+    looking = Looking(spec, temp_root)
+    run(tmp_path, "good", looking, num_peers=num_peers, tp=2)
+    words = looking.started[0]
     given = {word: words[words.index(word) + 1] for word in ("--tp", "--threads")}
     assert given == {"--tp": "2", "--threads": threads}
     assert ("--stages" in words) == (num_peers == 1)

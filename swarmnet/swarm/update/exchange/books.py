@@ -61,10 +61,6 @@ class Books:
         self._late[key] = added(late for p, late in brought.items() if p in senders)
         self._copies.pop(key, None)
 
-    def is_counted(self, exchange: int, shard: int, contributor: str) -> bool:
-        """Its contribution is in the sum that the step here was made from."""
-        return contributor in self._senders.get((exchange, shard), ())
-
     def counts_own(self, exchange: int, shard: int) -> bool | None:
         """Whether the own contribution is in the sum that a step was copied from; None where its
         primary has not signed whose are."""
@@ -143,7 +139,7 @@ class Books:
         late, key = self.late_behind(exchange, shard), (exchange, shard)
         return ShardReply(
             exchange + 1 if coming is None else coming,
-            self.is_counted(exchange, shard, remote) or remote in self._neighbours.get(key, ()),
+            remote in self._senders.get(key, ()) or remote in self._neighbours.get(key, ()),
             self._tokens.get((exchange, shard), UNKNOWN),
             self.norm(exchange),
             is_copy,

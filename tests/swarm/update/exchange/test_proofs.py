@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import xxhash
 
 from swarmnet.methods.update import ShardReply
@@ -16,6 +18,7 @@ from swarmnet.swarm.pipeline.receipts import hash_of
 from swarmnet.swarm.update.exchange.proofs import Proofs, hash_of_proof
 from swarmnet.wire import Array, pack
 from tests.hostile.attacker import NamedSigner
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.swarm.one_replica import RUN, OneReplica
 
 VALUES, OTHERS = (Array("float32", (4,), packed((x, 0.0, 0.0, 0.0))) for x in (1.0, 2.0))
@@ -101,3 +104,36 @@ def test_of_a_sum_that_was_made_alone_no_step_is_signed() -> None:
         await pair.close()
 
     run(scenario())
+
+
+def test_who_comes_between_a_sum_and_its_step_is_told_of_no_step_without_a_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone replica hears of another one right after each of its first sums."""
+    is_alone, made = [True], list[Proof | None]()
+    sums, stepped, finish_round = Proofs.sums, Proofs.stepped, Proofs.finish_round
+
+    def summed(self: Proofs, *key: int, **named: bool) -> None:
+        sums(self, *key, **named)
+        is_alone[0] = False
+
+    def signs(self: Proofs, *step: Any) -> Proof | None:
+        made.append(stepped(self, *step))
+        return made[-1]
+
+    def finishes(self: Proofs, exchange: int) -> None:
+        finish_round(self, exchange)
+        is_alone[0] = True
+
+    monkeypatch.setattr(Proofs, "is_of_use", property(lambda self: not is_alone[0]))
+    monkeypatch.setattr(Proofs, "sums", summed)
+    monkeypatch.setattr(Proofs, "stepped", signs)
+    monkeypatch.setattr(Proofs, "finish_round", finishes)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("peer-0")
+        await swarm.until_round(3)
+
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=1, rounds=3))
+    assert made.count(None) >= 3
+    assert all(proof.read(Stepped).total for proof in made if proof is not None)
