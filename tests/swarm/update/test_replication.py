@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from swarmnet.batch import Batch
 from swarmnet.errors import NotReady
 from swarmnet.methods.update import ReduceRequest
 from swarmnet.protocol.membership.records import ACTIVE, bitmap
+from swarmnet.protocol.update import ownership as rules
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.update.exchange.auditing import UpdateAudits
 from swarmnet.swarm.update.exchange.shard_work import Result, ShardWork
@@ -620,3 +622,24 @@ def test_a_shard_that_nobody_steps_on_is_not_claimed_by_who_lacks_its_state(
             assert states.is_before(j, r + 1) is (j != lacking)
 
     in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+def test_who_owns_nothing_has_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three replicas one has a link that is far worse, so that two own all shards."""
+    fit = rules.fit
+
+    def uneven(candidates: Any, *rest: Any) -> dict[str, float]:
+        weights = fit(candidates, *rest)
+        return {p: w if i < 2 else 1e-9 * w for i, (p, w) in enumerate(sorted(weights.items()))}
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(3)
+
+    monkeypatch.setattr(rules, "fit", uneven)
+    with caplog.at_level(logging.INFO, logger="swarmnet.ownership"):
+        in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=1, rounds=3))
+    assert sum("what it owns: 0 shards" in r.message for r in caplog.records) == 1
