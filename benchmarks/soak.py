@@ -1,6 +1,7 @@
 """Whether processes that stay grow while others come and go, and while rounds pass.
 
-    python benchmarks/soak.py --folder soak --rounds 2000 --joins 1000 --as-processes 30
+    python benchmarks/soak.py --folder soak --rounds 10000 --joins 10000 --as-processes 300 \\
+        --at-once 10 --phases 10
     python benchmarks/soak.py --folder soak --show           # the tables again, and soak.svg
     python benchmarks/soak.py --folder soak --show --write   # both to benchmarks/results/
 
@@ -8,20 +9,23 @@ The first command is a piece, and may be given again: it goes on with the same r
 last piece ended, and adds to the same samples. `--peers` lasting peers train the tiniest model over
 real libp2p on loopback. Newcomers join them, serve, and leave: one after the other in one process,
 of which a new one begins every so many, and some as processes of their own (`--as-processes`, of
-all joins). Every second one leaves at once, without handing over. A newcomer mostly waits, so
-`--at-once` of them come next to each other. Then rounds pass without newcomers, up to `--rounds`.
+all joins). Every second one leaves at once, without handing over; the last one of a process, and
+every second one that is a process, dies without a word. A newcomer mostly waits, so `--at-once` of
+them come next to each other. They come in so many `--phases`; after each one its share of
+`--rounds` passes without newcomers.
 
 Every `--every` seconds there is a sample of each process that stays: the lasting peers, their
 network daemons, and this process, which watches the run as `swarmnet local` does. A sample has the
 memory that is its own (`RssAnon`), open files and threads; of a peer and of this process also
 tasks, the records in the view, peers of which addresses are known, and all entries of all tables;
-of a peer, the bytes of its state folder.
+of a peer, the bytes of its state folder and of its log (who watches writes nothing).
 
-Of each piece the samples of the beginning are left out (`--warm-up` newcomers; in a piece without
-newcomers, as many rounds). What a process then grows by for each round and for each newcomer is
-fitted to both at once, with a level of its own for each piece, and for each daemon that takes
-another's place. Where both come at one pace the two slopes stand for each other: a piece without
-newcomers (`--joins 0`) tells them apart. Samples next to each
+Of each piece the samples of the beginning are left out (`--warm-up` newcomers, after which tables
+with room for 1,024 are full; in a piece without newcomers, as many rounds). What a process then
+grows by for each round and for each newcomer is fitted to both at once, with a level of its own for
+each piece, and for each daemon that takes another's place. Where both come at one pace the two
+slopes stand for each other, and no verdict is given: phases tell them apart, or a piece without
+newcomers (`--joins 0`). Samples next to each
 other are alike, so the fit is to means of blocks of samples. A slope comes with its interval of
 95 %. It holds (`yes`) where the upper end is below the bound, 100 bytes a round (1 MB in 10,000)
 and 1 kB a newcomer; it does not (`NO`) where the lower end is above; else there are too few
@@ -36,6 +40,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -63,8 +68,10 @@ IN_ONE_PROCESS = 25
 """Newcomers, until another process takes over: what is left of them there is not measured."""
 JOIN_S, LEAVE_S = 600.0, 60.0
 LOOK_S = 0.2
-BLOCKS = 24
+BLOCKS = 40
 """Of samples, in all pieces together."""
+AT_ONE_PACE = 0.97
+"""A correlation of rounds and newcomers above which their slopes are not told apart."""
 ROUND_BYTES, JOIN_BYTES = 100.0, 1000.0
 """Bounds of the slopes."""
 PAGE = """# What grows in processes that stay
@@ -73,9 +80,7 @@ PAGE = """# What grows in processes that stay
 work. The first lines of the program say what it does and how a slope is found; samples of the
 first {warm_up} newcomers or rounds of a piece are left out. A process remembers peers for minutes
 after they have gone, and members of its run until the tables of decision 0033 are full: what fewer
-newcomers leave than these have room for is not what thousands do. Where rounds and newcomers come
-at the same pace throughout, the two slopes stand for each other: one is too high by what the other
-is too low.
+newcomers leave than these have room for is not what thousands do.
 
 {tables}
 ![memory](soak.svg)
@@ -187,6 +192,10 @@ async def joiners(name: str, folder: Path, address: str, number: int, stay_s: fl
                 while gossip.own.state != ACTIVE:
                     await gossip.changed.wait(LOOK_S)
             await asyncio.sleep(stay_s)
+            if done == number:  # without a word; its daemon ends with it
+                write(joined_file(folder, name), {"done": done})
+                shutil.rmtree(state)
+                os._exit(0)
             life.cancel()
             if done % 2:
                 await asyncio.sleep(0)
@@ -286,7 +295,7 @@ class Piece:
     async def newcomers(self, address: str, left: Left, stream: int) -> None:
         """One after the other, until none is left."""
         options, name = self.options, f"joiners-{stream}"
-        while some := left.take(IN_ONE_PROCESS):
+        while (some := left.take(IN_ONE_PROCESS)) > 0:
             came = await self.in_one_process(address, name, some)
             left.number += some - came
             while self.as_processes * options.joins < options.as_processes * self.joins:
@@ -369,7 +378,8 @@ class Piece:
                 if one is process:
                     row |= inside
                     if name != "watcher":
-                        row["disk_mb"] = folder_bytes(state_dir(self.folder, name)) / 1e6
+                        log = (self.folder / f"{name}.log").stat().st_size
+                        row["disk_mb"] = (log + folder_bytes(state_dir(self.folder, name))) / 1e6
                 rows.append(row | {"round": about["round"]})
         return rows
 
@@ -380,14 +390,17 @@ class Piece:
 
     async def work(self, address: str) -> None:
         options = self.options
-        left = Left(options.joins)
-        async with asyncio.TaskGroup() as group:
-            for n in range(options.at_once):
-                group.create_task(self.newcomers(address, left, n + 1))
-        while True:
-            await asyncio.sleep(options.every)
-            if self.rounds >= options.rounds:
-                return
+        for phase in range(1, options.phases + 1):
+            share = phase / options.phases
+            left = Left(round(share * options.joins) - self.joins)
+            async with asyncio.TaskGroup() as group:
+                for n in range(options.at_once):
+                    group.create_task(self.newcomers(address, left, n + 1))
+            before = self.rounds
+            while True:
+                await asyncio.sleep(options.every)
+                if self.rounds - before >= options.rounds / options.phases:
+                    break
 
     async def run(self) -> None:
         from swarmnet.runtime.observing import join_run, monitor_of
@@ -457,8 +470,12 @@ class Slope:
 
     mean: float
     half: float
+    is_its_own: bool
+    """Not that of what came at the same pace."""
 
     def verdict(self, bound: float) -> str:
+        if not self.is_its_own:
+            return "not told apart"
         if self.mean + self.half < bound:
             return "yes"
         return "NO" if self.mean - self.half > bound else "too few samples"
@@ -494,7 +511,11 @@ def slopes(rows: Sequence[dict[str, Any]], warm_up: int) -> tuple[Slope, Slope] 
     fit = inverse @ x.T @ y
     variance = float(((y - x @ fit) ** 2).sum()) / free
     wide = 1.96 * (1 + 2.4 / free) * np.sqrt(variance * np.diag(inverse))  # about Student's t
-    return Slope(float(fit[0]), float(wide[0])), Slope(float(fit[1]), float(wide[1]))
+    lengths = np.sqrt((x**2).sum(axis=0))
+    together = float(x[:, 0] @ x[:, 1]) / max(1.0, float(lengths.prod()))
+    is_its_own = abs(together) < AT_ONE_PACE
+    rounds, joins = (Slope(float(m), float(w), is_its_own) for m, w in zip(fit, wide, strict=True))
+    return rounds, joins
 
 
 def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -607,10 +628,11 @@ def main() -> None:
     parser.add_argument("--joins", type=int, default=100)
     parser.add_argument("--as-processes", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--phases", type=int, default=1)
     parser.add_argument("--peers", type=int, default=3)
     parser.add_argument("--every", type=float, default=5.0)
     parser.add_argument("--stay", type=float, default=1.0)
-    parser.add_argument("--warm-up", type=int, default=100)
+    parser.add_argument("--warm-up", type=int, default=1500)
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--role", choices=["", "lasting", "joiners"], default="")
