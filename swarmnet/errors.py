@@ -38,7 +38,7 @@ same class is raised at the caller.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 def one_line(error: object, most: int = 200) -> str:
@@ -51,6 +51,11 @@ class SwarmnetError(Exception):
 
     peer_id: str = ""
     """Of the peer whose call failed so; empty where no peer was called."""
+
+    def of(self, peer_id: str) -> Self:
+        """A call of this peer failed so."""
+        self.peer_id = peer_id
+        return self
 
 
 class UserError(SwarmnetError):

@@ -32,6 +32,10 @@ class Deadline:
         """Seconds until then; 0 where it is over."""
         return max(0.0, self.at - now)
 
+    def has_more_than(self, seconds: float, now: float) -> bool:
+        """True where more than that is left."""
+        return self.at - now > seconds
+
     def first(self, other: Deadline) -> Deadline:
         """The earlier one of two."""
         return self if self.at <= other.at else other
@@ -60,4 +64,19 @@ class Since:
         if now - self.at < every_s:
             return False
         self.at = now
+        return True
+
+
+@dataclass(slots=True)
+class Stalls:
+    """Whether a process has stood still meanwhile, by how long it has in all, in seconds."""
+
+    seen_s: float
+    """What was known of before."""
+
+    def is_new(self, stalled_s: float) -> bool:
+        """True where it has since then, or since it was found so the last time."""
+        if stalled_s <= self.seen_s:
+            return False
+        self.seen_s = stalled_s
         return True

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.protocol.moments import LONG_AGO, NEVER, Deadline, Since
+from swarmnet.protocol.moments import LONG_AGO, NEVER, Deadline, Since, Stalls
 
 MOMENTS = st.floats(min_value=0.0, max_value=1e6)
 
@@ -44,3 +44,24 @@ def test_what_is_done_each_second_is_due_a_second_after_it_was_done() -> None:
     assert since.s(3.5) == 0.5
     since.begin(3.5)
     assert [since.is_older(t, 1.0) for t in (3.5, 4.4, 4.5)] == [False, False, True]
+
+
+def test_more_is_left_of_a_deadline_only_before_its_last_seconds() -> None:
+    deadline = Deadline(10.0)
+    assert [deadline.has_more_than(2.0, now) for now in (7.0, 8.0, 9.0, 12.0)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_process_has_stood_still_where_it_has_for_longer_than_was_seen() -> None:
+    stalls = Stalls(3.0)
+    assert [stalls.is_new(s) for s in (3.0, 4.0, 4.0, 9.0, 9.0)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]

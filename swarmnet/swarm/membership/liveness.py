@@ -37,11 +37,11 @@ from swarmnet.protocol.membership.records import (
     Stamp,
 )
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.moments import Stalls
 from swarmnet.protocol.timing import CONNECT_S
-from swarmnet.swarm.calls import call, notify, serve
+from swarmnet.swarm.calls import LiveCalls, call, notify, serve
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.callers import CallerChecks
-from swarmnet.swarm.membership.live_calls import LiveCalls
 from swarmnet.swarm.membership.pushes import Pushes, UnreachedNotices
 from swarmnet.swarm.membership.records import OwnRecord
 from swarmnet.swarm.tasks import Tasks
@@ -225,7 +225,7 @@ class Liveness:
         """True where a ping is answered. False where this process stood still meanwhile, or a
         channel has opened, so that the silence means nothing. Raises a `SwarmnetError` where it is
         not answered."""
-        stalled_s, limit_s = self.stalled_s(), PROBE_TIMEOUT_S
+        stalls, limit_s = Stalls(self.stalled_s()), PROBE_TIMEOUT_S
         was_connected = self._is_connected(peer_id)
         if not was_connected:
             limit_s += CONNECT_S  # a dial says nothing yet by taking its time
@@ -236,7 +236,7 @@ class Liveness:
         except SwarmnetError:
             # The other's own dial may have been the quicker one.
             has_opened = not was_connected and self._is_connected(peer_id)
-            if self.stalled_s() > stalled_s or has_opened:
+            if stalls.is_new(self.stalled_s()) or has_opened:
                 return False
             raise
         return True

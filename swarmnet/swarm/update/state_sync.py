@@ -170,8 +170,7 @@ class StateSync:
         try:
             values = await self._ask(donor, round_index, j)
         except SwarmnetError as e:
-            e.peer_id = donor.peer_id
-            self._failures.add(e)
+            self._failures.add(e.of(donor.peer_id))
             raise
         self._failures.answered(donor.peer_id)
         return values
