@@ -7,10 +7,17 @@ dialer that opens them, and the ways beside the carrier (direct connections, rel
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarmnet.errors import AddressError, DeadlineExceeded, TransportError, Unreachable
+from swarmnet.errors import (
+    AddressError,
+    ChannelClosed,
+    DeadlineExceeded,
+    TransportError,
+    Unreachable,
+)
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import MEET, TICKET
 from swarmnet.protocol.dialing.addresses import full_address, peer_of
@@ -27,6 +34,7 @@ from swarmnet.transport.base import (
     Handler,
     Traffic,
 )
+from swarmnet.transport.calls.heads import Route
 from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.dialer import Dialer
@@ -39,6 +47,8 @@ from swarmnet.transport.local_calls import LocalCalls
 from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.transport.relay import CIRCUIT, Relays, peer_behind, split_circuit
 from swarmnet.wire import Message
+
+log = logging.getLogger("swarmnet.transport")
 
 CALLS_PER_S, CALLS_BURST = 5_000.0, 20_000.0
 """Of one peer, notifications among them; more are answered `Busy`, or dropped."""
@@ -222,15 +232,14 @@ class ChannelTransport:
             if not deadline.expired():
                 deadline.reschedule(loop.time() + timeout_s)
 
-        if machine == self.peer_id and target != seat:
-            calling = self._local.call(route, self.run_id, method, message, on_progress)
-        elif self.links is not None:
-            calling = self.links.call(machine, method, message, on_progress, route, part_came)
-        else:
-            calling = self.dialer.call(machine, method, message, on_progress, route, part_came)
         try:
             async with deadline:
-                reply = await calling
+                if machine == self.peer_id and target != seat:
+                    reply = await self._local.call(route, self.run_id, method, message, on_progress)
+                else:
+                    reply = await self._call_machine(
+                        machine, method, message, on_progress, route, part_came
+                    )
             self.traffic.add_call(method, loop.time() - started)
             return reply
         except TransportError:
@@ -240,6 +249,31 @@ class ChannelTransport:
             self.traffic.add_failed_call(method)
             text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
             raise DeadlineExceeded(text) from None
+
+    async def _call_machine(
+        self,
+        machine: str,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None,
+        route: Route,
+        on_part: Callable[[], None],
+    ) -> Message:
+        """On a direct channel where the call is to take one, else on the carrier's. What breaks off
+        on a direct channel is made again on the carrier's."""
+        links = self.links
+        if links is not None:
+            direct = links.channel_for(machine, method, _num_bytes(message))
+            if direct is not None:
+                try:
+                    return await direct.call(method, message, on_progress, route, on_part)
+                except ChannelClosed as e:
+                    log.debug("%s: %s; over libp2p then", method, e)
+        channel = await self.dialer.channel(machine)
+        reply = await channel.call(method, message, on_progress, route, on_part)
+        if links is not None:
+            links.replied(machine, method, _num_bytes(reply))
+        return reply
 
     async def drop(self, peer_id: str) -> None:
         machine = machine_of(peer_id)
@@ -332,6 +366,11 @@ class ChannelTransport:
     def has_grant(self, peer_id: str) -> bool:
         """May a peer be called through this one?"""
         return self.relays is not None and self.relays.has_grant(peer_id)
+
+
+def _num_bytes(message: Message) -> int:
+    """Of its arrays."""
+    return sum(a.num_bytes for a in message.arrays)
 
 
 class Seat:

@@ -60,12 +60,10 @@ class Dialer:
         message: Message,
         on_progress: Callable[[Message], None] | None,
         route: Route = FIRST_SEATS,
-        on_part: Callable[[], None] | None = None,
     ) -> Message:
-        """A call over the carrier, without a deadline; `on_part`: see `PendingCalls.add`. Raises as
-        `channel` and `Channel.call`."""
+        """A call over the carrier, without a deadline. Raises as `channel` and `Channel.call`."""
         channel = await self.channel(peer_id)
-        return await channel.call(method, message, on_progress, route, on_part)
+        return await channel.call(method, message, on_progress, route)
 
     def notify(
         self, peer_id: str, method: str, message: Message, route: Route = FIRST_SEATS

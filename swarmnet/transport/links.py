@@ -21,7 +21,7 @@ from math import inf
 from typing import Any
 
 import swarmnet.system as system
-from swarmnet.errors import ChannelClosed, SwarmnetError
+from swarmnet.errors import SwarmnetError
 from swarmnet.methods.contact import PING, TICKET, Ticket
 from swarmnet.protocol.dialing.zones import target_of
 from swarmnet.protocol.membership.peer_ids import machine_of
@@ -29,7 +29,6 @@ from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.upgrade import Attempts, Way
 from swarmnet.transport.base import ByteStream, Request
 from swarmnet.transport.calls.channel import Channel
-from swarmnet.transport.calls.heads import FIRST_SEATS, Route
 from swarmnet.transport.dial_filter import DialFilter
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import DirectListener, dial_direct, host_of, is_here, resolved
@@ -111,34 +110,23 @@ class DirectLinks:
 
     # ---- calls ------------------------------------------------------------------------------
 
-    async def call(
-        self,
-        peer_id: str,
-        method: str,
-        message: Message,
-        on_progress: Callable[[Message], None] | None,
-        route: Route = FIRST_SEATS,
-        on_part: Callable[[], None] | None = None,
-    ) -> Message:
-        """Over the best channel there is; `on_part`: see `PendingCalls.add`. Raises as
-        `Transport.call`."""
-        num_bytes = sum(a.num_bytes for a in message.arrays)
+    def channel_for(self, peer_id: str, method: str, num_bytes: int) -> Channel | None:
+        """The direct channel that a call with arrays of `num_bytes` takes; None: it goes over
+        libp2p."""
         channel, is_bulk = self.channel(peer_id), num_bytes >= BULK_BYTES
         if is_bulk or method in self._bulk_methods:
             if channel is None:
                 self.want(peer_id)
         elif method == PING.name or not self._is_fastest(channel):
-            channel = None
-        if channel is not None:
-            try:
-                return await channel.call(method, message, on_progress, route, on_part)
-            except ChannelClosed as e:
-                log.debug("%s: %s; over libp2p then", method, e)
-        reply = await self._dialer.call(peer_id, method, message, on_progress, route, on_part)
-        if sum(a.num_bytes for a in reply.arrays) >= BULK_BYTES:
+            return None
+        return channel
+
+    def replied(self, peer_id: str, method: str, num_bytes: int) -> None:
+        """A reply with arrays of so many bytes has come over libp2p: the next calls of such a
+        method are to be made on a direct channel."""
+        if num_bytes >= BULK_BYTES:
             self._bulk_methods[method] = None  # of our own calls: as many as there are methods
             self.want(peer_id)
-        return reply
 
     @property
     def num_opening(self) -> int:

@@ -17,9 +17,7 @@ from swarmnet.errors import (
     Stale,
 )
 from swarmnet.transport.base import Request
-from swarmnet.transport.calls.outbox import outgoing
 from swarmnet.transport.channel import ChannelTransport
-from swarmnet.transport.frames import NOTIFY
 from swarmnet.wire import Array, Message
 from tests.transport.loopback import LoopbackHub, run
 from tests.transport.streams import PATIENCE_S
@@ -207,7 +205,7 @@ def test_an_impossible_route_costs_its_sender_the_stream() -> None:
         lost = asyncio.Event()
         a.on_disconnected(lambda _: lost.set())
         (channel,) = a.channels.all()
-        channel.send(outgoing(NOTIFY, 0, {"m": "who", "b": None, "s": [0, 99]}, (), "who"))
+        channel.notify("who", Message(), (0, 99))
         await asyncio.wait_for(lost.wait(), PATIENCE_S)
 
     play(scenario)
