@@ -20,12 +20,12 @@ from swarmnet.transport.calls.heads import FIRST_SEATS, Route, request_head
 from swarmnet.transport.calls.hello import Greeting, Offer, hello_head
 from swarmnet.transport.calls.holdings import Holdings, Overfull
 from swarmnet.transport.calls.inbox import Inbox
-from swarmnet.transport.calls.outbox import Outbox, Outgoing, Stalled, outgoing
+from swarmnet.transport.calls.outbox import Outbox, outgoing
 from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.replies import ReplyRoom
 from swarmnet.transport.calls.served import ServedCalls, Service
 from swarmnet.transport.calls.writer import Writer
-from swarmnet.transport.frames import ANSWERS, CANCEL, HELLO, NOTIFY, REQUEST, Reader
+from swarmnet.transport.frames import CANCEL, HELLO, NOTIFY, REQUEST, Reader
 from swarmnet.transport.pacing import Pacer
 from swarmnet.wire import Message
 
@@ -83,22 +83,19 @@ class Channel(asyncio.BufferedProtocol):
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
         self._calls = PendingCalls()
-        self._served = ServedCalls(owner.handlers, self, owner.holdings, owner.replies)
-        self._inbox = Inbox(
-            self.greeting, self._calls, self._served, owner.pool.take, owner.traffic, owner.holdings
-        )
-        self._reader = Reader(self._inbox, is_sealed=is_direct)
         self._outbox = Outbox(owner.pool.take, is_sealed=is_direct)
         self._writer = Writer(
             self._outbox, owner.pacer, owner.traffic, owner.replies, remote, is_direct=is_direct
         )
+        self._served = ServedCalls(
+            owner.handlers, self._writer, self.greeting, owner.holdings, owner.replies
+        )
+        self._inbox = Inbox(
+            self.greeting, self._calls, self._served, owner.pool.take, owner.traffic, owner.holdings
+        )
+        self._reader = Reader(self._inbox, is_sealed=is_direct)
         self._timer = loop.call_later(HELLO_TIMEOUT_S, self.abort, "no hello in time")
         self._lease = loop.call_later(LEASE_S, self._renew_lease)
-
-    @property
-    def run_id(self) -> str:
-        """`served.Caller`"""
-        return self.greeting.run_id
 
     @property
     def is_parting(self) -> bool:
@@ -109,7 +106,7 @@ class Channel(asyncio.BufferedProtocol):
     def is_idle(self) -> bool:
         """No call is open on it, of either side, and nothing is on its way."""
         is_busy = len(self._calls) or len(self._served)
-        return not (is_busy or self._inbox.receiving_bytes or self.waiting_bytes)
+        return not (is_busy or self._inbox.receiving_bytes or self._writer.waiting_bytes)
 
     @property
     def connection(self) -> Any:
@@ -120,11 +117,6 @@ class Channel(asyncio.BufferedProtocol):
     def leads_to(self) -> str:
         """The multiaddr at the other end of its stream's connection; empty where unknown."""
         return "" if self._stream is None else self._stream.seen_at
-
-    @property
-    def waiting_bytes(self) -> int:
-        """`served.Caller`"""
-        return self._writer.waiting_bytes
 
     @property
     def queued_bytes(self) -> int:
@@ -158,7 +150,7 @@ class Channel(asyncio.BufferedProtocol):
     def say_hello(self) -> None:
         """Tells versions, features and run; again whenever the run changes."""
         hello = hello_head(self._owner.offer, self._owner.run_id, self._owner.agent)
-        self.send(outgoing(HELLO, 0, hello, (), "hello"))
+        self._writer.send(outgoing(HELLO, 0, hello, (), "hello"))
 
     def abort(self, reason: str) -> None:
         """Closes the stream at once."""
@@ -195,7 +187,7 @@ class Channel(asyncio.BufferedProtocol):
         )
         future = self._calls.add(call_id, self.remote, method, on_progress, on_part)
         try:
-            self.send(request)
+            self._writer.send(request)
             return await future
         finally:
             self._calls.remove(call_id)
@@ -203,7 +195,7 @@ class Channel(asyncio.BufferedProtocol):
             is_given_up = not future.done() or future.cancelled()
             # An error may come while most of the request still waits to be sent.
             if (is_given_up or request.left_bytes) and self._outbox.withdraw(request):
-                self.send(outgoing(CANCEL, call_id, {}, (), method))
+                self._writer.send(outgoing(CANCEL, call_id, {}, (), method))
 
     def notify(self, method: str, message: Message, route: Route = FIRST_SEATS) -> None:
         """One way. Raises `ProtocolViolation` where the message cannot travel."""
@@ -212,23 +204,6 @@ class Channel(asyncio.BufferedProtocol):
         if self.is_open:
             self._outbox.put_note(note)
             self._writer.pump()
-
-    def send(self, message: Outgoing) -> None:
-        """`served.Caller`"""
-        if not self.is_open:
-            return
-        if message.kind in ANSWERS:
-            self._writer.narrow(self._owner.replies.is_stranger(self.remote))
-        try:
-            self._outbox.put(message)
-            self._writer.pump()
-        except Stalled as e:
-            self.abort(str(e))
-
-    def withdraw_reply(self, call_id: int) -> None:
-        """`served.Caller`"""
-        self._outbox.withdraw_reply(call_id)
-        self._writer.pump()
 
     # ---- the greeting -----------------------------------------------------------------------
 
@@ -273,7 +248,7 @@ class Channel(asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end("the connection was lost")
+        self._end(self._writer.why_ended or "the connection was lost")
 
     def pause_writing(self) -> None:
         self._writer.pause()

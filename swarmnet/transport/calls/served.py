@@ -65,8 +65,8 @@ class Service(Standing, Protocol):
         """What the handler of a method says. Raises `NotReady` where there is none."""
 
 
-class Caller(Protocol):
-    """The channel on which a peer's calls arrive."""
+class Answers(Protocol):
+    """The way back to a caller."""
 
     remote: str
     is_open: bool
@@ -75,18 +75,22 @@ class Caller(Protocol):
     def waiting_bytes(self) -> int:
         """That are to be sent, and that the network has not taken yet."""
 
-    @property
-    def run_id(self) -> str:
-        """The run that the peer says it belongs to."""
-
     def send(self, message: Outgoing) -> None:
-        """Sends a message unless the channel has ended. Never raises."""
+        """Sends a message unless the stream has ended. Never raises."""
 
     def withdraw_reply(self, call_id: int) -> None:
         """Does not send a reply that still waits for those before it."""
 
     def abort(self, reason: str) -> None:
-        """Closes the channel at once."""
+        """Closes the stream at once."""
+
+
+class Said(Protocol):
+    """The peer's greeting."""
+
+    @property
+    def run_id(self) -> str:
+        """The run that it says it belongs to."""
 
 
 @dataclass(slots=True)
@@ -111,13 +115,20 @@ class ServedCalls:
     """Runs the handlers of a channel's requests and sends what they answer."""
 
     def __init__(
-        self, service: Service, caller: Caller, holdings: Holdings, replies: ReplyRoom
+        self,
+        service: Service,
+        caller: Answers,
+        said: Said,
+        holdings: Holdings,
+        replies: ReplyRoom,
     ) -> None:
-        """`holdings`: the room for what is being served; `replies`: that for what is answered."""
+        """`said`: what the caller says of itself. `holdings`: the room for what is being served;
+        `replies`: that for what is answered."""
         self.serves = service.serves
         """Is there a handler of a method?"""
         self._service = service
         self._caller = caller
+        self._said = said
         self._holdings = holdings
         self._replies = replies
         self._serving: dict[int, Serving] = {}
@@ -140,7 +151,7 @@ class ServedCalls:
         caller, body = self._caller, head.values.get("b")
         num_bytes = len(body.data) if isinstance(body, Packed) else 0
         envelope = Envelope(
-            caller.remote, caller.run_id, method_of(head), num_bytes, head.array_bytes
+            caller.remote, self._said.run_id, method_of(head), num_bytes, head.array_bytes
         )
         route = route_of(head)
         try:
@@ -222,7 +233,7 @@ class ServedCalls:
             if not self._replies.may_ask(caller.remote, asyncio.get_running_loop().time()):
                 raise Busy(UNREAD, backlog_s=FIRST_PAUSE_S)
             reply = await self._service.answer(
-                route, caller.remote, caller.run_id, method, message, progress
+                route, caller.remote, self._said.run_id, method, message, progress
             )
             if not serving.is_cancelled:
                 head = {"b": reply.body}
@@ -248,7 +259,7 @@ class ServedCalls:
         caller = self._caller
         try:
             await self._service.answer(
-                route, caller.remote, caller.run_id, method, message, lambda _: None
+                route, caller.remote, self._said.run_id, method, message, lambda _: None
             )
         except SwarmnetError as e:
             log.debug("%s from %s: %s", method, caller.remote[-8:], e)

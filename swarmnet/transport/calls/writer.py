@@ -9,8 +9,9 @@ from asyncio import selector_events
 
 from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
 from swarmnet.transport.base import Traffic
-from swarmnet.transport.calls.outbox import Outbox
+from swarmnet.transport.calls.outbox import Outbox, Outgoing, Stalled
 from swarmnet.transport.calls.replies import ReplyRoom
+from swarmnet.transport.frames import ANSWERS
 from swarmnet.transport.pacing import Pacer
 
 log = logging.getLogger("swarmnet.transport")
@@ -31,7 +32,7 @@ end."""
 
 class Writer:
     """A `pacing.Sender`: takes frames from an outbox whenever the stream has room. A
-    `replies.Reader` too: the peer at the other end."""
+    `replies.Reader` too: the peer at the other end. And the `served.Answers` of its channel."""
 
     def __init__(
         self,
@@ -49,14 +50,16 @@ class Writer:
         self._pacer = pacer
         self._traffic = traffic
         self._replies = replies
-        self._remote = remote
+        self.remote = remote
+        self.is_open = True
+        self.why_ended = ""
+        """Where the stream was ended here, for the calls that were open on it."""
         self._is_direct = is_direct
         self._transport: asyncio.Transport | None = None
         self._keeps_buffers = False
         """`writelines` of asyncio's own stream over a socket copies nothing from Python 3.12 on, so
         that what changes later would be sent; and it does not say that the stream is full, up to
         3.12.8 and 3.13.1 (https://github.com/python/cpython/issues/127655)."""
-        self._is_open = True
         self._is_paused = False
         self._is_pumping = False
         self._is_narrow = False
@@ -107,7 +110,7 @@ class Writer:
         """The stream's buffer is full."""
         self._is_paused = True
         self._meter()
-        is_stranger = self._replies.is_stranger(self._remote)
+        is_stranger = self._replies.is_stranger(self.remote)
         longest_s = UNREAD_BY_STRANGER_S if is_stranger else UNREAD_S
         self._read_on()
         self._unread = asyncio.get_running_loop().call_later(longest_s, self.give_up)
@@ -128,7 +131,7 @@ class Writer:
             return  # a write that failed at once came back here
         self._is_pumping = True
         try:
-            while self._is_open and self._transport is not None and not self._is_paused:
+            while self.is_open and self._transport is not None and not self._is_paused:
                 bulk, behind = self._pacer.may_send(), self._outbox.has_background
                 is_due = behind and self._pacer.is_background_due()
                 buffers = self._take_background() if is_due else []
@@ -148,28 +151,50 @@ class Writer:
             self._is_pumping = False
             self._tell_waiting()
 
+    def send(self, message: Outgoing) -> None:
+        """`served.Answers`"""
+        if not self.is_open:
+            return
+        if message.kind in ANSWERS:
+            self.narrow(self._replies.is_stranger(self.remote))
+        try:
+            self._outbox.put(message)
+            self.pump()
+        except Stalled as e:
+            self.abort(str(e))
+
+    def withdraw_reply(self, call_id: int) -> None:
+        """`served.Answers`"""
+        self._outbox.withdraw_reply(call_id)
+        self.pump()
+
     def give_up(self) -> None:
         """`replies.Reader`"""
-        if self._transport is not None:
-            log.debug("%s does not read what it is sent", self._remote[-8:])
+        log.debug("%s does not read what it is sent", self.remote[-8:])
+        self.abort("it does not read what is sent to it")
+
+    def abort(self, reason: str) -> None:
+        """Closes the stream at once, of which its channel hears as of any end."""
+        if self._transport is not None and self.is_open:
+            self.why_ended = reason
             self._transport.abort()
             self.end()
 
     def end(self) -> None:
         """The stream is gone: forgets what was to be sent. Idempotent."""
-        self._is_open = False
+        self.is_open = False
         self._read_on()
         if self._metered_bytes is not None:
             now = asyncio.get_running_loop().time()
             self._traffic.upload.drained(self, 0, now, ended=True)
         self._outbox.clear()
         self._pacer.forget(self)
-        self._replies.waits(self, self._remote, 0, asyncio.get_running_loop().time())
+        self._replies.waits(self, self.remote, 0, asyncio.get_running_loop().time())
 
     def _tell_waiting(self) -> None:
-        if self._is_open:
+        if self.is_open:
             now = asyncio.get_running_loop().time()
-            self._replies.waits(self, self._remote, self.waiting_bytes, now)
+            self._replies.waits(self, self.remote, self.waiting_bytes, now)
 
     def _read_on(self) -> None:
         """The peer reads, or its stream is gone."""

@@ -49,7 +49,7 @@ class World:
         handlers = Handlers()
         self.standing = True
         self.holdings = Holdings(self)
-        served = ServedCalls(handlers, self, self.holdings, ReplyRoom(self))
+        served = ServedCalls(handlers, self, self, self.holdings, ReplyRoom(self))
 
         async def hear(request: Request) -> Message:
             self.heard.append(request.message)

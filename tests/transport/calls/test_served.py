@@ -23,7 +23,7 @@ from swarmnet.wire import Message, Packed, pack
 
 
 class Caller:
-    """A channel that keeps what it is to send."""
+    """The way back to a caller, and what that says of itself: keeps what it is to send."""
 
     remote, run_id, is_open, waiting_bytes = "peer", "run", True, 0
 
@@ -47,7 +47,7 @@ class World:
         self.caller = Caller()
         self.holdings = Holdings(handlers)
         self.replies = ReplyRoom(handlers)
-        self.served = ServedCalls(handlers, self.caller, self.holdings, self.replies)
+        self.served = ServedCalls(handlers, self.caller, self.caller, self.holdings, self.replies)
         self.go = asyncio.Event()
 
         async def wait(request: Request) -> Message:
