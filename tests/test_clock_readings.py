@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 CLOCKS = {"time", "monotonic", "perf_counter", "monotonic_ns", "time_ns"}
+CLOCKS |= {"awake_s", "_awake_s", "get_dht_time"}
 """Methods and functions that read one."""
+SPANS = {"s", "left_s", "stalled_s", "slept_s", "gone_s"}
+"""Methods that say how long ago something was, or how long something takes yet."""
 JUDGES = {"min", "max", "sum"}
 
 
@@ -35,15 +38,36 @@ def is_moment(node: ast.expr, known: set[str]) -> bool:
     return False
 
 
-def moments_in(function: ast.AST) -> set[str]:
-    """Names that a function gives to points in time."""
+def is_span(node: ast.expr, known: set[str]) -> bool:
+    """Whether a value is how long something was, or is: it is compared in `protocol/` too."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name in SPANS
+        case ast.Name(id=name):
+            return name in known
+        case ast.Attribute(attr=name):
+            return name.lstrip("_") in SPANS - {"s"}
+        case ast.BinOp(left=left, right=right):
+            return is_span(left, known) or is_span(right, known)
+        case ast.NamedExpr(value=value):
+            return is_span(value, known)
+    return False
+
+
+def names_in(function: ast.AST, is_one: Callable[[ast.expr, set[str]], bool]) -> set[str]:
+    """Names that a function gives to points in time, or to spans of it."""
     known: set[str] = set()
     for _ in range(2):  # a name may be given to another name
         for node in ast.walk(function):
             match node:
-                case ast.Assign(targets=targets, value=value) if is_moment(value, known):
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                    pairs = zip(names, values, strict=False)
+                    known |= {
+                        n.id for n, v in pairs if isinstance(n, ast.Name) and is_one(v, known)
+                    }
+                case ast.Assign(targets=targets, value=value) if is_one(value, known):
                     known |= {t.id for t in targets if isinstance(t, ast.Name)}
-                case ast.NamedExpr(target=target, value=value) if is_moment(value, known):
+                case ast.NamedExpr(target=target, value=value) if is_one(value, known):
                     known.add(target.id)
     return known
 
@@ -53,13 +77,15 @@ def judged(source: str) -> Iterator[str]:
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        known = moments_in(function)
+        known, spans = names_in(function, is_moment), names_in(function, is_span)
         for node in ast.walk(function):
             match node:
                 case ast.Compare(left=left, ops=ops, comparators=others):
                     parts = [left, *others]
                     is_identity = all(isinstance(op, ast.Is | ast.IsNot) for op in ops)
-                    found = not is_identity and any(is_moment(p, known) for p in parts)
+                    found = not is_identity and any(
+                        is_moment(p, known) or is_span(p, spans) for p in parts
+                    )
                 case ast.BinOp():
                     found = is_moment(node, known)
                 case ast.AugAssign(target=target, value=value):
@@ -92,6 +118,14 @@ def test_readings_of_the_clock_are_only_passed_on() -> None:
         "a = loop.time(); b = a; c = b - 1",
         "if (t := loop.time()) >= self.until: pass",
         "late = self._asked_at < 3",
+        "late = self.since.s(now) > 3",
+        "end = self.liveness.awake_s() + 3",
+        "a, b = loop.time(), 3; c = a + b",
+        "if self.stalled_s() > self.before: pass",
+        "b = self.stalled_s(); c = self.other > b",
+        "late = self._stalled_s < 3",
+        "if (left_s := self.end.left_s(now)) <= 0: pass",
+        "end = get_dht_time() + 3",
     ],
 )
 def test_a_judgement_is_found(line: str) -> None:
@@ -106,6 +140,10 @@ def test_a_judgement_is_found(line: str) -> None:
         "now = loop.time(); self.rules.decide(now)",
         "is_new = now is None",
         "left = deadline.left_s(now) * 2",
+        "end = Deadline.after(self.liveness.awake_s(), 3)",
+        "if left_s := self.end.left_s(now): pass",
+        "is_new = self.stalls.is_new(self.liveness.stalled_s())",
+        "left = min(deadline.left_s(now), 3)",
     ],
 )
 def test_passing_on_is_no_judgement(line: str) -> None:

@@ -48,6 +48,6 @@ class Condition:
         deadline = Deadline.after(loop.time(), timeout_s)
         while not condition():
             left_s = deadline.left_s(loop.time())
-            if left_s <= 0 or not await self.wait(left_s):
+            if not left_s or not await self.wait(left_s):
                 return condition()
         return True

@@ -175,6 +175,10 @@ class View:
             return math.inf
         return self.detector.gone_s(peer_id, now)
 
+    def is_gone(self, peer_id: str, for_s: float, now: float) -> bool:
+        """Whether `gone_s` is as much."""
+        return self.gone_s(peer_id, now) >= for_s
+
     def live(self, now: float, stage: int = ALL) -> Sequence[Record]:
         """Records of the live peers of a stage, or of all live peers, by peer id, whether they
         count or not."""

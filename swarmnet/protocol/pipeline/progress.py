@@ -12,12 +12,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, RoundCount
 from swarmnet.protocol.membership.view import ALL, View
 from swarmnet.protocol.slots import all_slots, share_of, slots_in
+
+
+class Shown(Enum):
+    """What a call of a microbatch shows of the round that is open here."""
+
+    NOTHING = auto()
+    LAUNCHED = auto()
+    """All of it is launched."""
+    OVER = auto()
+
+
+def shown_by_call(
+    view: View, caller: str, asked: int, round_index: int, now: float, *, overlaps: bool
+) -> Shown:
+    """What another replica asks for tells how far it is: it works on the next round when this one
+    is over, or, where rounds may be opened ahead (`overlaps`), when all of this one is launched.
+    `asked`: the round of the microbatch; `round_index`: the one that is open here. That a round is
+    over one alone does not show (`View.shown_round`); the view is told of each."""
+    record = view.get(caller)
+    ahead = asked - round_index
+    if ahead not in (1, 2) or record is None or not record.is_replica:
+        return Shown.NOTHING
+    if record.round < round_index:  # it is not that far itself, by its own record
+        return Shown.NOTHING
+    view.called(caller, asked - overlaps)
+    if ahead == 1 and overlaps:
+        return Shown.LAUNCHED
+    is_over = view.is_past(round_index, now) and (ahead == 1 or overlaps)
+    return Shown.OVER if is_over else Shown.NOTHING
 
 
 @dataclass(frozen=True, slots=True)

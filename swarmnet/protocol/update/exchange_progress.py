@@ -132,7 +132,7 @@ class ExchangeProgress:
         self,
         shards: Mapping[int, ShardState],
         now: float,
-        longest_s: Callable[[str], float],
+        longest_s: Mapping[str, float],
         *,
         has_norm: bool,
     ) -> list[str]:
@@ -258,7 +258,7 @@ class ResultWaits:
                 self._since.setdefault((j, shard.target()), now)
 
     def owing(
-        self, shards: Mapping[int, ShardState], now: float, longest_s: Callable[[str], float]
+        self, shards: Mapping[int, ShardState], now: float, longest_s: Mapping[str, float]
     ) -> set[str]:
         """Living primaries, and neighbours between them and this replica, of which nothing has come
         in `longest_s` of each after they wait for nobody."""
@@ -270,7 +270,7 @@ class ResultWaits:
                 continue
             # Who has taken over waits for all that have yet to find the one before it.
             times = 1 if shard.ballot.is_first else 2
-            if self.is_owed(j, asked, now, times * longest_s(asked)):
+            if self.is_owed(j, asked, now, times * longest_s[asked]):
                 found.add(asked)
         return found
 

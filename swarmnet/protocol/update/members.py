@@ -36,6 +36,19 @@ exchanges a wait costs little, and whoever was slow for an hour is to be waited 
 day."""
 
 
+def may_contribute(record: Record | None, stage: int) -> bool:
+    """Whether a peer may have a gradient of a stage. One that joins has none: it asks for the
+    result alone."""
+    return record is not None and record.stage == stage and record.state in (ACTIVE, LEAVING)
+
+
+def shows_round(record: Record | None, stage: int, round_index: int) -> bool:
+    """Whether a peer's calls may show that its stage has ended a round: it works on that stage, and
+    its record says that it is in that round. Of one that joins, or is elsewhere, it means
+    nothing."""
+    return record is not None and may_contribute(record, stage) and record.round == round_index
+
+
 def candidates(members: Iterable[Record], plan: SyncPlan, round_index: int) -> list[Record]:
     """Live replicas of a stage that count as possible owners in a round. One that was cut off and
     is rounds behind does not: it holds nothing of this round, and will fetch it again. Those that

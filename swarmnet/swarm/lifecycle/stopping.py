@@ -73,6 +73,6 @@ class Stopping:
             replicas = [r for r in view.live(loop.time()) if r.is_replica]
             if is_over(replicas, self._end.round):
                 return
-            if (now := state_of(replicas)) != state:
-                state, deadline = now, Deadline.after(loop.time(), may_stand_still_s(replicas))
+            if (seen := state_of(replicas)) != state:
+                state, deadline = seen, Deadline.after(loop.time(), may_stand_still_s(replicas))
             await self._gossip.changed.wait(LOOK_AGAIN_S)

@@ -42,19 +42,6 @@ def is_replica_of(record: Record | None, stage: int, caller: Caller) -> bool:
     return record is not None and record.stage == stage and record.state in STATES_OF[caller]
 
 
-def may_contribute(record: Record | None, stage: int) -> bool:
-    """Whether a peer may have a gradient of a stage. One that joins has none: it asks for the
-    result alone."""
-    return is_replica_of(record, stage, Caller.WORKING)
-
-
-def shows_round(record: Record | None, stage: int, round_index: int) -> bool:
-    """Whether a peer's calls may show that its stage has ended a round: it works on that stage, and
-    its record says that it is in that round. Of one that joins, or is elsewhere, it means
-    nothing."""
-    return record is not None and may_contribute(record, stage) and record.round == round_index
-
-
 class Served(Protocol):
     """What the gate knows of the replica here."""
 

@@ -19,7 +19,7 @@ from swarmnet.methods.records import SignedRecord
 from swarmnet.protocol.dialing.addresses import of_all, peer_of
 from swarmnet.protocol.membership.publishers import published_for
 from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
-from swarmnet.protocol.moments import Since
+from swarmnet.protocol.moments import Deadline, Since
 from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.wire import pack, unpack
@@ -181,7 +181,7 @@ class Directory:
                 stage_key(own.run_id, own.stage),
                 subkey=own.peer_id,
                 value=pack(envelope),
-                expiration_time=get_dht_time() + EXPIRY_S,
+                expiration_time=Deadline.after(get_dht_time(), EXPIRY_S).at,
             )
         )
 
@@ -197,7 +197,7 @@ class Directory:
             await self._node.store_many(
                 [stage_key(r.run_id, r.stage) for r in records],
                 [pack(kept[r.peer_id][0]) for r in records],
-                get_dht_time() + EXPIRY_S,
+                Deadline.after(get_dht_time(), EXPIRY_S).at,
                 subkeys=[r.peer_id for r in records],
             )
         return len(records)

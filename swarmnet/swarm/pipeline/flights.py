@@ -5,7 +5,7 @@ A flight belongs to the replica, not to its caller: it goes on when the caller's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,17 +131,15 @@ class Flights:
     def get(self, key: StepKey) -> Flight | None:
         return self._flights.get(key)
 
-    def start(
-        self,
-        key: StepKey,
-        feeder: str,
-        work: Callable[[Flight], Coroutine[Any, Any, Message[StepReply]]],
-    ) -> Flight:
-        """Begins a flight, whose work is `work(flight)`."""
+    def enter(self, key: StepKey, feeder: str) -> Flight:
+        """A new flight, whose work is begun with `start`."""
         began_at = asyncio.get_running_loop().time()
         flight = self._flights[key] = Flight(feeder=feeder, began_at=began_at)
-        flight.begin(self._tasks.start(work(flight)))
         return flight
+
+    def start(self, flight: Flight, work: Coroutine[Any, Any, Message[StepReply]]) -> None:
+        """Begins the work of a flight."""
+        flight.begin(self._tasks.start(work))
 
     def completed(self, flight: Flight) -> None:
         """Takes the duration of a flight that succeeded into `passage_s`."""

@@ -31,6 +31,7 @@ from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.contests import Contests
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING, Entry
 from swarmnet.protocol.pipeline.origins import Origins
+from swarmnet.protocol.pipeline.progress import Shown, shown_by_call
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
 from swarmnet.protocol.slots import ANY_SLOTS, SlotPlan, slot_of
 from swarmnet.swarm.calls import notify, serve
@@ -205,9 +206,8 @@ class StepService:
             key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
         )
         parts = _parts(request.message.arrays)
-        flight = self.flights.start(
-            key, step.feeder, lambda flight: self._fly(replica, flight, step, *parts)
-        )
+        flight = self.flights.enter(key, step.feeder)
+        self.flights.start(flight, self._fly(replica, flight, step, *parts))
         self.admission.entering(key, flight.task)
         return flight
 
@@ -236,24 +236,16 @@ class StepService:
         return self._contests.keeps_out(entry.feeder, began_at, self.flights.usual_s(), now)
 
     def _learn(self, replica: Replica, asked: int, caller: str) -> None:
-        """What another replica asks for tells how far it is: it works on the next round when this
-        one is over, or, where rounds may be opened ahead, when all of this one is launched. That a
-        round is over one alone does not show (`View.shown_round`)."""
-        r = replica.round
-        record = self.gossip.view.get(caller)
-        if asked not in (r + 1, r + 2) or record is None or not record.is_replica:
-            return
-        if record.round < r:  # it is not that far itself, by its own record
-            return
+        """As `shown_by_call`: a call tells how far its caller is."""
+        r, now = replica.round, asyncio.get_running_loop().time()
         overlaps = replica.plan.is_delayed(r)
-        view, now = self.gossip.view, asyncio.get_running_loop().time()
-        view.called(caller, asked - overlaps)
-        if asked == r + 1 and overlaps:
-            is_news = replica.transitions.heard_launched(r)
-        elif not view.is_past(r, now):
-            is_news = False
-        else:
-            is_news = (asked == r + 1 or overlaps) and replica.transitions.heard_over(r)
+        match shown_by_call(self.gossip.view, caller, asked, r, now, overlaps=overlaps):
+            case Shown.LAUNCHED:
+                is_news = replica.transitions.heard_launched(r)
+            case Shown.OVER:
+                is_news = replica.transitions.heard_over(r)
+            case Shown.NOTHING:
+                is_news = False
         if is_news:
             self.gossip.changed.notify_all()
 

@@ -358,7 +358,7 @@ class SavedModelFetch:
         try:
             while not (await asyncio.wait([calling], timeout=ANSWER_S))[0]:
                 self.gossip.liveness.probe(peer_id)
-                if view.gone_s(peer_id, loop.time()) >= PATIENCE_S:
+                if view.is_gone(peer_id, PATIENCE_S, loop.time()):
                     raise Gone(f"{peer_id[-8:]} has fallen silent")
             return calling.result()
         finally:

@@ -237,7 +237,8 @@ class Exchanges:
         while not exchange.is_over(shards):
             if self.states.failure is not None:
                 return self.states.failure
-            is_late = started.s(self.gossip.liveness.awake_s()) > self.pace.waits().call_s
+            now, call_s = self.gossip.liveness.awake_s(), self.pace.waits().call_s
+            is_late = started.is_older(now, call_s)
             if is_late and not exchange.is_at_work:
                 return Behind(f"shards of round {exchange.number} were given by no owner")
             await exchange.changed.wait(LOOK_AGAIN_S)

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnet.protocol.membership.records import JOINING, LEFT, Record, RoundCount
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEFT, Record, RoundCount
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import (
+    Shown,
     doubled,
     helping_slot,
     is_committed_elsewhere,
@@ -16,6 +18,7 @@ from swarmnet.protocol.pipeline.progress import (
     late_slots,
     newest_round,
     round_progress,
+    shown_by_call,
     stuck_slot,
     turn_of,
 )
@@ -231,3 +234,40 @@ def test_the_quick_answers_are_those_of_the_whole_union(
         masks = [c.committed.mask for _, c in view.counters.by_peer(1)]
         union = {slot for mask in masks for slot in slots_in(mask) if slot < num_slots}
         assert state.committed == len(union)
+
+
+def replicas(*rounds: int, state: str = ACTIVE) -> View:
+    """Of the own stage: this peer, in round R, and others."""
+    own = record("own", stage=0, round=R, state=ACTIVE)
+    others = [record(f"r{i}", stage=0, round=r, state=state) for i, r in enumerate(rounds)]
+    return view_of(own, *others)
+
+
+@pytest.mark.parametrize(
+    ("asked", "overlaps", "shown"),
+    [
+        (R - 1, False, Shown.NOTHING),
+        (R, False, Shown.NOTHING),
+        (R + 1, False, Shown.OVER),
+        (R + 2, False, Shown.NOTHING),
+        (R + 3, False, Shown.NOTHING),
+        (R + 1, True, Shown.LAUNCHED),
+        (R + 2, True, Shown.OVER),
+        (R + 3, True, Shown.NOTHING),
+    ],
+)
+def test_a_call_shows_how_far_its_caller_is(asked: int, overlaps: bool, shown: Shown) -> None:
+    """Where rounds overlap, the next one is open before this one is over."""
+    assert shown_by_call(replicas(R), "r0", asked, R, 0.0, overlaps=overlaps) is shown
+
+
+def test_that_a_round_is_over_one_alone_does_not_show() -> None:
+    view = replicas(R, R, R)
+    found = [shown_by_call(view, f"r{i}", R + 1, R, 0.0, overlaps=False) for i in range(3)]
+    assert found == [Shown.NOTHING, Shown.OVER, Shown.OVER]
+
+
+def test_a_call_of_one_that_is_not_that_far_shows_nothing() -> None:
+    for view in (replicas(R - 1), replicas(R, state=JOINING), replicas()):
+        assert shown_by_call(view, "r0", R + 1, R, 0.0, overlaps=True) is Shown.NOTHING
+        assert not view.is_past(R, 0.0)

@@ -64,6 +64,7 @@ def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
 
 
 RESULT_S = 20.0
+LONGEST_S = dict.fromkeys((PRIMARY, NEXT), RESULT_S)
 
 
 @pytest.mark.parametrize("kind", ["norm", "copy", "no norm needed"])
@@ -78,7 +79,7 @@ def test_a_primary_that_waits_for_nobody_owes_its_result(kind: str) -> None:
         progress.has_sum(0, PRIMARY)
 
     def owing(now: float) -> list[str]:
-        return progress.owing({0: shard}, now, lambda _: RESULT_S, has_norm=kind == "norm")
+        return progress.owing({0: shard}, now, LONGEST_S, has_norm=kind == "norm")
 
     assert owing(102.0) == []
     assert owing(121.9) == []
@@ -93,7 +94,7 @@ def test_a_primary_that_may_wait_for_other_stages_owes_nothing() -> None:
     progress, shard = ExchangeProgress(), waiting(Ballot(1, PRIMARY))
     progress.has_sum(0, PRIMARY)
     for now in (100.0, 500.0):
-        assert progress.owing({0: shard}, now, lambda _: RESULT_S, has_norm=False) == []
+        assert progress.owing({0: shard}, now, LONGEST_S, has_norm=False) == []
     assert not progress.is_owed(0, PRIMARY, 500.0, RESULT_S)
 
 
@@ -102,7 +103,7 @@ def test_who_is_at_work_itself_is_owed_nothing() -> None:
     own = waiting(Ballot(1, ME))
     own.state = State.STEPPING
     for now in (100.0, 500.0):
-        found = progress.owing({0: shard, 1: own}, now, lambda _: RESULT_S, has_norm=True)
+        found = progress.owing({0: shard, 1: own}, now, LONGEST_S, has_norm=True)
         assert found == []
 
 
@@ -111,7 +112,7 @@ def test_who_has_taken_over_after_the_norm_has_more_time() -> None:
 
     def owing(now: float, has_sum: bool = True) -> set[str]:
         waits.look({0: shard}, now, {0} if has_sum else set(), has_norm=True)
-        return waits.owing({0: shard}, now, lambda _: RESULT_S)
+        return waits.owing({0: shard}, now, LONGEST_S)
 
     assert owing(110.0, has_sum=False) == set()
     assert owing(120.0) == set()
@@ -125,7 +126,7 @@ def test_a_neighbour_between_owes_first_and_the_primary_from_then_on() -> None:
 
     def owing(now: float) -> set[str]:
         waits.look({0: shard}, now, set(), has_norm=True)
-        return waits.owing({0: shard}, now, lambda _: RESULT_S)
+        return waits.owing({0: shard}, now, LONGEST_S)
 
     assert owing(100.0) == set()
     assert owing(120.0) == {NEXT}

@@ -26,6 +26,8 @@ from swarmnet.protocol.update.members import (
     Owed,
     Replaced,
     Rests,
+    may_contribute,
+    shows_round,
 )
 from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, MemberStatus
 
@@ -38,6 +40,33 @@ def replica(name: str, round_index: int, state: str = ACTIVE, **said: Any) -> Re
 
 def names(records: list[Record]) -> list[str]:
     return [r.peer_id for r in records]
+
+
+@pytest.mark.parametrize(
+    ("state", "stage", "may"),
+    [
+        (ACTIVE, 0, True),
+        (LEAVING, 0, True),
+        (JOINING, 0, False),
+        (ACTIVE, 1, False),
+    ],
+)
+def test_who_works_on_a_stage_may_have_a_gradient_of_it(state: str, stage: int, may: bool) -> None:
+    assert may_contribute(replica("b", 3, state), stage) == may
+    assert not may_contribute(None, stage)
+
+
+def test_a_round_is_shown_to_be_over_by_who_works_in_it_alone() -> None:
+    def shows(record: Record | None, stage: int = 0) -> bool:
+        return shows_round(record, stage, 3)
+
+    assert shows(replica("b", 3, ACTIVE))
+    assert shows(replica("b", 3, LEAVING))
+    assert not shows(replica("b", 3, JOINING))
+    assert not shows(replica("b", 2))
+    assert not shows(replica("b", 4))
+    assert not shows(replica("b", 3), stage=2)
+    assert not shows(None)
 
 
 def test_possible_owners_were_there_when_the_round_began() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, bitmap
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.lifecycle.departure import DRAIN_S, Departure
-from swarmnet.swarm.pipeline.flights import Flight
 from swarmnet.wire import Message
 from tests.swarm.one_replica import OneReplica
 
@@ -60,7 +59,7 @@ def test_others_have_to_hold_its_shards_first() -> None:
 
 
 def test_a_newcomer_is_waited_for_and_a_microbatch_too_as_long_as_there_is_time() -> None:
-    async def never(flight: Flight) -> Message:
+    async def never() -> Message:
         await asyncio.Event().wait()
         return Message()
 
@@ -68,7 +67,8 @@ def test_a_newcomer_is_waited_for_and_a_microbatch_too_as_long_as_there_is_time(
         for state in (JOINING, ACTIVE):
             pair = OneReplica()
             other_holds(pair, [0], state)
-            pair.steps.flights.start((0, 1), "feeder", never)
+            flights = pair.steps.flights
+            flights.start(flights.enter((0, 1), "feeder"), never())
             began = asyncio.get_running_loop().time()
             assert not await departure_of(pair).hand_over()
             assert asyncio.get_running_loop().time() - began >= DRAIN_S

@@ -8,9 +8,6 @@ from typing import Any
 
 from swarmnet.methods.method import Method
 from swarmnet.methods.table import METHODS
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
-from swarmnet.swarm.membership.callers import shows_round
-from tests.swarm.membership.parts import record
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,16 +48,3 @@ def test_the_document_has_the_same_table() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
     table = "\n".join(line(method, row) for method, row in METHODS.items())
     assert table in text, f"\n{table}"
-
-
-def test_a_round_is_shown_to_be_over_by_who_works_in_it_alone() -> None:
-    def shows(**said: object) -> bool:
-        return shows_round(record("b", **{"stage": 1, "round": 3, **said}), 1, 3)
-
-    assert shows(state=ACTIVE)
-    assert shows(state=LEAVING)
-    assert not shows(state=JOINING)
-    assert not shows(state=ACTIVE, round=2)
-    assert not shows(state=ACTIVE, round=4)
-    assert not shows(state=ACTIVE, stage=2)
-    assert not shows_round(None, 1, 3)

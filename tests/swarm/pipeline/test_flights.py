@@ -15,15 +15,21 @@ from swarmnet.wire import Message
 WORK_S = 2.0
 
 
-async def work(flight: Flight) -> Message:
+async def work() -> Message:
     await asyncio.sleep(WORK_S)
     return Message()
+
+
+def begin(flights: Flights, round_index: int, microbatch_id: int, feeder: str) -> Flight:
+    flight = flights.enter((round_index, microbatch_id), feeder)
+    flights.start(flight, work())
+    return flight
 
 
 def test_what_is_inside_and_what_is_a_receipt() -> None:
     async def scenario() -> None:
         flights = Flights()
-        flight = flights.start((0, 1), "feeder", work)
+        flight = begin(flights, 0, 1, "feeder")
         assert flights.num_in_flight == 1
         await asyncio.sleep(WORK_S / 2)
         assert flights.passage_s() == WORK_S / 2, "of the oldest here"
@@ -41,7 +47,7 @@ def test_what_is_inside_and_what_is_a_receipt() -> None:
 
 def test_callers_hear_of_another_way_at_once_and_of_the_same_one_later() -> None:
     async def scenario() -> None:
-        flight = Flights().start((0, 1), "feeder", work)
+        flight = begin(Flights(), 0, 1, "feeder")
         heard: list[tuple[str, ...]] = []
         flight.join(Request("a", "", "step", Message(), lambda note: heard.append(note.body.path)))
         flight.moved(("b",))
@@ -63,7 +69,7 @@ def test_a_doomed_flight_does_no_more_work() -> None:
     async def scenario() -> None:
         flights = Flights()
         here, beyond, other = (
-            flights.start((0, i), name, work) for i, name in enumerate(("gone", "gone", "there"))
+            begin(flights, 0, i, name) for i, name in enumerate(("gone", "gone", "there"))
         )
         beyond.leaves()
         beyond.moved(("b",))
@@ -82,7 +88,7 @@ def test_a_doomed_flight_does_no_more_work() -> None:
 def test_a_round_that_is_dropped_takes_those_before_it_along() -> None:
     async def scenario() -> None:
         flights = Flights()
-        started = [flights.start((r, 1), "feeder", work) for r in (3, 4, 5)]
+        started = [begin(flights, r, 1, "feeder") for r in (3, 4, 5)]
         flights.drop_round(4)
         await asyncio.sleep(WORK_S)
         assert [f.task.cancelled() for f in started] == [True, True, False]

@@ -17,7 +17,6 @@ from swarmnet.protocol.pipeline.reservations import RESERVED_S
 from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.pipeline.flights import Flight
 from swarmnet.wire import Message
 from tests.swarm.one_replica import (
     CALLEE,
@@ -302,7 +301,7 @@ def test_what_a_replica_has_passed_on_weighs_less_than_what_waits_before_a_devic
         near = two_free(pair)
         (other,) = pair.others
 
-        async def with_the_stages_behind(flight: Flight) -> Message:
+        async def with_the_stages_behind() -> Message:
             await asyncio.sleep(600.0)
             return Message()
 
@@ -311,7 +310,8 @@ def test_what_a_replica_has_passed_on_weighs_less_than_what_waits_before_a_devic
             (20, other, 16, CALLEE),
         ):
             for i in range(num_passed_on):
-                steps.flights.start((0, 100 * first + i), "far", with_the_stages_behind)
+                flight = steps.flights.enter((0, 100 * first + i), "far")
+                steps.flights.start(flight, with_the_stages_behind())
             for n in range(first, first + 3):
                 assert (await near.step(n)).peer_id == chosen
         device = pair.replica.device

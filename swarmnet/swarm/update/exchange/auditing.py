@@ -288,12 +288,10 @@ class UpdateAudits:
 
     # ---- as contributor and backup: the result ----------------------------------------------
 
-    def draws(self, copy: Result) -> bool:
+    def draws(self) -> bool:
         """Whether the rest of a step is made here too, which the primary alone has to make. Else
         its result is believed, as by who is no backup."""
-        if copy.rest is not None and self.repeats.is_drawn():
-            copy.is_audited = True
-        return copy.is_audited
+        return self.repeats.is_drawn()
 
     def came(self, exchange: int, shard: int, came: Came) -> None:
         """A result has come, and is adopted. It is looked at beside the exchange."""

@@ -23,7 +23,7 @@ from swarmnet.errors import (
     UserError,
 )
 from swarmnet.methods.update import MirrorRequest, ShardReply
-from swarmnet.protocol.moments import Deadline, Since
+from swarmnet.protocol.moments import Deadline, Since, Stalls
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_progress import ExchangeProgress
@@ -195,7 +195,7 @@ class Exchange:
         self._is_feeding = False
         self._is_flush_due = False
         self._stays_in_stage = False
-        self._stalled_s = gossip.liveness.stalled_s()
+        self._stalls = Stalls(gossip.liveness.stalled_s())
         self._members: dict[str, MemberStatus] = {}
         self._short_of = 0
         self._begun_at: float | None = None
@@ -304,7 +304,7 @@ class Exchange:
         """Gives a neighbour what this replica contributes. What that does not take, or perhaps
         has not got, goes to the primary."""
         given = [j for j in shards if self._calls.tokens[j] and j not in self.results]
-        self._neighbours.given |= set(given)
+        self._neighbours.gives(given)
         taken = {j for j in shards if not self._calls.tokens[j]}  # it has the result alone
         longest_s = self._pace.waits().gather_s
         for call in self._calls.in_calls(given):
@@ -372,9 +372,8 @@ class Exchange:
         if self._is_feeding:
             return
         self._is_feeding = True
-        stalled_s = self._gossip.liveness.stalled_s()
-        if stalled_s > self._stalled_s:  # before what happened before that, or meanwhile
-            self._stalled_s = stalled_s
+        if self._stalls.is_new(self._gossip.liveness.stalled_s()):
+            # Before what happened before that, or meanwhile.
             self._events[:0] = [(j, on.StoodStill()) for j in self._machines]
         try:
             while self._events:
@@ -494,8 +493,10 @@ class Exchange:
         for peer_id in found:
             self._hangs(peer_id)
         has_norm = self._books.norms.known(self.number) is not None
+        asked = {p for s in shards.values() for p in (s.ballot.primary, s.neighbour)}
+        longest_s = {p: self._result_s(p) for p in asked}
         for peer_id in self.progress.owing(
-            shards, self._gossip.liveness.awake_s(), self._result_s, has_norm=has_norm
+            shards, self._gossip.liveness.awake_s(), longest_s, has_norm=has_norm
         ):
             self._owes(peer_id)
         awake_s = self._gossip.liveness.awake_s()
@@ -709,17 +710,18 @@ class Exchange:
             if not counted and self._audits.is_signed_for(j):  # so the signatures were checked
                 counted = self._proofs.names_own(told)
             result = Result(values, counted, parameters=kept)
-        result.came = Came(
-            sender,
-            told,
-            values,
-            parameters,
-            copy,
-            is_primary=sender == shard.ballot.primary,
-            # Of what a neighbour has nothing bears this replica's signature.
-            has_given=self._calls.tokens.get(j, 0) > 0 and j not in self._neighbours.given,
+        return result.arrived(
+            Came(
+                sender,
+                told,
+                values,
+                parameters,
+                copy,
+                is_primary=sender == shard.ballot.primary,
+                # Of what a neighbour has nothing bears this replica's signature.
+                has_given=self._calls.tokens.get(j, 0) > 0 and j not in self._neighbours.given,
+            )
         )
-        return result
 
     def _not_shown(self, j: int, sender: str, told: ShardReply, values: Array) -> NotShown:
         """Whether what comes with a result shows that it is none: whoever makes a step has signed
@@ -760,7 +762,7 @@ class Exchange:
     def _adopt(self, j: int, result: Result | None, *, is_own: bool) -> None:
         giver = ""
         if result is not None:
-            came, result.came = result.came, None
+            came = result.adopt()
             if came is not None:
                 giver = came.sender
                 self._books.heard(self.number, j, came.told)
@@ -879,9 +881,10 @@ class Exchange:
         try:
             for event in await work():
                 self.feed(j, event)
-                if isinstance(event, on.Stepped) and self._audits.draws(event.result):
+                result: Result | None = event.result if isinstance(event, on.Stepped) else None
+                if result is not None and result.rest is not None and self._audits.draws():
                     # The worker makes it before it puts the primary's result.
-                    self._tasks.start(self._complete(j, event.result))
+                    self._tasks.start(self._complete(j, result.to_be_audited()))
         except UserError as e:
             self._states.fail(e)
             self.fail(e)

@@ -11,7 +11,7 @@ head dies, all that it had go to the primary. Which count there is decided there
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.methods.update import MAX_NEIGHBOURS
@@ -41,6 +41,10 @@ class Neighbours:
         self.given: set[int] = set()
         """Shards whose own contribution a neighbour has, or may have."""
         self.changed = Condition()
+
+    def gives(self, shards: Iterable[int]) -> None:
+        """The own contributions to these go to a neighbour."""
+        self.given.update(shards)
 
     def head(self, shard: int, order: Sequence[str], members: Mapping[str, MemberStatus]) -> str:
         """Of a shard: the first in `order` that lives; empty where no neighbour does. Who is

@@ -37,10 +37,10 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_turn import Turn, turn_of
 from swarmnet.protocol.update.late_tokens import joined
+from swarmnet.protocol.update.members import may_contribute, shows_round
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.protocol.update.round_end import Contributed, Newcomers
 from swarmnet.swarm.calls import notify, serve
-from swarmnet.swarm.membership.callers import may_contribute, shows_round
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import WaitLimits

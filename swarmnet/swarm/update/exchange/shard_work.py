@@ -111,6 +111,21 @@ class Result:
         values = self.values  # the worker may take them away meanwhile
         return values is not None and values.dtype != "float32"
 
+    def arrived(self, came: Came) -> Result:
+        """It has come from another replica, so."""
+        self.came = came
+        return self
+
+    def adopt(self) -> Came | None:
+        """It is the one that holds. Returns how it has come."""
+        came, self.came = self.came, None
+        return came
+
+    def to_be_audited(self) -> Result:
+        """The rest of it is made all the same."""
+        self.is_audited = True
+        return self
+
     def place(self, parameters: Array, *, is_in_stage: bool) -> None:
         """It has been put where it goes. Codes stay, since they are small to send."""
         self.is_placed = True
