@@ -47,11 +47,14 @@ DashboardOption = Annotated[
         help="Show the run as a web page on this port; 0 = any.",
     ),
 ]
+PAGE_ADDRESS = "Show the page at this address. The default is seen on this machine only."
+ANY_PEER = "Address of any peer of the run."
+
 DashboardHostOption = Annotated[
     str,
     typer.Option(
         metavar="HOST",
-        help="Show the page at this address. The default is seen on this machine only.",
+        help=PAGE_ADDRESS,
     ),
 ]
 HOST_NAME = re.compile(r"(\*\.)?\w([-.\w]*\w)?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", re.ASCII)
@@ -501,9 +504,7 @@ class TextOptions:
         str | None,
         typer.Argument(help="Text to go on with. With --chat: message to answer."),
     ] = None
-    join: Annotated[
-        tuple[str, ...], typer.Option(metavar="ADDR", help="Address of any peer of the run.")
-    ] = ()
+    join: Annotated[tuple[str, ...], typer.Option(metavar="ADDR", help=ANY_PEER)] = ()
     chat: Annotated[
         bool,
         typer.Option(
@@ -602,7 +603,7 @@ class SamplingOptions:
 class StatusOptions:
     """What `swarmnet status` looks at."""
 
-    address: Annotated[str, typer.Argument(metavar="ADDR", help="Address of any peer of the run.")]
+    address: Annotated[str, typer.Argument(metavar="ADDR", help=ANY_PEER)]
     as_json: JsonOption = False
     watch: Annotated[bool, typer.Option(help="Look again and again, until Ctrl-C.")] = False
     transport: TransportOption = "auto"
@@ -911,9 +912,7 @@ class DashboardOptions:
     ] = 8080
     host: Annotated[
         str,
-        typer.Option(
-            help="Show the page at this address. The default is seen on this machine only."
-        ),
+        typer.Option(help=PAGE_ADDRESS),
     ] = LOOPBACK
     allowed_host: AllowedHostOption = ()
     transport: TransportOption = "auto"
