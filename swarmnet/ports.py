@@ -1,8 +1,8 @@
 """The interfaces between the swarm code and a machine: stage, optimizer, device, data.
 
 `training` implements them with real mathematics, `simulation` with synthetic costs. Methods
-marked *device* run on the device thread (through `Device.run`), methods marked *averaging* on
-the averaging thread (through `Worker.run`), the rest anywhere and at once."""
+marked *device* run on the device thread (through `Device.run`), methods marked *worker* on
+the worker thread (through `Worker.run`), the rest anywhere and at once."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Base(Protocol):
         """Shards that have not come yet, ascending."""
 
     def put(self, shard_index: int, values: Array) -> None:
-        """*averaging* Takes in a shard, before the first round. Raises `ProtocolViolation` where
+        """*worker* Takes in a shard, before the first round. Raises `ProtocolViolation` where
         dtype or length is wrong or a value is not finite."""
 
 
@@ -318,25 +318,25 @@ class Stage(Protocol):
         `targets` is None."""
 
     def gradient_shard(self, shard_index: int) -> Array:
-        """*averaging* A view of the gradient buffer, fp32, with all that passes have left to do.
+        """*worker* A view of the gradient buffer, fp32, with all that passes have left to do.
         Only between a drained round and `finish_round`."""
 
     def copy_gradient(self, shard_index: int) -> Array:
-        """*averaging* The same, as a copy that outlives `finish_round`, though not the next
+        """*worker* The same, as a copy that outlives `finish_round`, though not the next
         `open_ahead`."""
 
     def parameter_shard(self, shard_index: int) -> Array:
         """A view of the parameters of the current round, fp32."""
 
     def digest(self, shard_index: int) -> bytes:
-        """*averaging* 8 bytes: xxh3-64 (big endian) of the shard's fp32 little-endian bytes."""
+        """*worker* 8 bytes: xxh3-64 (big endian) of the shard's fp32 little-endian bytes."""
 
     def stage_parameters(self, shard_index: int, values: Array) -> None:
-        """*averaging* Puts a shard of the coming round's parameters beside the present ones. Raises
+        """*worker* Puts a shard of the coming round's parameters beside the present ones. Raises
         `ProtocolViolation` where dtype or length is wrong or a value is not finite."""
 
     def coming_shard(self, shard_index: int) -> Array | None:
-        """*averaging* A view of a shard of the coming parameters: put aside, or of the round
+        """*worker* A view of a shard of the coming parameters: put aside, or of the round
         that was opened ahead. None where there is neither."""
 
     def finish_round(self) -> None:
@@ -346,7 +346,7 @@ class Stage(Protocol):
         that may be called from any thread, beside work on the round."""
 
     def open_ahead(self, round_index: int) -> None:
-        """*averaging* Makes the shards that were put aside the parameters of the coming round,
+        """*worker* Makes the shards that were put aside the parameters of the coming round,
         whose keys are worked on with them, and add to a gradient buffer of their own, until
         `finish_round` makes that round the present one. The keys of the present round, and its
         gradient and parameter shards, are not touched. Raises `MemoryError` where there is none
@@ -354,7 +354,7 @@ class Stage(Protocol):
 
     def drop_ahead(self) -> None:
         """Forgets the round that was opened ahead, its gradient and its keys; its parameters are
-        put aside as before. *device*, or *averaging* where nothing of it was let in yet."""
+        put aside as before. *device*, or *worker* where nothing of it was let in yet."""
 
 
 CodingErrors = Mapping[int, tuple[str, Array]]
@@ -362,7 +362,7 @@ CodingErrors = Mapping[int, tuple[str, Array]]
 
 
 class ShardCodec(Protocol):
-    """How the shards of a stage are coded in updates. All *averaging*. What reads coded shards
+    """How the shards of a stage are coded in updates. All *worker*. What reads coded shards
     raises `ProtocolViolation` where they are none that the codec makes."""
 
     names: UpdateCodec
@@ -411,7 +411,7 @@ Rest = Callable[[Array, bool], tuple[Array, Array]]
 
 
 class Optimizer(Protocol):
-    """The optimizer state (moments) of the shards that this replica owns. All *averaging*."""
+    """The optimizer state (moments) of the shards that this replica owns. All *worker*."""
 
     codec: ShardCodec
     """Of what is given to it and what it gives."""
@@ -499,7 +499,7 @@ class Optimizer(Protocol):
 
 class LocalSteps(Protocol):
     """A replica's own steps between two exchanges. Besides the stage's parameters, which these
-    steps change (*fast*), it keeps those of the last exchange (*common*). All *averaging*."""
+    steps change (*fast*), it keeps those of the last exchange (*common*). All *worker*."""
 
     tokens: list[int]
     """By shard, the tokens behind the own steps since its last exchange. `step` adds to them,

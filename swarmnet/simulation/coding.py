@@ -1,7 +1,7 @@
 """The time that machines spend coding what they send, and decoding what they get.
 
 What crosses a boundary is coded beside the device, by a thread of its own, or by the device itself,
-as its kind says (`training/device.py`). What belongs to an update is coded on the averaging thread.
+as its kind says (`training/device.py`). What belongs to an update is coded on the worker thread.
 How fast one core codes is measured; how fast a GPU does is assumed.
 """
 
