@@ -126,8 +126,6 @@ class InvariantMonitor:
     """(round, stage): microbatches that were committed and not averaged, of closed books."""
     lost_part: float = 0.0
     """Microbatches that were committed and not averaged, a mean over all shards of all stages."""
-    unclosed: int = 0
-    """Books, one a round and stage, that no peer closed, because all that could were lost."""
     untold: int = 0
     """Microbatches, once a stage, that a feeder committed and told no peer before it died."""
     splits: int = 0
@@ -491,8 +489,7 @@ class InvariantMonitor:
         if not losses:
             if self.last_fault_at < began_at:
                 self.fail(f"{where}: no replica closed the books")
-            self.unclosed += 1  # all peers of the exchange are gone
-            return
+            return  # all peers of the exchange are gone
         size, per = self.tokens_per_microbatch, self.samples_per_microbatch
         counted = max((x.counted_tokens // size for x in losses), default=0)
         if averaged and any(x.averaged_tokens == 0 for x in losses):
