@@ -82,6 +82,18 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/test_llama_keys.py",
         "tests/transport/test_frames.py",
     ),
+    "swarmnet/api": ("tests/api",),
+    "swarmnet/methods": (
+        "tests/swarm/membership/test_access.py",
+        "tests/swarm/membership/test_callers.py",
+        "tests/protocol/test_generation.py",
+        "tests/protocol/update/test_late_tokens.py",
+        "tests/swarm/update/exchange/test_proofs.py",
+        "tests/swarm/membership/test_unreached.py",
+        "tests/swarm/pipeline/test_admission.py",
+        "tests/conformance",
+    ),
+    "swarmnet/observe": ("tests/observe", "tests/dashboard"),
     "swarmnet/parsing": ("tests/parsing", "tests/training/data/test_hostile_files.py"),
     "swarmnet/protocol": ("tests/protocol",),
     "swarmnet/protocol/membership": ("tests/protocol/membership", "tests/swarm/membership"),
@@ -118,6 +130,24 @@ AREAS: dict[str, tuple[str, ...]] = {
 }
 """By folder, with those below it that are not named: the tests that are about it, in their
 order."""
+
+
+WITHIN = (
+    "swarmnet/protocol/dialing",
+    "swarmnet/protocol/planning",
+    "swarmnet/runtime/apart",
+    "swarmnet/runtime/exporting",
+    "swarmnet/runtime/joining",
+    "swarmnet/runtime/local",
+    "swarmnet/runtime/writing",
+    "swarmnet/swarm/update/exchange",
+    "swarmnet/training/attention",
+    "swarmnet/training/processes",
+    "swarmnet/training/ranks/rows",
+    "swarmnet/training/ranks/texts",
+    "swarmnet/transport/mapping",
+)
+"""Folders without an area of their own: their tests are among those of the one above."""
 
 
 def area_of(source: str) -> str:

@@ -18,6 +18,7 @@ from tests.mutations.__main__ import (
     AREAS,
     PACKAGE,
     ROOT,
+    WITHIN,
     Mutation,
     OtherTree,
     Outcome,
@@ -94,6 +95,13 @@ def test_every_area_has_code_and_tests() -> None:
     named = {p.relative_to(ROOT).as_posix() for p in (ROOT / PACKAGE).rglob("*.py")}
     assert {area_of(source) for source in named} == set(AREAS)
     assert [t for tests in AREAS.values() for t in tests if not (ROOT / t).exists()] == []
+
+
+def test_every_folder_has_an_area_or_is_named() -> None:
+    """What is found at `swarmnet/` alone is tried with tests of something else."""
+    folders = {p.parent.relative_to(ROOT).as_posix() for p in (ROOT / PACKAGE).rglob("*.py")}
+    assert folders == {*AREAS, *WITHIN}
+    assert not AREAS.keys() & set(WITHIN)
 
 
 def test_a_run_that_was_ended_goes_on_with_what_is_left(
