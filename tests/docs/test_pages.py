@@ -3,6 +3,7 @@ results."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -61,6 +62,32 @@ def test_modules_and_tests_that_are_named_exist(page: Path) -> None:
         if not ((ROOT / path).exists() or (ROOT / "swarmnet" / path).exists() or path in bare)
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("way", ["The way of a microbatch", "The way of an update"])
+def test_every_method_on_a_way_exists(way: str) -> None:
+    """`Class.method`, in the page for those who read the code the first time."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.split(f"#### {way}\n")[1].split("\n#")[0]
+    named = set(re.findall(r"`(\w+\.\w+)`", section)) - set(re.findall(r"`(\w+\.py)`", section))
+    assert len(named) >= 10
+    assert named - methods_and_attributes() == set()
+
+
+def methods_and_attributes() -> set[str]:
+    """Of all classes of `swarmnet/`, as `Class.name`."""
+    found = set()
+    for path in (ROOT / "swarmnet").rglob("*.py"):
+        for owner in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(owner, ast.ClassDef):
+                continue
+            for node in ast.walk(owner):
+                match node:
+                    case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                        found.add(f"{owner.name}.{name}")
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                        found.add(f"{owner.name}.{name}")
+    return found
 
 
 def test_every_failure_says_how_it_is_tested() -> None:
