@@ -105,6 +105,10 @@ class Traffic:
         rate = self.upload.total.bytes_per_s
         return num_bytes / rate if rate > 0 else 0.0
 
+    def has_direct(self, num_peers: int) -> None:
+        """So many peers have a direct connection now."""
+        self.direct_links = num_peers
+
     def add_sent(self, method: str, num_bytes: int, *, is_direct: bool = False) -> None:
         self.direct_sent_bytes += num_bytes if is_direct else 0
         self.sent_bytes[method] = self.sent_bytes.get(method, 0) + num_bytes

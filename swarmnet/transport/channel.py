@@ -44,7 +44,7 @@ from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.libp2p.knocking import Heard, knock_at
 from swarmnet.transport.links import DirectLinks
 from swarmnet.transport.local_calls import LocalCalls
-from swarmnet.transport.open_channels import OpenChannels
+from swarmnet.transport.open_channels import OpenChannels, Queues
 from swarmnet.transport.relay import CIRCUIT, Relays, peer_behind, split_circuit
 from swarmnet.wire import Message
 
@@ -61,7 +61,6 @@ class ChannelTransport:
 
     carrier: Carrier
     agent: str = ""
-    traffic: Traffic = field(default_factory=Traffic)
     calls_per_peer: RateLimiter = field(
         default_factory=lambda: RateLimiter(CALLS_PER_S, CALLS_BURST)
     )
@@ -77,11 +76,11 @@ class ChannelTransport:
         self.peer_id = self.carrier.peer_id
         self.run_id = ""
         self.handlers = Handlers(self.calls_per_peer)
+        queues = Queues()
+        self.traffic = Traffic(queued_bytes=queues.queued_bytes, queued_to=queues.queued_to)
         self.channels = OpenChannels(
-            self.handlers, self.traffic, agent=self.agent, offered=self.offered
+            self.handlers, self.traffic, queues, agent=self.agent, offered=self.offered
         )
-        self.traffic.queued_bytes = self.channels.queued_bytes
-        self.traffic.queued_to = lambda peer_id: self.channels.queued_to(machine_of(peer_id))
         self._filter = DialFilter(self.carrier, self.interfaces)
         self.relays: Relays | None = None
         if self.identity is not None:
@@ -339,7 +338,7 @@ class ChannelTransport:
             if port == carrier
         ]
         if self.direct is not None:
-            self.direct.outside = {h: outside for port, h, outside in ports if [port] == direct}
+            self.direct.forwarded({h: outside for port, h, outside in ports if [port] == direct})
 
     def announce(self, addresses: Sequence[str]) -> None:
         """Further addresses of this peer, in place of those announced before."""

@@ -287,6 +287,10 @@ class DirectListener:
             one.close()
         self._listening.clear()
 
+    def forwarded(self, outside: dict[str, int]) -> None:
+        """Routers forward the port so: `outside`."""
+        self.outside = outside
+
     @property
     def num_greeting(self) -> int:
         """Visitors that have not shown a ticket yet."""

@@ -338,7 +338,7 @@ class DirectLinks:
             channels.insert(0, channel)
         else:
             channels.append(channel)
-        self._open_channels.traffic.direct_links = len(self.channels)
+        self._open_channels.traffic.has_direct(len(self.channels))
         timer = self._timers.pop(channel.remote, None)
         if timer is not None:
             timer.cancel()
@@ -360,7 +360,7 @@ class DirectLinks:
             channels.remove(channel)
             if not channels:
                 del self.channels[channel.remote]
-                self._open_channels.traffic.direct_links = len(self.channels)
+                self._open_channels.traffic.has_direct(len(self.channels))
             now = asyncio.get_running_loop().time()
             stood_s = now - self._opened_at.pop(channel)
             if channel not in self._left:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnet.errors import WrongVersion
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.transport.bans import Bans
 from swarmnet.transport.base import ByteStream, Traffic
@@ -45,6 +46,25 @@ class DirectWatcher(Protocol):
         """A direct channel is gone."""
 
 
+class Queues:
+    """What waits on the channels of a machine. A carrier's traffic and its pace go by that."""
+
+    def __init__(self) -> None:
+        self.channels: dict[Channel, DirectWatcher | None] = {}
+        """All of them, in the order of their streams."""
+
+    def queued_bytes(self) -> int:
+        """Long messages that wait for the uplink. Neither what peers leave unread counts, nor what
+        is for strangers, nor the background: nothing else waits behind them."""
+        return sum(channel.uplink_bytes for channel in self.channels)
+
+    def queued_to(self, peer_id: str) -> int:
+        """Long messages that are to be sent to a peer's machine and that the network has not taken
+        yet, without those of the background."""
+        machine = machine_of(peer_id)
+        return sum(c.queued_bytes for c in self.channels if c.remote == machine)
+
+
 class OpenChannels:
     """The `calls.channel.Owner` of a transport's channels. A peer counts as connected while it has
     a channel over the carrier; direct channels are left to their watcher."""
@@ -53,6 +73,7 @@ class OpenChannels:
         self,
         handlers: Service,
         traffic: Traffic,
+        queues: Queues | None = None,
         *,
         agent: str = "",
         offered: Offer | None = None,
@@ -64,13 +85,14 @@ class OpenChannels:
         self.offer = offered or offer()
         self.traffic = traffic
         self.pool = BufferPool()
-        self.pacer = Pacer(traffic.upload, self.queued_bytes)
+        self.queues = queues or Queues()
+        self.pacer = Pacer(traffic.upload, self.queues.queued_bytes)
         self.handlers = handlers
         self.holdings = Holdings(handlers)
         self.replies = ReplyRoom(handlers)
         self.bans = Bans()
         self._is_closed = False
-        self._all: dict[Channel, DirectWatcher | None] = {}
+        self._all = self.queues.channels
         self._ready: dict[str, dict[Channel, float]] = {}
         """By peer, those over the carrier; each with the loop's time of its hello."""
         self._told: dict[str, None] = {}
@@ -117,16 +139,6 @@ class OpenChannels:
     def num_direct(self, peer_id: str) -> int:
         """Direct channels of a peer, those that are not ready too."""
         return sum(c.is_direct and c.remote == peer_id for c in self._all)
-
-    def queued_bytes(self) -> int:
-        """Long messages that wait for the uplink. Neither what peers leave unread counts, nor what
-        is for strangers, nor the background: nothing else waits behind them."""
-        return sum(channel.uplink_bytes for channel in self._all)
-
-    def queued_to(self, peer_id: str) -> int:
-        """Long messages that are to be sent to a machine and that the network has not taken yet,
-        without those of the background."""
-        return sum(channel.queued_bytes for channel in self._all if channel.remote == peer_id)
 
     def connected(self) -> list[str]:
         """Peers with a ready channel over the carrier."""

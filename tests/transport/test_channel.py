@@ -310,7 +310,7 @@ def test_a_request_that_is_refused_half_sent_is_sent_no_further() -> None:
             bad.writer.write(head_frame(ERROR, 1, {"e": ["not_ready", "no", {}]}))
             with pytest.raises(NotReady):
                 await calling
-            assert victim.channels.queued_to(bad.peer_id) < LARGE // 2
+            assert victim.traffic.queued_to(bad.peer_id) < LARGE // 2
             await until_written(bad, head_frame(CANCEL, 1, {}))
 
     play(scenario())
@@ -370,7 +370,7 @@ def test_a_reply_that_waits_for_others_is_not_sent_to_a_call_given_up() -> None:
             await asyncio.gather(*tasks[1:], return_exceptions=True)
             a.notify(b.peer_id, "note", Message())  # the cancellations are there before this
             await noted.wait()
-            assert b.channels.queued_to(a.peer_id) < 2 * LARGE
+            assert b.traffic.queued_to(a.peer_id) < 2 * LARGE
             into.resume_reading()
             assert (await tasks[0]).arrays[0].num_bytes == LARGE
 
@@ -391,18 +391,18 @@ def test_what_a_peer_leaves_unread_does_not_keep_the_uplink_from_others() -> Non
             for _ in range(2):
                 await c.call(a.peer_id, "large", Message(), timeout_s=PATIENCE_S)
             assert a.traffic.upload.known_bytes_per_s > 0
-            assert a.channels.queued_bytes() == 0
+            assert a.traffic.queued_bytes() == 0
             await call(b, a)
             (into,) = carrier_of(b).transports
             into.pause_reading()
             asking = asyncio.create_task(
                 b.call(a.peer_id, "large", Message(), timeout_s=PATIENCE_S)
             )
-            while not a.channels.queued_to(b.peer_id):  # noqa: ASYNC110 - what the test waits for
+            while not a.traffic.queued_to(b.peer_id):  # noqa: ASYNC110 - what the test waits for
                 await asyncio.sleep(0.001)
-            while a.channels.queued_bytes():  # noqa: ASYNC110 - what the test waits for
+            while a.traffic.queued_bytes():  # noqa: ASYNC110 - what the test waits for
                 await asyncio.sleep(0.01)
-            assert a.channels.queued_to(b.peer_id) > LARGE // 2
+            assert a.traffic.queued_to(b.peer_id) > LARGE // 2
             rate = a.traffic.upload.known_bytes_per_s
             await c.call(a.peer_id, "large", Message(), timeout_s=PATIENCE_S)
             assert a.traffic.upload.known_bytes_per_s > rate / 4

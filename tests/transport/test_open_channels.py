@@ -163,7 +163,7 @@ def test_the_run_is_told_to_every_channel() -> None:
         w.a.set_run("run")
         (other,) = w.b.all()
         async with asyncio.timeout(PATIENCE_S):
-            while other.run_id != "run":  # noqa: ASYNC110 - nothing tells of a second hello
+            while other.greeting.run_id != "run":  # noqa: ASYNC110 - nothing tells of a second hello
                 await asyncio.sleep(0.001)
 
     play(scenario)

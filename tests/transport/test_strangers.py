@@ -374,7 +374,7 @@ def test_replies_that_are_not_read_take_a_few_mib_whoever_asks() -> None:
             assert 16 * MIB < a.unread_bytes <= most
             assert held < STRANGERS_UNREAD_BYTES + 16 * MIB, "the readers' buffers are counted too"
             assert a.num_given < 39 * streams // 4, "most was refused before it was made"
-            assert a.victim.channels.queued_bytes() == 0, "and the uplink is free"
+            assert a.victim.traffic.queued_bytes() == 0, "and the uplink is free"
 
     play(scenario())
 
