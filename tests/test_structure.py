@@ -17,6 +17,24 @@ MAX_PRIVATE_PLACES = 40
 """In tests, with a reason each."""
 CALLED_DOWN = ("swarmnet/swarm", "swarmnet/transport/calls")
 """Folders of parts that call each other one way."""
+CHANGED_BY_THEMSELVES = ("swarmnet/swarm", "swarmnet/transport", "peer/machine")
+"""Folders of objects that nobody else assigns to."""
+MAY_BE_ASSIGNED = dict.fromkeys(
+    (
+        "swarmnet/transport/direct.py: context.check_hostname",
+        "swarmnet/transport/direct.py: context.minimum_version",
+        "swarmnet/transport/direct.py: context.sslobject_class",
+        "swarmnet/transport/direct.py: context.verify_mode",
+        "swarmnet/transport/direct.py: self.context.minimum_version",
+        "swarmnet/transport/direct.py: self.context.num_tickets",
+        "swarmnet/transport/libp2p/host.py: bridge.deadline",
+        "swarmnet/transport/libp2p/host.py: message.observed_addr",
+        "swarmnet/transport/libp2p/imports.py: _pools.Default",
+        "swarmnet/transport/libp2p/imports.py: logger.propagate",
+    ),
+    "an object of a library, which is told so",
+)
+"""With the reason."""
 MAY_CALL_UP = {
     "swarmnet/swarm/update/exchange/calls.py: self._calls.call(call.target, REDUCE, message, "
     "lambda told: self._heard(primary, told.body))": "the progress of a call, which is a message",
@@ -122,11 +140,11 @@ def test_nothing_is_assigned_from_outside() -> None:
     """An object changes by its own methods."""
     found = {
         f"{name_of(path)}: {target}"
-        for folder in CALLED_DOWN
+        for folder in CHANGED_BY_THEMSELVES
         for path in sorted((ROOT / folder).rglob("*.py"))
         for target in assigned_from_outside(path.read_text())
     }
-    assert found == set()
+    assert found == set(MAY_BE_ASSIGNED)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,10 @@ class BillFile:
     _is_saved: bool = True
     _trouble: Trouble = field(default_factory=Trouble)
 
+    def read(self) -> None:
+        """Goes on with what is in the file."""
+        self.bill = read_bill(self.path)
+
     def count(self, date: str, sent: int, received: int) -> None:
         """Takes in what this process has sent and received since it began."""
         more = (sent - self._before[0], received - self._before[1])

@@ -14,7 +14,7 @@ from typing import Protocol
 import psutil
 
 from peer.machine.bill import counted, used_line, why_used_up
-from peer.machine.bill_file import BILL_FILE, BillFile, date_now, read_bill
+from peer.machine.bill_file import BILL_FILE, BillFile, date_now
 from peer.machine.limits import read_limits, write_limits
 from peer.machine.memory_cap import MemoryCap, tree_bytes
 from peer.machine.metered import is_metered
@@ -105,17 +105,13 @@ class Keeper:
         """Before the peer's life begins. Raises `UserError` where the file is bad, or no stage fits
         into the memory."""
         self._stamp = self._look()
-        self._bill.bill = read_bill(self._bill.path)
+        self._bill.read()
         self._take(read_limits(self.path))
         if self.memory.cap_bytes is not None:
             reasons = [self.memory.unfit(k) for k in range(len(self.memory.needs))]
             if all(reasons):
                 raise UserError(min(reasons, key=len))
-        self.limited.unfit = lambda k: self.memory.unfit(k, self._beside(k))
-        self.limited.max_open_steps = lambda k: self.memory.max_open_steps(
-            k, self._beside(k), self.limited.text_bytes
-        )
-        self.limited.room_bytes = lambda k: self.memory.text_room_bytes([k, *self._beside(k)])
+        self.limited.bound_memory(self._unfit, self._max_open_steps, self._room_bytes)
         self._decide()
 
     async def run(self) -> None:
@@ -187,7 +183,7 @@ class Keeper:
     def _take(self, limits: OwnerLimits) -> None:
         self.limits = limits
         self.device.limit_share(limits.max_device_share)
-        self.memory.cap_bytes = limits.max_memory_bytes
+        self.memory.cap(limits.max_memory_bytes)
         self.limited.tell()  # there may be room for a stage now
         if not limits.pause_when_busy:
             self._watch.reset()
@@ -213,10 +209,10 @@ class Keeper:
                 return
             self._watch.observe(await asyncio.to_thread(self.measure_others), now)
         if self.memory.cap_bytes is None:
-            self.limited.is_memory_full = False
+            self.limited.fill(False)
         else:
             measure = self.measure_memory or _own_bytes
-            self.limited.is_memory_full = self.memory.is_full(await asyncio.to_thread(measure))
+            self.limited.fill(self.memory.is_full(await asyncio.to_thread(measure)))
 
     def _tell_used(self) -> None:
         totals = told_totals(counted(self.limits, self._bill.bill, self.date()))
@@ -238,8 +234,7 @@ class Keeper:
             log.warning("paused because %s", reason)
         else:
             log.warning("going on: nothing stands against it any more")
-        self.limited.why_paused = reason
-        self.limited.tell()
+        self.limited.pause(reason)
 
     def _limit_upload(self, is_used_up: bool) -> None:
         """Where a day or a month is used up, a peer that has handed over only gossips: what it
@@ -250,6 +245,15 @@ class Keeper:
         if wanted != self._upload:
             self._upload = wanted
             self.transport.limit_upload(wanted)
+
+    def _unfit(self, stage: int) -> str:
+        return self.memory.unfit(stage, self._beside(stage))
+
+    def _max_open_steps(self, stage: int) -> int | None:
+        return self.memory.max_open_steps(stage, self._beside(stage), self.limited.text_bytes)
+
+    def _room_bytes(self, stage: int) -> float:
+        return self.memory.text_room_bytes([stage, *self._beside(stage)])
 
     def _beside(self, stage: int) -> list[int]:
         return [k for k in self.stages() if k != stage]

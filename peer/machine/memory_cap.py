@@ -61,6 +61,10 @@ class MemoryCap:
     """Of the process tree before there is a stage."""
     cap_bytes: float | None = None
 
+    def cap(self, num_bytes: float | None) -> None:
+        """So much may be taken from now on; None: no limit."""
+        self.cap_bytes = num_bytes
+
     def unfit(self, stage_index: int, beside: Sequence[int] = ()) -> str:
         """Why a stage does not fit; empty where it does. `beside`: stages that the machine serves
         too."""

@@ -35,6 +35,26 @@ class ResourceLimits:
         """Texts at a seat take so much from now on."""
         self._texts[peer_id] = num_bytes
 
+    def bound_memory(
+        self,
+        unfit: Callable[[int], str],
+        max_open_steps: Callable[[int], int | None],
+        room_bytes: Callable[[int], float],
+    ) -> None:
+        """What fits into the memory that may be taken is asked so from now on."""
+        self.unfit = unfit
+        self.max_open_steps = max_open_steps
+        self.room_bytes = room_bytes
+
+    def fill(self, is_full: bool) -> None:
+        """Whether the memory that may be taken is taken now."""
+        self.is_memory_full = is_full
+
+    def pause(self, why: str) -> None:
+        """This peer must not work, for that reason; empty: it may again."""
+        self.why_paused = why
+        self.tell()
+
     def tell(self) -> None:
         """Something changed."""
         self.changed.set()
