@@ -225,7 +225,7 @@ def calls_up(source: str) -> list[str]:
 
 def _parts_of(owner: ast.ClassDef) -> set[str]:
     """Attributes in which a class has what it makes."""
-    parts = set()
+    parts: set[str] = set()
     for node in ast.walk(owner):
         match node:
             case ast.Assign(targets=targets, value=ast.Call() as call) if _makes(call):

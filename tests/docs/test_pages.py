@@ -76,7 +76,7 @@ def test_every_method_on_a_way_exists(way: str) -> None:
 
 def methods_and_attributes() -> set[str]:
     """Of all classes of `swarmnet/`, as `Class.name`."""
-    found = set()
+    found: set[str] = set()
     for path in (ROOT / "swarmnet").rglob("*.py"):
         for owner in ast.walk(ast.parse(path.read_text())):
             if not isinstance(owner, ast.ClassDef):
