@@ -278,6 +278,17 @@ async def feed(attacker: Attacker, swarm: Seen) -> None:
         await asyncio.sleep(SELDOM_S)
 
 
+def counts(count: Callable[[int], RoundCount], num_names: int = 1) -> Attack:
+    """Names that feed, by their own word: `count(round)` is what each says of the round that the
+    honest ones are in, and of the next one."""
+
+    def says(number: int, newest: int) -> dict[str, Any]:
+        told = tuple(count(r) for r in (newest, newest + 1))
+        return {"round": newest, "has_data": True, "counts": told}
+
+    return lies(num_names, says)
+
+
 # ---- microbatches ----------------------------------------------------------------------------
 
 

@@ -1,10 +1,12 @@
 """A few names, too few for a flood, that say of themselves what is not so: how far they are, that
-they take part in the exchanges of a stage, and what they have."""
+they take part in the exchanges of a stage, what they have launched and committed, and what they
+have."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,23 @@ import pytest
 
 from swarmnet.methods.contact import PING
 from swarmnet.methods.update import REDUCE, ReduceRequest
-from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.protocol.membership.records import ACTIVE, RoundCount
+from swarmnet.protocol.slots import SlotSet, all_slots
 from swarmnet.swarm.replica.transitions import Transitions
 from tests.hostile.attacker import Attacker, Name, NamedSigner
 from tests.hostile.attacks import (
+    NUM_SLOTS,
     Attack,
     Says,
     ahead,
     claims,
+    counts,
     follows,
     lies,
     offers_a_checkpoint,
     turns,
 )
-from tests.hostile.trial import OPEN_PART, trial
+from tests.hostile.trial import NUM_STAGES, OPEN_PART, trial
 from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
 
 
@@ -119,6 +124,80 @@ def test_one_that_has_worked_and_gives_nothing_is_waited_for_ever_less_often() -
     pace = trial(attack, during_s=25.0, look=untouched)
     assert pace.during >= 0.15 * pace.before, pace
     assert pace.after >= OPEN_PART * pace.before, pace
+
+
+# ---- what they have launched and committed -------------------------------------------------------
+
+ALL = SlotSet.of(all_slots(NUM_SLOTS))
+TOKENS = 64
+"""About so many are in a slot."""
+BATCH = 32
+"""Samples of a round."""
+
+
+def holds_one(r: int) -> RoundCount:
+    """One slot, never committed."""
+    return RoundCount(r, SlotSet.of(1))
+
+
+def holds_all(r: int) -> RoundCount:
+    """Nothing is left to launch."""
+    return RoundCount(r, ALL)
+
+
+def commits_nothing(r: int) -> RoundCount:
+    """All is done, and there was nothing in it."""
+    return RoundCount(r, ALL, committed=ALL, sealed=True)
+
+
+def commits_all(r: int) -> RoundCount:
+    """All is done, with as many tokens as there are."""
+    return RoundCount(r, ALL, committed=ALL, sealed=True, tokens=TOKENS * NUM_SLOTS, loss_sum=1.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "most_lost"),
+    [(holds_one, 0), (holds_all, 0), (commits_nothing, 3), (commits_all, 3)],
+)
+def test_one_name_that_feeds_by_its_own_word_holds_up_little(
+    count: Callable[[int], RoundCount], most_lost: int
+) -> None:
+    """A round that it says is done, and is not, has no samples: few have none. (When it goes it is
+    a feeder that has died, as any.)"""
+    computed: list[int] = []
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        try:
+            await counts(count)(attacker, swarm)
+        finally:
+            computed.extend((swarm.total("samples_computed"), min(swarm.rounds())))
+
+    def look(swarm: Swarm, attacker: Attacker) -> None:
+        assert not swarm.total("slots_doubled")
+        assert not swarm.total("diverged")
+        samples, rounds = computed
+        assert samples >= NUM_STAGES * BATCH * (rounds - 1 - most_lost), (samples, rounds)
+
+    pace = trial(attack, during_s=30.0, look=look)
+    assert pace.during >= OPEN_PART * pace.before, pace
+
+
+def test_a_feeder_whose_microbatches_never_come_back_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It computes, exchanges and answers as all others do."""
+
+    async def attack(attacker: Attacker, swarm: Swarm) -> None:
+        loop = asyncio.get_running_loop()
+        first = min(name for name, stage in swarm.stages().items() if not stage)
+
+        async def never(*of: Any) -> None:
+            await loop.create_future()
+
+        monkeypatch.setattr(swarm.members[first].peer.feeder, "_fly", never)
+
+    pace = trial(attack, during_s=20.0)
+    assert pace.during >= OPEN_PART * pace.before, pace
 
 
 # ---- samples, histories and checkpoints ---------------------------------------------------------

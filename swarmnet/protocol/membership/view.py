@@ -75,6 +75,8 @@ class View:
         """Of any record or call of another peer, ever, whatever that is worth."""
         self._called: dict[str, int] = {}
         """By peer, the newest round that it has asked for."""
+        self._not_awaited: frozenset[str] = frozenset()
+        self._is_unknown_heard = True
         self.reach = Reach(
             own_peer_id,
             self.detector,
@@ -186,8 +188,8 @@ class View:
 
     def is_flooded(self, now: float) -> bool:
         """Whether more peers are to show that they work than newcomers usually are: as many as
-        those that count, or `MANY_NEWCOMERS` where these are fewer. Only then they have to show it
-        before they count."""
+        those that count, or `MANY_NEWCOMERS` where these are fewer; or whether some have held
+        rounds up of late (`await_all_but`). Only then they have to show it before they count."""
         return self.remembered(ALL, "flooded", now, lambda: self._is_flooded(now))
 
     def counted(self, now: float, stage: int = ALL) -> Sequence[Record]:
@@ -278,6 +280,22 @@ class View:
         if not self.is_flooded(now):
             return True
         return any(r is record for r in self.replicas(record.stage, now))
+
+    def awaits(self, peer_id: str) -> bool:
+        """Whether the end of a round waits for what this peer says that it has launched."""
+        return peer_id not in self._not_awaited
+
+    @property
+    def awaits_all(self) -> bool:
+        """Whether that holds for all."""
+        return not self._not_awaited
+
+    def await_all_but(self, peer_ids: frozenset[str], *, is_unknown_heard: bool) -> None:
+        """From now on the ends of rounds wait for all but these. Without `is_unknown_heard`, who
+        does not count yet has shown to be worth no wait: it is as in a flood of such names."""
+        if (peer_ids, is_unknown_heard) != (self._not_awaited, self._is_unknown_heard):
+            self._not_awaited, self._is_unknown_heard = peer_ids, is_unknown_heard
+            self._answers.clear()
 
     def is_barred(self, peer_id: str) -> bool:
         """A peer has lied, as this one has found: it gets no work, no exchange waits for it, and
@@ -414,6 +432,8 @@ class View:
             self._answers.clear()
 
     def _is_flooded(self, now: float) -> bool:
+        if not self._is_unknown_heard:
+            return True
         counts = self.reputation.counts
         serving = [r for r in self.live(now) if r.state != OBSERVING]
         if len(serving) <= MANY_NEWCOMERS:

@@ -83,6 +83,8 @@ class FeederView:
         state = progress.round_progress(view, launches.round, now, self.num_slots)
         if not state.missing:
             return None
+        if state.given_up:
+            return self._given_up_slot(launches, state.given_up, patience_s)
         rank, share = feeders.index(own.peer_id), self._share(feeders)
         slot = slots.next_slot(state.missing, share, rank, len(feeders))
         if slot in share:
@@ -92,6 +94,16 @@ class FeederView:
         # One at a time is taken over from a slow or dead feeder, where no launch of another has
         # become known since the last one here.
         return slot if launches.quiet_s(now) >= patience_s else None
+
+    def _given_up_slot(self, launches: Launches, given_up: int, patience_s: float) -> int | None:
+        """Those that are waited for divide these among them, and take turns where some do not come
+        to it."""
+        feeders = [p for p in self.feeders if self.view.awaits(p)]
+        if self.own.peer_id not in feeders:
+            return None
+        turn = progress.turn_of(launches.quiet_s(self.now), max(patience_s, self.spread_s))
+        rank, late = feeders.index(self.own.peer_id), slots.slots_in(given_up)
+        return progress.helping_slot(late, rank, len(feeders), turn)
 
     def leaves_to_others(self, launches: Launches) -> bool:
         """Whether this peer, one of many feeders, has launched its part of a round, and what is

@@ -10,7 +10,7 @@ that had sealed then unseals and launches them again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -18,6 +18,7 @@ from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, RoundCount
 from swarmnet.protocol.membership.view import ALL, View
+from swarmnet.protocol.pipeline.contests import Committed, Held
 from swarmnet.protocol.slots import all_slots, share_of, slots_in
 
 
@@ -63,6 +64,8 @@ class RoundProgress:
     """Microbatches behind `tokens`: a slot that two feeders committed has two."""
     missing: int
     """Slots that nobody has launched, a mask (`slots.slots_in`)."""
+    given_up: int
+    """Of these, once all else is launched, those of feeders that nobody waits for."""
     tokens: int
     """Of the committed slots."""
     loss_sum: float
@@ -107,33 +110,97 @@ def _counts(view: View, round_index: int, now: float) -> list[tuple[str, RoundCo
 
 
 def _united(view: View, round_index: int, now: float, num_slots: int) -> RoundProgress:
-    launched = committed = num_flights = tokens = 0
+    committed = num_flights = tokens = 0
     loss_sum = 0.0
-    all_sealed = True
+    claims: list[tuple[str, int, bool]] = []
     for peer_id, count in _counts(view, round_index, now):
         committed |= count.committed.mask | count.settled.mask
         num_flights += len(count.committed)
         tokens += count.tokens
         loss_sum += count.loss_sum
         record = view.get(peer_id)
-        if record is not None and view.is_live(peer_id, now):
-            launched |= count.launched.mask
+        if count.launched and record is not None and view.is_live(peer_id, now):
             sealed = count.sealed or record.round > round_index
-            all_sealed = all_sealed and (sealed or not count.launched)
+            claims.append((peer_id, count.launched.mask, sealed))
     whole = all_slots(num_slots)
     committed &= whole
+    launched, all_sealed = _claimed(claims)
     launched = (launched | committed) & whole
+    given_up = 0
+    if launched == whole and not view.awaits_all:
+        launched, all_sealed = _claimed([c for c in claims if view.awaits(c[0])])
+        launched = (launched | committed) & whole
+        given_up = whole & ~launched
     return RoundProgress(
         round=round_index,
         launched=launched.bit_count(),
         committed=committed.bit_count(),
         num_flights=num_flights,
         missing=whole & ~launched,
+        given_up=given_up,
         tokens=tokens,
         loss_sum=loss_sum,
         num_feeders=len(feeders(view, now)),
         drained=committed == whole and all_sealed,
     )
+
+
+def _claimed(claims: Sequence[tuple[str, int, bool]]) -> tuple[int, bool]:
+    """The slots that feeders have launched, a mask, and whether all of them have sealed."""
+    launched, all_sealed = 0, True
+    for _, mask, sealed in claims:
+        launched |= mask
+        all_sealed = all_sealed and sealed
+    return launched, all_sealed
+
+
+def held(view: View, round_index: int, now: float, num_slots: int, stages: Iterable[int]) -> Held:
+    """What the end of a round waits for, beside this peer: where every slot has been launched, the
+    live feeders that have one in flight; where every slot is committed too, those that have not
+    sealed. Where this peer is among them, or more than half of the feeders that count, or one of
+    the `stages` has no replica, nobody alone holds the end up."""
+    counts = _counts(view, round_index, now)
+    is_known = view.reputation.counts
+    committed = by_known = 0
+    for peer_id, count in counts:
+        done = count.committed.mask | count.settled.mask
+        committed |= done
+        by_known |= done if is_known(peer_id) else 0
+    whole = all_slots(num_slots)
+    num_committed = (by_known & whole).bit_count()
+    state = round_progress(view, round_index, now, num_slots)
+    if state.missing or state.drained:
+        return Held(num_committed)
+    is_whole = not whole & ~committed
+    found = [
+        peer_id
+        for peer_id, count in counts
+        if (record := view.get(peer_id)) is not None
+        and view.is_live(peer_id, now)
+        and (
+            count.launched and not count.sealed and record.round <= round_index
+            if is_whole
+            else count.launched.mask & ~committed & whole
+        )
+    ]
+    own = view.own_peer_id
+    if own in found or any(not view.replicas(stage, now) for stage in stages):
+        return Held(num_committed)
+    known = frozenset(p for p in found if is_known(p))
+    if not known:
+        return Held(num_committed, by_unknown=bool(found))
+    num_known = sum(map(is_known, feeders(view, now)))
+    return Held(num_committed, known if 2 * len(known) <= num_known else frozenset())
+
+
+def committed_by(view: View, round_index: int, now: float) -> tuple[Committed, Committed]:
+    """What feeders have committed in a round: those that count, and those that do not yet."""
+    found = {True: Committed(), False: Committed()}
+    for peer_id, count in _counts(view, round_index, now):
+        is_known = view.reputation.counts(peer_id)
+        slots, tokens = found[is_known].num_slots, found[is_known].num_tokens
+        found[is_known] = Committed(slots + len(count.committed), tokens + count.tokens)
+    return found[True], found[False]
 
 
 def is_committed_elsewhere(

@@ -109,6 +109,17 @@ class LostSamples:
             self._next = r + 1
         return told
 
+    def has_lost_most(self, round_index: int, plan: SyncPlan, now: float) -> bool:
+        """Whether the exchange after a round, which is done here, lacks more than half of the
+        tokens that feeders have counted in its rounds so far."""
+        if plan.mode == GOSSIP or round_index not in self._averaged:
+            return False
+        counted = sum(
+            progress.round_progress(self.view, r, now, self.slots.of(r)).tokens
+            for r in plan.window(0, round_index)
+        )
+        return 2 * self._averaged[round_index][0] < counted
+
     def _close(self, r: int, plan: SyncPlan, own: Record, now: float) -> Iterator[_Counted]:
         """The books of an exchange, and of those before, as far as they can be closed; none where
         there is no exchange of that number, or not all of it is known here."""

@@ -76,7 +76,14 @@ class ServedStage:
         self.handover = Handover(gossip, settings, replica, self.exchanges, self.rng)
         self.updates = self._updates()
         self.rounds = Rounds(
-            gossip, settings, limits, replica, self.steps, self.updates, self.feeder
+            gossip,
+            settings,
+            limits,
+            replica,
+            self.steps,
+            self.updates,
+            self.feeder,
+            self.exchanges.lost,
         )
         gossip.serves(replica)
         self.departure = Departure(

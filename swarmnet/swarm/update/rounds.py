@@ -19,10 +19,12 @@ from swarmnet.plurals import counted
 from swarmnet.ports import BACKWARD
 from swarmnet.protocol.membership.failure_detector import ALIVE
 from swarmnet.protocol.pipeline import orphans, progress
+from swarmnet.protocol.pipeline.contests import Holders
 from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
 from swarmnet.protocol.pipeline.orphans import GoneFeeders, Question
 from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.protocol.update import divergence, round_end
+from swarmnet.protocol.update.lost_samples import LostSamples
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.step import StepService
@@ -117,6 +119,7 @@ class Rounds:
     steps: StepService
     updates: Updates
     feeder: Feeder | None
+    lost: LostSamples
 
     def __post_init__(self) -> None:
         self._busy_s = 0.0
@@ -128,6 +131,7 @@ class Rounds:
         self._tasks = Tasks("rounds")
         self._is_closed = False
         self._gone = GoneFeeders()
+        self._holders = Holders()
 
     async def until_next(self) -> bool:
         """Returns when the next round has begun here, for the caller to announce it (`announced`);
@@ -136,6 +140,7 @@ class Rounds:
         while self.replica.round < self.settings.rounds:
             r = self.replica.round
             self.updates.attend()
+            self._look_for_holders(r)
             self._check_parameters(r)
             if not self.is_drained(r):
                 if self._may_open_ahead(r):
@@ -174,6 +179,18 @@ class Rounds:
         now = asyncio.get_running_loop().time()
         return round_end.is_fed(view, replica.phase, r, now, settings.slots.of(r))
 
+    def _look_for_holders(self, r: int) -> None:
+        now, view = asyncio.get_running_loop().time(), self.gossip.view
+        stages, num_slots = range(self.settings.num_stages), self.settings.slots.of(r)
+        self._holders.look(r, progress.held(view, r, now, num_slots, stages), now)
+        resting, are_unknown_resting = self._holders.resting(now)
+        view.await_all_but(resting, is_unknown_heard=not are_unknown_resting)
+
+    def _judge_commits(self, r: int, now: float) -> None:
+        known, unknown = progress.committed_by(self.gossip.view, r, now)
+        is_lost = self.lost.has_lost_most(r, self.replica.plan, now)
+        self._holders.ended(known, unknown, now, is_lost=is_lost)
+
     def is_drained(self, r: int) -> bool:
         """True where the round is to be ended here (`round_end.is_over`)."""
         now, num_slots = asyncio.get_running_loop().time(), self.settings.slots.of(r)
@@ -205,6 +222,7 @@ class Rounds:
         replica = self.replica
         loop = asyncio.get_running_loop()
         replica.measured.closed(loop.time())
+        now = loop.time()
         await replica.transitions.close_round()
         self.steps.drop_round(r)
         if replica.synced:
@@ -214,6 +232,7 @@ class Rounds:
         synced = await self.updates.make(r, num_tokens)
         now = loop.time()
         replica.measured.averaged(now)
+        self._judge_commits(r, now)
         state = progress.round_progress(self.gossip.view, r, now, self.settings.slots.of(r))
         replica.counted(state.committed * self.settings.samples_per_microbatch)
         await replica.transitions.open_round(r + 1, is_whole=synced)
@@ -225,10 +244,11 @@ class Rounds:
 
     def announced(self) -> None:
         """The others know of the round that has begun here, where one has after another."""
+        now = asyncio.get_running_loop().time()
         if self._finished is None:
             return
         device = self.replica.device
-        times = self.replica.measured.opened(asyncio.get_running_loop().time())
+        times = self.replica.measured.opened(now)
         log.debug(
             "round %d: open for %.3f s, device at work for %.3f s; settled in %.3f s, averaged in "
             "%.3f s, the next one open after %.3f s",

@@ -129,3 +129,31 @@ def test_whose_replica_does_what_a_feeder_launches() -> None:
     assert known_to(*slow, is_small=False).does_own(1.0, 0.0), "it launches fewer there"
     elsewhere = replace(feeder("a", rate=8.0), stage=1)
     assert not known_to(elsewhere, feeder("b", rate=1.0)).does_own(0.0, 0.0)
+
+
+def test_those_that_are_waited_for_divide_what_one_has_that_is_not() -> None:
+    """And take turns where fewer slots are left than there are of them."""
+
+    def known(own: str, now: float, held: int) -> FeederView:
+        others = [feeder(p, 2, first=2 * n) for n, p in enumerate("abc")]
+        mine = next(r for r in others if r.peer_id == own)
+        liar = feeder("d", held, first=6)
+        view = known_to(
+            mine, *(r for r in others if r is not mine), liar, now=now, num_slots=6 + held
+        )
+        view.view.await_all_but(frozenset("d"), is_unknown_heard=True)
+        return view
+
+    launches = {own: Launches(0) for own in "abc"}
+
+    def taken(now: float, held: int) -> list[int | None]:
+        return [known(p, now, held).next_slot(launches[p], PATIENCE_S) for p in "abc"]
+
+    assert taken(0.0, 2) == [6, 7, None]
+    assert taken(0.0, 6) == [6, 8, 10]
+    assert [taken(n * SPREAD_S, 1) for n in range(4)] == [
+        [6, None, None],
+        [None, None, 6],
+        [None, 6, None],
+        [6, None, None],
+    ]

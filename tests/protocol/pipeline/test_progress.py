@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEFT, Record, RoundCount
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline.contests import Committed, Held
 from swarmnet.protocol.pipeline.progress import (
     Shown,
+    committed_by,
     doubled,
+    held,
     helping_slot,
     is_committed_elsewhere,
     is_drained,
@@ -50,6 +53,65 @@ def test_sums_over_live_feeders() -> None:
     assert (state.launched, state.committed, state.tokens) == (16, 12, 1200)
     assert (state.loss_sum, state.num_feeders, state.drained) == (3.5, 2, False)
     assert round_progress(view, R + 1, 0.0, 16).launched == 0
+
+
+def test_once_all_is_launched_nobody_waits_for_those_that_rest() -> None:
+    def progress(launched_by_b: int, **count: int) -> tuple[int, int, bool]:
+        view = view_of(
+            feeder("a", launched=launched_by_b and 8, committed=8, sealed=True),
+            feeder("b", first=8, launched=launched_by_b, **count),
+        )
+        view.await_all_but(frozenset({"b"}), is_unknown_heard=True)
+        state = round_progress(view, R, 0.0, 12)
+        return state.missing, state.given_up, state.drained
+
+    b_has = 0b1111 << 8
+    assert progress(2)[:2] == (0b11 << 10, 0), "others launch these, and b may come yet"
+    assert progress(4) == (b_has, b_has, False)
+    assert progress(4, committed=3) == (1 << 11, 1 << 11, False)
+    assert progress(4, committed=4) == (0, 0, True), "it need not seal"
+
+
+def test_what_the_end_of_a_round_waits_for() -> None:
+    a = feeder("a", launched=4, committed=4, sealed=True)
+    d = feeder("d", first=12, launched=4, committed=4, sealed=True)
+    c = record("c", stage=1)
+
+    def waits(*others: Record, own: Record = a, stages: int = 2) -> Held:
+        view = view_of(own, d, c)
+        for other in ("b", "d"):
+            view.delivered(other)
+        for other in others:
+            view.merge(other, 0.0)
+        return held(view, R, 0.0, 16, range(stages))
+
+    b = feeder("b", first=4, launched=8, committed=7)
+    assert waits(b) == Held(15, frozenset("b"))
+    assert waits(feeder("b", first=4, launched=7, committed=7)) == Held(15), "one is not launched"
+    done = feeder("b", first=4, launched=8, committed=8)
+    assert waits(done) == Held(16, frozenset("b")), "it has not sealed"
+    assert waits(feeder("b", first=4, launched=8, committed=8, sealed=True)) == Held(16)
+    assert waits(b, stages=3) == Held(15), "a stage has no replica"
+    own = feeder("a", launched=4, committed=3)
+    assert waits(b, own=own) == Held(14), "this one has one in flight, too"
+    unknown = feeder("x", first=4, launched=8, committed=7)
+    assert waits(unknown) == Held(8, by_unknown=True)
+    late = feeder("d", version=1, first=12, launched=4, committed=3)
+    both = view_of(a, b, late, c)
+    for other in ("b", "d"):
+        both.delivered(other)
+    assert held(both, R, 0.0, 16, range(2)) == Held(14), "most of those that feed"
+
+
+def test_what_those_have_committed_that_count_and_those_that_do_not() -> None:
+    a = feeder("a", launched=4, committed=4, tokens=40)
+    b = feeder("b", first=4, launched=4, committed=3, tokens=30)
+    x = feeder("x", first=8, launched=4, committed=2, tokens=7)
+    view = view_of(a, b)
+    view.delivered("a")
+    view.delivered("b")
+    view.merge(x, 0.0)
+    assert committed_by(view, R, 0.0) == (Committed(7, 70), Committed(2, 7))
 
 
 def test_drained_when_committed_and_all_sealed() -> None:

@@ -47,10 +47,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def look(view: View, round_index: int, now: float, num_slots: int) -> RoundProgress:
         looked.append(round_index)
-        return RoundProgress(round_index, 4, 4, 4, 0, 100, 0.0, 1, drained=True)
+        return RoundProgress(round_index, 4, 4, 4, 0, 0, 100, 0.0, 1, drained=True)
 
     monkeypatch.setattr(progress, "round_progress", look)
     return looked
+
+
+def test_an_exchange_that_lacks_most_of_its_tokens(counted: list[int]) -> None:
+    own = replica("own", round=17)
+    books = books_of(own)
+    assert not books.has_lost_most(15, PLAN, NOW), "it has not been done here"
+    for tokens, has in ((49, True), (50, False)):
+        books.averaged(15, tokens)
+        assert books.has_lost_most(15, PLAN, NOW) == has
+    assert not books.has_lost_most(15, SyncPlan(GOSSIP, 100), NOW)
 
 
 def test_what_was_counted_and_not_averaged_is_lost(counted: list[int]) -> None:

@@ -10,6 +10,8 @@ import pytest
 from swarmnet.errors import Busy, NotReady
 from swarmnet.methods.microbatch import Commit, CommittedReply
 from swarmnet.protocol.pipeline.ledger import COMMITTED, PENDING
+from swarmnet.protocol.slots import SlotPlan
+from swarmnet.protocol.update.lost_samples import LostSamples
 from swarmnet.simulation.clock import VirtualLoop
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.settings import RunSettings
@@ -28,6 +30,7 @@ def rounds_of(pair: OneReplica) -> Rounds:
         pair.steps,
         ZeroUpdates(pair.replica, None, None),  # type: ignore[arg-type]
         None,
+        LostSamples(pair.gossip.view, 0, SlotPlan(((0, 8),)), 4),
     )
 
 
