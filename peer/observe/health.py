@@ -98,7 +98,7 @@ def describe_health(peer: Peer, seen: RoundsSeen) -> dict[str, object]:
         seen.see(own.round, now)
     else:
         seen.see(max((r.round for r in live if r.is_replica), default=-1), now)
-    why = judge_health(own, live, settings.num_stages, settings.rounds, seen, now)
+    why = judge_health(own, live, settings.num_stages, settings.end, seen, now)
     return {
         "healthy": not why,
         "why": why,

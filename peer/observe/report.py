@@ -20,6 +20,7 @@ from peer.options import ScreenName
 from swarmnet.errors import UserError
 from swarmnet.observe.charts import Charts
 from swarmnet.observe.events import Event, PeerJoined
+from swarmnet.observe.monitor import RunMonitor
 from swarmnet.observe.notify import Notifier, open_notifier
 from swarmnet.observe.text import short_id
 from swarmnet.observe.view_model import ViewModel
@@ -29,7 +30,7 @@ from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.trouble import Trouble
 from swarmnet.runtime.joining.ready import JOIN_WORDS
-from swarmnet.runtime.observing import monitor_of
+from swarmnet.runtime.observing import Say, monitor_of
 from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec, describe
 
@@ -232,15 +233,29 @@ async def report_peer(
         try:
             while True:
                 reporter.look(running.view, loop.time(), time.time(), keeper.line)
-                if reporter.monitor.done:
+                # Of a run that is stopped more can be told when this peer has left.
+                if reporter.monitor.done and reporter.monitor.ends_with is None:
                     done_at = min(done_at, loop.time())
                     is_all = reporter.monitor.all_told or loop.time() - done_at > LAST_WORDS_S
                     if is_all and not is_told:
                         is_told = True
-                        rounds = running.spec.optimizer.rounds
-                        say(f"the run has done its {counted(rounds, 'round')}; {and_now}")
-                        if line := await asyncio.to_thread(removable):
-                            say(line)
+                        await tell_end(reporter.monitor, say, and_now, removable)
                 await asyncio.sleep(LOOK_EVERY_S)
-        finally:  # the last measurement may have come since
+        finally:  # the last measurement may have come since, or the end of a run that is stopped
             reporter.look(running.view, loop.time(), time.time(), keeper.line)
+            if reporter.monitor.done and not is_told:
+                await tell_end(reporter.monitor, say, "this peer ends", removable)
+
+
+async def tell_end(
+    monitor: RunMonitor, say: Say, and_now: str, removable: Callable[[], str]
+) -> None:
+    """That the run is over, and what of it may be removed here; that may block. `and_now`: what
+    becomes of this peer where nobody has ordered that it ends."""
+    if monitor.ends_with is None:
+        say(f"the run has done its {counted(monitor.rounds, 'round')}; {and_now}")
+    else:
+        done = counted(monitor.view_model().round, "round")
+        say(f"the run's owner has ended it after {done}; this peer ends")
+    if line := await asyncio.to_thread(removable):
+        say(line)

@@ -176,12 +176,18 @@ class Line:
 
 
 def _round(model: ViewModel) -> Line:
-    if not model.rounds:
+    if not model.end:
         now = f"{model.round + 1}"
         return Line("round", (f"{now}, without an end", now))
-    shown = min(model.round + 1, model.rounds)
-    end = ", done" if model.done else ""
-    return Line("round", (f"{shown} of {model.rounds}{end}",), model.round / model.rounds)
+    shown = f"{min(model.round + 1, model.end)}"
+    of_all = f"{shown} of {model.rounds}" if model.rounds else shown
+    part = model.round / model.end
+    if model.ends_with is None:
+        return Line("round", (f"{of_all}, done" if model.done else of_all,), part)
+    if model.done:
+        return Line("round", (f"{of_all}, ended by its owner", f"{shown}, ended"), part)
+    end = f"its owner ends it with round {model.ends_with}"
+    return Line("round", (f"{of_all}; {end}", f"{shown}, ends with {model.ends_with}"), part)
 
 
 def _lines(model: ViewModel) -> list[Line]:

@@ -130,7 +130,7 @@ class Session:
         loop = asyncio.get_running_loop()
         end = loop.time() + SAVE_WAIT_S
         while self.monitor.done and loop.time() < end:
-            if await asyncio.to_thread(self._least_saved) >= self.spec.optimizer.rounds:
+            if await asyncio.to_thread(self._least_saved) >= self.monitor.view_model().end:
                 return
             await self.observer.wait_news(LOOK_EVERY_S)
             await asyncio.sleep(LOOK_PAUSE_S)

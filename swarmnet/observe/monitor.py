@@ -56,7 +56,7 @@ from swarmnet.protocol.pipeline import experts
 from swarmnet.protocol.pipeline.held_out import told
 from swarmnet.protocol.resource_limits import TOLD, told_allowances
 from swarmnet.protocol.slots import slot_plan
-from swarmnet.protocol.sync_modes import NO_END
+from swarmnet.protocol.sync_modes import NO_END, RunEnd
 from swarmnet.protocol.update.auto_mode import merge
 
 RECENT_ROUNDS = 5
@@ -138,7 +138,7 @@ class RunMonitor:
         self._slots = slot_plan(global_batch, samples_per_slot, batch_ramp)
         self.samples_per_slot = samples_per_slot
         self.rounds = rounds
-        self._end = rounds or NO_END
+        self._run_end = RunEnd()
         self.replication = replication
         self.measures = measures
         self._seen: dict[str, _Seen] = {}
@@ -163,7 +163,9 @@ class RunMonitor:
     # -- looking ---------------------------------------------------------------------------
 
     def look(self, view: View, now: float, unix_s: float) -> list[Event]:
-        """As `observe`. `now`: by the clock of the view."""
+        """As `observe`, and the end of the run that its owner has ordered. `now`: by the clock of
+        the view."""
+        self._run_end = view.run_end
         live = frozenset(record.peer_id for record in view.live(now))
         return self.observe(view.records(), live, now, unix_s)
 
@@ -399,15 +401,32 @@ class RunMonitor:
     # -- telling ---------------------------------------------------------------------------
 
     @property
+    def ends_with(self) -> int | None:
+        """As of `ViewModel`."""
+        return self._run_end.round if self._run_end.is_ordered else None
+
+    @property
+    def _end(self) -> int:
+        return min(self.rounds or NO_END, self._run_end.round)
+
+    @property
     def done(self) -> bool:
-        """Every stage has a replica that has made the run's last update."""
+        """The run is over: every stage has a replica that has made its last update. One that its
+        owner ends may not come so far; it is over when all replicas have left."""
         ready = {stage for stage, r in self._reached() if r >= self._end}
-        return all(stage in ready for stage in range(self.num_stages))
+        if all(stage in ready for stage in range(self.num_stages)):
+            return True
+        was_served = any(seen.served != OBSERVER_STAGE for seen in self._seen.values())
+        is_served = any(seen.live and seen.record.is_replica for seen in self._seen.values())
+        return self._run_end.is_ordered and was_served and not is_served
 
     @property
     def all_told(self) -> bool:
-        """The run is done, every round was told, and so was the last held-out measurement."""
+        """The run is done, every round was told, and so was the last held-out measurement. Where
+        its owner ends it, there is none, and it may end in the middle of a round."""
         last = self._held_out_last
+        if self._run_end.is_ordered:
+            return self.done and (self._next or 0) >= min(self._newest, self._end)
         if last is None:
             measured = not self.measures
         else:
@@ -440,6 +459,7 @@ class RunMonitor:
             data_risk=""
             if self.done
             else data_risk(s.record for s in self._seen.values() if s.live),
+            ends_with=self.ends_with,
         )
 
     def _stage_rows(self) -> tuple[StageRow, ...]:

@@ -1,6 +1,6 @@
 """What of a run is worth a message to a person who does not look. Pure: time is an argument.
 
-Three things are: a stage about to be lost, a run that stands still, and a run that is done; and
+Three things are: a stage about to be lost, a run that stands still, and a run that is over; and
 that the first two are over. Each is told once, however long it lasts."""
 
 from __future__ import annotations
@@ -76,7 +76,11 @@ class Notices:
         loss = "" if model.loss is None else f", loss {model.loss:.3f}"
         held_out = model.held_out_loss
         measured = "" if held_out is None else f", held-out loss {held_out:.3f}"
-        return Notice(DONE, f"{self._name}: done, {counted(model.rounds, 'round')}{loss}{measured}")
+        if model.ends_with is None:
+            how = f"done, {counted(model.rounds, 'round')}"
+        else:
+            how = f"ended by its owner after {counted(model.round, 'round')}"
+        return Notice(DONE, f"{self._name}: {how}{loss}{measured}")
 
     def _stage(self, row: StageRow, model: ViewModel, now: float) -> Notice | None:
         seen = self._stages.setdefault(row.stage, _Stage())

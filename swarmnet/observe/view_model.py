@@ -114,7 +114,8 @@ class ViewModel:
     global_batch: int
     """Samples of a round."""
     done: bool
-    """Whether every stage has made the last update."""
+    """Whether the run is over: every stage has made the last update, or the one with which its
+    owner ends it."""
     loss: float | None
     """Training loss of the last finished round, nats per token."""
     tokens_per_s: float | None
@@ -139,11 +140,19 @@ class ViewModel:
     """Where the seconds of the last round went."""
     data_risk: str = ""
     """That the run hangs on one feeder, and what to do, in words. Empty where it does not."""
+    ends_with: int | None = None
+    """How many rounds its owner lets it have (`swarmnet stop`). None: no such order is known."""
 
     @property
     def num_live(self) -> int:
         """Live peers."""
         return sum(peer.live for peer in self.peers)
+
+    @property
+    def end(self) -> int:
+        """Rounds that it will have done; 0 where no end is known."""
+        ends = [n for n in (self.rounds or None, self.ends_with) if n is not None]
+        return min(ends, default=0)
 
     @property
     def uncovered(self) -> tuple[int, ...]:

@@ -52,6 +52,23 @@ def least_to_lead(weights: Collection[float]) -> float:
     return SLOW_PART * median(weights) if weights else 0.0
 
 
+class RunEnd:
+    """A round that the run ends with before its time, once its owner has said so: one fact of a
+    process, for all in it that train or watch."""
+
+    def __init__(self) -> None:
+        self.round = NO_END
+
+    @property
+    def is_ordered(self) -> bool:
+        """The owner has said so."""
+        return self.round < NO_END
+
+    def at(self, round_index: int) -> None:
+        """Ends with this one."""
+        self.round = round_index
+
+
 @dataclass(frozen=True, slots=True)
 class Switch:
     """In mode `auto`: the mode of exchanges from one round on, and the measurements behind it."""

@@ -27,7 +27,9 @@ from swarmnet.runtime.options import TransportName
 from swarmnet.runtime.text_codec import text_codec_of
 from swarmnet.runtime.writing.pieces import text_after
 from swarmnet.spec import RunSpec
+from swarmnet.stop_order import StopCheck
 from swarmnet.swarm.initial.files import fetch_file
+from swarmnet.swarm.lifecycle.stopping import Stopping
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.pipeline.dispatcher import Dispatcher
@@ -59,6 +61,7 @@ class Observer:
             gossip.rng,
         )
         self._tasks.start(gossip.run())
+        Stopping(gossip, StopCheck(spec.run_id, spec.security.owner))
         ways = ways or WaysIn(KnownPeers(Path()), ())
         missing = Reconnecting(gossip, random.Random(gossip.own.peer_id), ways.remembered)
         self._tasks.start(missing.run())

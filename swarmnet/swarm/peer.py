@@ -136,13 +136,12 @@ class Peer:
         self.stopping = Stopping(
             self.gossip,
             StopCheck(self.identity.run_id, self.owner),
-            self.settings.stop,
             self.keep_stop,
         )
 
     def _build_membership(self) -> None:
         """The bus, and what a restart needs of it."""
-        self.view = View(self.transport.peer_id)
+        self.view = View(self.transport.peer_id, run_end=self.settings.stop)
         data = self.machine.data
         own = Record(
             peer_id=self.transport.peer_id,

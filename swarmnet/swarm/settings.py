@@ -9,19 +9,8 @@ from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_SHARDS, record_bytes
 from swarmnet.protocol.membership.run_bounds import RunBounds
 from swarmnet.protocol.slots import SlotPlan, sample_indices, slot_plan
-from swarmnet.protocol.sync_modes import NO_END, ZERO, SyncPlan
+from swarmnet.protocol.sync_modes import ZERO, RunEnd, SyncPlan
 from swarmnet.protocol.timing import BULK_S, CONNECT_S, PATIENCE_S, UPKEEP_S
-
-
-class RunEnd:
-    """A round that the run ends with before its time, once its owner has said so."""
-
-    def __init__(self) -> None:
-        self.round = NO_END
-
-    def at(self, round_index: int) -> None:
-        """Ends with this one."""
-        self.round = round_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +58,7 @@ class RunSettings:
     begins_with_moments: bool = False
     """The optimizer's state is not empty at the beginning of the run: another one's goes on."""
     stop: RunEnd = field(default_factory=RunEnd, compare=False)
-    """Of this peer, as it hears of it."""
+    """Of this peer, as it hears of it: the one of its view."""
 
     @property
     def end(self) -> int:

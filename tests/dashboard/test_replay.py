@@ -24,6 +24,7 @@ from swarmnet.observe.events import (
     RoundFinished,
     event_from_json,
 )
+from swarmnet.protocol.sync_modes import RunEnd
 from tests.dashboard.making import feeder, replica, spec_of
 
 
@@ -43,6 +44,7 @@ class View:
     """What a reporter looks at."""
 
     own_peer_id = ""
+    run_end = RunEnd()
 
     def __init__(self, *records: Any, dead: tuple[str, ...] = ()) -> None:
         self._records, self._dead = records, dead

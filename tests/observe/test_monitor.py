@@ -428,6 +428,45 @@ def test_done_means_every_stage_has_made_the_last_update() -> None:
     assert onlooker.monitor.all_told
 
 
+def test_a_run_that_its_owner_ends_is_done_with_that_round() -> None:
+    """No last measurement is waited for, and nobody has to have made more."""
+    onlooker, view, now = Onlooker(num_stages=2, rounds=100), View("o", silence_s=10.0), 0.0
+
+    def look(*records: Record) -> None:
+        for one in records:
+            view.merge(one, now)
+        onlooker.monitor.look(view, now, 1e9 + now)
+
+    a, b = record("a", 0, round=2, counts=(count(1, 8),)), record("b", 1, round=2)
+    look(a, b)
+    view.run_end.at(3)
+    look()
+    model = onlooker.monitor.view_model()
+    assert (model.done, model.ends_with, model.end) == (False, 3, 3)
+    look(replace(a, version=2, round=3, counts=(count(2, 8),)), replace(b, version=2, round=3))
+    model = onlooker.monitor.view_model()
+    assert (model.done, model.round, model.rounds, model.ends_with) == (True, 3, 100, 3)
+    assert onlooker.monitor.all_told
+
+
+def test_a_run_that_is_ended_before_it_comes_to_the_round_is_done_when_all_have_left() -> None:
+    onlooker, view = Onlooker(num_stages=2), View("o", silence_s=10.0)
+    view.run_end.at(50)
+    onlooker.monitor.look(view, 0.0, 1e9)
+    assert not onlooker.monitor.done, "nothing is known of it yet"
+    view.merge(record("a", 0, round=2), 0.0)
+    onlooker.monitor.look(view, 0.0, 1e9)
+    assert not onlooker.monitor.done
+    view.merge(record("a", -1, version=2, round=2, state=LEFT), 1.0)
+    onlooker.monitor.look(view, 1.0, 1e9 + 1)
+    assert onlooker.monitor.done
+    assert onlooker.monitor.all_told
+    without_order = Onlooker(num_stages=2)
+    without_order.look(record("a", 0, round=2))
+    without_order.look(record("a", -1, version=2, round=2, state=LEFT))
+    assert not without_order.monitor.done
+
+
 def test_the_view_model_shows_coverage_progress_and_peers() -> None:
     onlooker = Onlooker(num_stages=3)
     onlooker.look(

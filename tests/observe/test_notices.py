@@ -77,6 +77,16 @@ def test_a_run_that_stands_still() -> None:
     assert found == [(100 + STILL_S, STILL, False), (2000.0, STILL, True)]
 
 
+def test_a_run_that_its_owner_ended_does_not_stand_still() -> None:
+    going = replace(model(7), ends_with=8)
+    over = replace(model(8, replicas=(0, 0), done=True), ends_with=8)
+    looks = [(0.0, going), *((float(t), over) for t in range(1, 3000, 10))]
+    notices = Notices("run")
+    found = [n for now, m in looks for n in notices.look(m, now)]
+    assert [n.text for n in found] == ["run: ended by its owner after 8 rounds, loss 2.500"]
+    assert found[0].about == DONE
+
+
 def test_a_run_of_long_rounds_has_longer() -> None:
     looks = [(float(t), model(t // 1000)) for t in range(3000)]
     looks += [(float(t), model(3)) for t in range(3000, 7000)]

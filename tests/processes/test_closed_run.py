@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from peer.cli import run_command
+from tests.observe.test_notices import serving
 from tests.processes.running import Machine, tiny_run
 
 pytestmark = pytest.mark.processes
@@ -60,6 +62,35 @@ def test_the_invited_have_a_text_written_while_peers_train(
     assert running.wait(guest) == 0, guest.describe()
     assert 1 < len(guest.output()) <= 13, "at most a character a token"
     assert guest.errors() == []
+
+
+def test_the_owner_ends_a_run_for_everybody(
+    running: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its peers, and the one who is sent messages, hear that it is over, and not that it stands
+    still; who starts a peer again hears it too."""
+    key, spec = str(running.folder / "owner.key"), tiny_run(running.folder, rounds=100_000)
+    spec.write_text(f"{spec.read_text()}\n{printed(capsys, 'invite', '--key', key)}\n")
+    invited = ("--invite", printed(capsys, "invite", "--key", key, "--spec", str(spec)))
+    with serving() as server:
+        started = ("--spec", str(spec), *invited, "--stage", "0", "--notify", server.url)
+        first = running.start_peer("first", *started)
+        running.until_ready(first)
+        guest = running.start_peer("guest", "--join", first.address, *invited, "--stage", "1")
+        running.until_round(guest, 3)
+        said = printed(capsys, "stop", "--key", key, "--join", first.address)
+        assert said.splitlines()[-1] == "all peers have left: the run is over"
+        [last] = re.findall(r"ends with round (\d+): 2 of 2 peers", " ".join(said.split()))
+        for peer in (first, guest):
+            assert running.wait(peer) == 0, peer.describe()
+            told = " ".join(peer.output().split())
+            assert f"the run's owner has ended it after {last} rounds; this peer ends" in told
+            assert "swarmnet state --remove" in told, "its checkpoints"
+        assert f": ended by its owner after {last} rounds" in server.bodies[-1]
+        assert not [text for text in server.bodies if "nothing has happened" in text]
+    again = running.start_peer("first", *started[:4])
+    assert running.wait(again) == 2
+    assert f"has ended it with round {last}" in again.errors()[-1]
 
 
 def test_the_doctor_asks_a_real_peer(running: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from swarmnet.protocol.membership.records import (
     Stamp,
 )
 from swarmnet.protocol.membership.reputation import Level, Reputation
+from swarmnet.protocol.sync_modes import RunEnd
 
 T = TypeVar("T")
 
@@ -58,8 +59,12 @@ class View:
     `detector`, `digest`, `counters` and `agreement` are to be read by others; only the view changes
     them. What happens to a peer is told to `reach`."""
 
-    def __init__(self, own_peer_id: str, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, own_peer_id: str, *, silence_s: float = SILENCE_S, run_end: RunEnd | None = None
+    ) -> None:
         self.own_peer_id = own_peer_id
+        self.run_end = run_end or RunEnd()
+        """By its owner's order, as this process has heard of it."""
         self.detector = FailureDetector(own_peer_id, silence_s)
         self.digest = Digest()
         self.counters = RoundCounters()

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.plurals import counted
 from swarmnet.runtime.local.processes import ChildPeer, PeerProcesses
 from swarmnet.runtime.observing import Onlooker, RunObserver, Say
 
@@ -20,27 +21,31 @@ FINAL_WAIT_S = 30.0
 async def watch_run(
     observer: RunObserver, onlooker: Onlooker, processes: PeerProcesses | None, say: Say
 ) -> None:
-    """Looks until the run has done its rounds and all of it was told. `processes`: this process's
+    """Looks until the run is over and all of it was told. `processes`: this process's
     own peers, where it has any. One that ends before is reported and the run goes on; raises
     `SwarmnetError` when none is left."""
     loop = asyncio.get_running_loop()
     done_at: float | None = None
     while True:
-        if processes is not None:
+        now = loop.time()
+        onlooker.look(observer.view, now, time.time())
+        monitor = onlooker.monitor
+        if processes is not None and monitor.ends_with is None:  # else they are to end
             for child in processes.newly_dead():
                 _report_death(child, say)
             if not processes.num_alive:
                 raise SwarmnetError(f"every peer has ended; their logs are in {processes.folder}")
-        now = loop.time()
-        onlooker.look(observer.view, now, time.time())
         if processes is not None:
             processes.trim_logs()
-        if onlooker.monitor.all_told:
-            return
-        if onlooker.monitor.done:
+        if monitor.done:
             done_at = now if done_at is None else done_at
-            if now - done_at > FINAL_WAIT_S:
-                say("the last held-out measurement did not arrive in time")
+            is_late = now - done_at > FINAL_WAIT_S
+            if monitor.all_told or is_late:
+                if monitor.ends_with is not None:
+                    done = counted(monitor.view_model().round, "round")
+                    say(f"the run's owner has ended it after {done}")
+                elif is_late:
+                    say("the last held-out measurement did not arrive in time")
                 return
         await observer.wait_news(LOOK_EVERY_S)
         await asyncio.sleep(LOOK_PAUSE_S)

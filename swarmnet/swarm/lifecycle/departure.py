@@ -14,6 +14,7 @@ from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.departure import Inside, MovePatience, is_handed_over
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE, Record
 from swarmnet.protocol.moments import Deadline
+from swarmnet.protocol.sync_modes import RunEnd
 from swarmnet.protocol.timing import BULK_S, CONNECT_S, DAY_S, PATIENCE_S
 from swarmnet.protocol.update import round_end
 from swarmnet.swarm.machine import Machine
@@ -21,7 +22,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.resource_limits import ResourceLimits
-from swarmnet.swarm.settings import RunEnd, RunSettings, WaitLimits
+from swarmnet.swarm.settings import RunSettings, WaitLimits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.handover import Handover
 from swarmnet.swarm.update.rounds import Rounds

@@ -1,5 +1,6 @@
 """The end of a run by its owner's order (`stop_order`): every peer that has it tells it to all it
-meets, begins no more microbatches of the round that it names, saves that round and leaves."""
+meets, begins no more microbatches of the round that it names, saves that round and leaves. Who
+watches hears of it as well, and passes it on."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from swarmnet.protocol.pipeline.ending import is_over, may_stand_still_s, state_
 from swarmnet.stop_order import StopCheck, StopOrder
 from swarmnet.swarm.calls import notify, serve
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.settings import RunEnd
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
@@ -22,19 +22,18 @@ log = logging.getLogger("swarmnet.peer")
 
 
 class Stopping:
-    """The order, at one peer."""
+    """The order, at one peer or onlooker."""
 
     def __init__(
         self,
         gossip: Gossip,
         check: StopCheck,
-        end: RunEnd,
         keep: Callable[[StopRequest], None] = lambda given: None,
     ) -> None:
         """`keep`: for the time after a restart; called with each order that is new."""
         self._gossip = gossip
         self._check = check
-        self._end = end
+        self._end = gossip.view.run_end
         self._keep = keep
         self._known: StopRequest | None = None
         self._has_order = asyncio.Event()

@@ -21,11 +21,11 @@ from swarmnet.protocol.membership.records import MAX_LOSS
 from swarmnet.protocol.moments import Deadline
 from swarmnet.protocol.pipeline import held_out
 from swarmnet.protocol.saved_rounds import CheckpointPace, KeptRounds
+from swarmnet.protocol.sync_modes import RunEnd
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.protocol.trouble import Trouble
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.replica.replica import Replica
-from swarmnet.swarm.settings import RunEnd
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.exchanges import Exchanges
 from swarmnet.wire import Array

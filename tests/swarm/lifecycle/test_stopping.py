@@ -16,8 +16,14 @@ from peer.options import StopOptions
 from swarmnet.errors import FinalError, Forged, ProtocolViolation, Refused
 from swarmnet.identity import Identity
 from swarmnet.methods.contact import STOP, StopRequest
+from swarmnet.observe.events import Event
+from swarmnet.observe.notices import STILL_S, Notices
 from swarmnet.protocol.membership.records import LEFT
+from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.joining.stopped import keep_stop, known_stop, refuse_stopped, stop_file
+from swarmnet.runtime.local.watching import watch_run
+from swarmnet.runtime.observer import Observer
+from swarmnet.runtime.observing import monitor_of
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.stop_order import MAX_AHEAD_MS, StopCheck, issue
@@ -242,6 +248,64 @@ def test_the_command_tells_all_and_waits(tmp_path: Path, monkeypatch: pytest.Mon
     in_virtual_time(scenario, spec)
 
 
+class Watcher:
+    """An `Onlooker` that keeps what it is told, and the notices that are due."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.monitor = monitor_of(spec)
+        self.notices = Notices("run")
+        self.told: list[str] = []
+
+    def look(self, view: View, now: float, unix_s: float) -> list[Event]:
+        events = self.monitor.look(view, now, unix_s)
+        self.told += [n.text for n in self.notices.look(self.monitor.view_model(), now)]
+        return events
+
+
+@pytest.mark.parametrize("comes", ["first", "later"])
+def test_who_watches_hears_of_it(tmp_path: Path, comes: str) -> None:
+    """Whether it was there when the order came or not. It takes no run that its owner has ended for
+    one that stands still."""
+    spec = closed(tmp_path)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.owner = OWNER.peer_id
+        for n in range(4):
+            start(swarm, tmp_path, f"peer-{n}")
+        watcher, said = Watcher(spec), list[str]()
+        own, beside = Watcher(spec), swarm.members["peer-0"].peer.view
+        ways: Any = SimpleNamespace(remembered=dict, keep=asyncio.Event().wait)
+        loop = asyncio.get_running_loop()
+
+        async def watch() -> None:
+            asker = Asker(swarm)
+            await asker.gossip.reconcile("peer-0")
+            async with Observer(spec, asker.gossip, asker.gossip.transport, ways) as observer:
+                await watch_run(observer, watcher, None, said.append)
+
+        await swarm.until_round(2)
+        own.look(beside, loop.time(), 0.0)
+        order = issue(OWNER, spec.run_id, LAST, NOW_MS)
+        if comes == "later":
+            swarm.members["peer-1"].peer.stopping.take(order)
+        watching = asyncio.ensure_future(watch())
+        if comes == "first":
+            await swarm.until_round(3)
+            swarm.members["peer-1"].peer.stopping.take(order)
+        await until_left(swarm)
+        await asyncio.wait_for(watching, 60.0)
+        assert said == [f"the run's owner has ended it after {LAST} rounds"]
+        model = watcher.monitor.view_model()
+        assert (model.done, model.round, model.ends_with, model.end) == (True, LAST, LAST, LAST)
+        for seconds in (0.0, 2 * STILL_S):
+            own.look(beside, loop.time() + seconds, 0.0)
+        for told in (watcher.told, own.told):
+            (line,) = told
+            assert line.startswith(f"run: ended by its owner after {LAST} rounds, ")
+
+    in_virtual_time(scenario, spec)
+
+
 def test_only_the_owner_of_a_closed_run_ends_it(tmp_path: Path) -> None:
     spec = closed(tmp_path)
     check_owner(spec, OWNER, "owner.key")
@@ -264,7 +328,13 @@ def test_a_run_that_stands_still_ends_too(tmp_path: Path) -> None:
             start(swarm, tmp_path, f"peer-{n}")
         await swarm.until_round(2)
         swarm.kill("peer-1")
-        swarm.members["peer-0"].peer.stopping.take(issue(OWNER, spec.run_id, 1000, NOW_MS))
+        own = swarm.members["peer-0"].peer
+        own.stopping.take(issue(OWNER, spec.run_id, 1000, NOW_MS))
+        monitor, loop = monitor_of(spec), asyncio.get_running_loop()
+        monitor.look(own.view, loop.time(), 0.0)
+        assert not monitor.done, "one is still there"
         await until_left(swarm)
+        monitor.look(own.view, loop.time(), 0.0)
+        assert monitor.done, "nobody is left, and it does not go on"
 
     in_virtual_time(scenario, spec)

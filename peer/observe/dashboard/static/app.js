@@ -125,8 +125,10 @@ function drawNumbers() {
   const m = run.model;
   const rounds = m.rounds ?? run.about.rounds ?? 0;
   const round = (m.round ?? 0) + 1;
-  setText($("n-round"), int(rounds ? Math.min(round, rounds) : round));
-  setText($("n-rounds"), m.done ? `of ${int(rounds)}, done` : rounds ? `of ${int(rounds)}` : "");
+  const isStopped = m.ends_with != null;
+  setText($("n-round"), int(Math.min(round, rounds || Infinity, m.ends_with ?? Infinity)));
+  const end = m.done ? (isStopped ? "ended by its owner" : "done") : isStopped ? `its owner ends it with round ${int(m.ends_with)}` : "";
+  setText($("n-rounds"), [rounds ? `of ${int(rounds)}` : "", end].filter(Boolean).join(", "));
   setText($("n-loss"), nats(m.loss));
   setText($("n-held"), nats(m.held_out_loss));
   setText($("n-bits"), m.held_out_bits_per_byte ? `${m.held_out_bits_per_byte.toFixed(3)} bits per byte` : "");
