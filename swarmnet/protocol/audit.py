@@ -30,7 +30,7 @@ eight liars are never most of them."""
 MAX_PASSED_OVER = 8
 """Cases of one peer."""
 MAX_PEERS = 4096
-"""Of whom something is known; those that were barred are forgotten last."""
+"""That were audited; those that have lied are forgotten last."""
 TOLERANCES = {NONE: 0.1, BF16: 0.1, INT8: 0.1, INT6: 0.15, INT4: 0.25}
 """By `[pipeline] codec`: the largest relative difference, of the norms, between what two honest
 replicas make of the same microbatch. It covers fp32 beside bf16 and fp16: what a peer says of its
@@ -194,6 +194,12 @@ class Conclusions:
         found = self._at(audited)
         found.unknown += 1
         return found.unknown <= MAX_PASSED_OVER
+
+    def forget(self, peer_id: str) -> None:
+        """A machine has been gone for long. What is held against it is not forgotten."""
+        found = self.of(peer_id)
+        if not (found.lied or found.slandered):
+            self._of.pop(machine_of(peer_id), None)
 
     def _at(self, peer_id: str) -> Evidence:
         peer_id = machine_of(peer_id)

@@ -146,6 +146,20 @@ def test_what_is_known_is_bounded_and_liars_are_kept() -> None:
     assert conclusions.of(f"p{2 * MAX_PEERS - 1}").agreed == 1
 
 
+def test_of_a_machine_that_is_gone_stays_what_is_held_against_it() -> None:
+    conclusions = Conclusions()
+    conclusions.computed("honest", is_same=True)
+    conclusions.passes_over("elsewhere")
+    conclusions.computed("liar", is_same=False)
+    jury = Jury(3, ("slanderer",), ("a", "b"))
+    assert conclusions.concluded("honest", jury) is Verdict.SLANDERED
+    for peer_id in ("honest", "elsewhere", "liar", "slanderer", "never seen"):
+        conclusions.forget(peer_id)
+    assert conclusions.of("honest").agreed == conclusions.of("elsewhere").unknown == 0
+    assert conclusions.is_barred("liar")
+    assert not conclusions.may_judge("slanderer")
+
+
 def test_what_is_no_number_is_no_agreement() -> None:
     assert set(TOLERANCES) == set(BOUNDARY_CODECS)
     assert is_within(0.0, "none")

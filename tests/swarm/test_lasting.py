@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from swarmnet.swarm.calls import call
 from swarmnet.swarm.membership import records
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.libp2p.known_peers import KnownPeers
@@ -43,8 +45,10 @@ def larger(before: Counter[str], after: Counter[str], by: int = ROOM) -> dict[st
     return {n: (before[n], after[n]) for n in after if after[n] > before[n] + by}
 
 
-async def visit(swarm: Swarm, number: int, host: str) -> None:
-    """One more identity shows a lasting peer its record, and is gone: every second one says so."""
+async def visit(swarm: Swarm, number: int, lasting: Peer) -> None:
+    """One more identity shows a lasting peer its record, and is gone: every second one says so.
+    Before that it has fetched the parameters, and done work that an audit has found right."""
+    host = lasting.transport.peer_id
     name = f"made-{number}"
     transport = swarm.hub.transport(name)
     transport.set_run(swarm.spec.run_id)
@@ -59,8 +63,17 @@ async def visit(swarm: Swarm, number: int, host: str) -> None:
         addresses=(f"/ip4/10.0.0.1/tcp/{1 + number}/p2p/{name}",),
         totals={f"made-{number}": 1, "sent_bytes": number},
     )
-    shown = Records(records=(SignedRecord(pack(record), b""),))
-    await call(transport, host, RECORDS, Message(shown), timeout_s=5.0)
+    shown = [record]
+    if leaves:
+        own = lasting.gossip.own
+        there = {"stage": 0, "round": own.round, "digests": own.digests}
+        shown = [replace(record, state=JOINING, **there), replace(record, version=1)]
+    for each in shown:
+        message = Message(Records(records=(SignedRecord(pack(each), b""),)))
+        await call(transport, host, RECORDS, message, timeout_s=5.0)
+        if each.digests:
+            assert lasting.view.agreement.shares(name)
+            lasting.dispatcher.conclusions.computed(name, is_same=True)
     await asyncio.sleep(0.05)
     swarm.hub.kill(name)
 
@@ -80,10 +93,10 @@ def test_no_table_of_a_peer_grows_with_those_that_have_been_there(
             before |= table_sizes(lasting, (swarm.hub,))
             await asyncio.sleep(0.15)
         for number in range(identities):
-            await visit(swarm, number, "a")
+            await visit(swarm, number, lasting)
         assert len(lasting.view) > 2, "nobody was seen"
         await asyncio.sleep(3 * FORGET_S)  # what is forgotten is remembered as such for a while
-        await visit(swarm, identities, "a")  # which is when full buckets are dropped
+        await visit(swarm, identities, lasting)  # which is when full buckets are dropped
         await asyncio.sleep(3 * FORGET_S)
         assert len(lasting.view) == 2
         assert larger(before, table_sizes(lasting, (swarm.hub,))) == {}

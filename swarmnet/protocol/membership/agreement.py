@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.membership.records import LEFT, Record
 
 KEPT_ROUNDS = 4
 """Of each peer: more than those in which the replicas of one swarm are at a time."""
@@ -30,7 +30,10 @@ class Agreement:
         """Peers that have published the same as this one, those of late at the end."""
 
     def heard(self, record: Record) -> None:
-        """What a peer has published; the own one's too."""
+        """What a peer has published; the own one's too. One that says goodbye is on no other side
+        of a cut: who is still there counts."""
+        if record.state == LEFT:
+            self._shared.pop(record.peer_id, None)
         if not record.digests or record.stage < 0:
             return
         peer_id, place = record.peer_id, (record.stage, record.round)

@@ -23,7 +23,7 @@ from swarmnet.protocol.membership.indices import (
     RoundCounters,
     StageIndex,
 )
-from swarmnet.protocol.membership.peer_ids import MAX_SEATS, seat_id
+from swarmnet.protocol.membership.peer_ids import MAX_SEATS, machine_of, seat_id
 from swarmnet.protocol.membership.reach import Reach
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -76,6 +76,7 @@ class View:
         self._answers = AnswerCache(
             lambda stage, now: self.detector.next_silence_at(self._index.ids(stage), now)
         )
+        self._on_forgotten: list[Callable[[str], None]] = []
         self._newest_round = 0
         """Of any record or call of another peer, ever, whatever that is worth."""
         self._called: dict[str, int] = {}
@@ -97,6 +98,10 @@ class View:
     def has_machine(self, machine: str) -> bool:
         """Whether there is a record of one of its seats."""
         return any(seat_id(machine, k) in self._records for k in range(MAX_SEATS))
+
+    def on_forgotten(self, listener: Callable[[str], None]) -> None:
+        """`listener(machine)` when there is no record of any of a machine's seats any more."""
+        self._on_forgotten.append(listener)
 
     @property
     def silence_s(self) -> float:
@@ -531,6 +536,9 @@ class View:
         self.digest.forget(peer_id, now)
         self.agreement.forget(peer_id)
         self._answers.drop(record.stage)
+        if not self.has_machine(machine := machine_of(peer_id)):
+            for forget in self._on_forgotten:
+                forget(machine)
 
 
 def _most_have_begun(rounds: list[int]) -> int:

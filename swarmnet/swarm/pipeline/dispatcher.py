@@ -194,6 +194,7 @@ class Dispatcher:
         rng = random.Random(f"trials|{own.peer_id}|{own.incarnation}")
         self._trials = TrialPasses(self.gossip, rng)
         self._ways = Tasks("ways of microbatches")
+        self.gossip.view.on_forgotten(self.conclusions.forget)
 
     async def close(self) -> None:
         """Ends what it has under way of its own accord."""

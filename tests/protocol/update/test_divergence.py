@@ -9,8 +9,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.protocol.membership.agreement import Agreement
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
+from swarmnet.protocol.membership.agreement import MAX_SHARED, Agreement
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, LEFT, Record
 from swarmnet.protocol.update import divergence
 from swarmnet.protocol.update.divergence import best, donors, holding, newest, reached
 
@@ -34,6 +34,20 @@ def test_more_samples_win_then_the_lower_peer_id() -> None:
     more = replace(high, samples=33)
     assert winner_over(low, [more]) == more
     assert winner_over(more, [low]) is None
+
+
+def test_who_was_one_with_this_peer_is_known_for_long_and_so_many_of_them() -> None:
+    """Not that of one that says goodbye: it is on no other side of a cut."""
+    agreement, own = Agreement("own"), record("own", digest=b"x")
+    agreement.heard(own)
+    for i in range(MAX_SHARED + 2):
+        agreement.heard(record(f"p{i}", digest=b"x"))
+        agreement.forget(f"p{i}")
+    agreement.heard(record("stranger", digest=b"y"))
+    assert [agreement.shares(p) for p in ("p1", "p2", "stranger")] == [False, True, False]
+    agreement.heard(Record("p2", "run", 1, 2, LEFT))
+    assert not agreement.shares("p2")
+    assert agreement.shares("p3")
 
 
 def test_other_rounds_states_and_equal_parameters_do_not_matter() -> None:

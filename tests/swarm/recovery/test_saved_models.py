@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import xxhash
 
 from swarmnet.errors import UserError
-from swarmnet.protocol.membership.records import OBSERVING, HeldOut, Record
+from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, HeldOut, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.held_out import turn
 from swarmnet.runtime.exporting.models import DiskParts, Wanted, fetch_trained
+from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.recovery import model_fetch, saved_models
+from swarmnet.swarm.recovery import checkpointing, model_fetch, saved_models
 from swarmnet.swarm.recovery.model_fetch import fetch_model
 from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.swarm.settings import WaitLimits
 from swarmnet.training.checkpoint import CheckpointStore, Meta, load_parameters
 from swarmnet.training.models.registry import stage_shard_sizes
+from swarmnet.transport.memory import MemoryHub
 from tests.swarm.harness import OpenSigner, Swarm, in_virtual_time, tiny_spec
+from tests.swarm.tables import table_sizes
 
 ROUNDS = 60
 
@@ -126,6 +133,35 @@ def test_every_measured_loss_is_on_the_disk(tmp_path: Path) -> None:
             assert set(store.held_out()) == {0, 2, 4, 6, 8, 9}
 
     in_virtual_time(scenario, spec)
+
+
+def test_a_run_of_many_rounds_notes_each_loss_once_and_remembers_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where a record of long ago comes again, as after a cut."""
+    monkeypatch.setattr(checkpointing, "MAX_NOTED", 8)
+    written: list[int] = []
+    store: Any = SimpleNamespace(note_held_out=lambda losses: written.extend(losses))
+    replica: Any = SimpleNamespace(index=0, round=1000)
+    exchanges: Any = None
+
+    async def main() -> None:
+        loop, view = asyncio.get_running_loop(), View("a")
+        transport = MemoryHub().transport("a")
+        gossip = Gossip(transport, view, OpenSigner(), Record("a", "r", 1, 0), random.Random(0))
+        noting = checkpointing.Checkpointing(gossip, Disk(store, InlineWorker()), 1000, True)
+        noting.restored(replica)
+        said = Record("b", "r", 1, 0, state=ACTIVE, stage=0, has_data=True)
+        for version, r in enumerate([*range(50), 0, 41, 49]):
+            told = replace(said, version=version, round=r, held_out=HeldOut(r, 2.0, 3.0))
+            view.merge(told, loop.time())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.01):  # it waits for the last one
+                    await noting.opened(replica, exchanges)
+        assert table_sizes(noting)["Checkpointing._noted"] == 8
+
+    run_virtual(main())
+    assert written == [*range(50)]
 
 
 def test_a_loss_that_another_says_to_have_measured_is_not_noted(tmp_path: Path) -> None:
