@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet.causes import Failures
-from swarmnet.errors import SpecError, SwarmnetError, UserError
+from swarmnet.errors import NotNow, SpecError, SwarmnetError, UserError
 from swarmnet.ports import Worker
+from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.runtime.run_files import WEIGHTS, RunFiles
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.weights import fetch_initial
@@ -70,8 +71,8 @@ async def fetch_base(
     files: Mapping[str, bytes],
     folder: Path | None,
 ) -> dict[str, Tensor]:
-    """By name, from the model's folder, else from peers. `files`: of the run. Raises `UserError`
-    where a part is not to be had."""
+    """By name, from the model's folder, else from peers. `files`: of the run. Raises `NotNow` where
+    a part is not to be had, `UserError` where all refuse it."""
     from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
     from swarmnet.training.models.registry import model_plan
 
@@ -114,7 +115,8 @@ async def _one(
         if own is not None:
             return own
         now = asyncio.get_running_loop().time()
-        live = gossip.view.live(now)
+        own_id = gossip.own.peer_id
+        live = [r for r in gossip.view.live(now) if r.peer_id != own_id and _is_member(r)]
         # Replicas of the stage have it; whoever has the model's folder has all.
         failures = Failures()
         for record in sorted(live, key=lambda r: r.stage != stage):
@@ -131,8 +133,14 @@ async def _one(
                 )
             except SwarmnetError as e:
                 failures.add(e, record.peer_id)
-    mend = "ask again when more peers are there"
+    what = f"no peer gives the base of stage {stage}"
     if not weights.adapts_ended:
-        mend = "name the model's folder with --weights"
-    what = f"no peer gives the base of stage {stage}; {mend}"
-    raise failures.as_error(what, UserError) if failures else UserError(what)
+        what += ", and --weights names no folder of the model"
+    if not failures:
+        raise NotNow(f"{what}: no peer of the run is there; try again when one is")
+    raise failures.as_error(what)
+
+
+def _is_member(record: Record) -> bool:
+    """Who only looks has nothing to give."""
+    return record.state != OBSERVING or bool(record.paused)

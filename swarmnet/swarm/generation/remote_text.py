@@ -135,6 +135,8 @@ class RemoteText:
         self._is_open = False
         self._kept = Since()
         self._told: set[str] = set()
+        self._lost = [Failures() for _ in range(num_stages)]
+        """By stage, why replicas that were asked do nothing for this text now."""
         self._until = Deadline(NEVER)
 
     async def extend(self, tokens: Sequence[int], num_logits: int = 0) -> tuple[Array, ...]:
@@ -207,7 +209,10 @@ class RemoteText:
         now, view = asyncio.get_running_loop().time(), self._gossip.view
         paused = [r for r in view.records() if r.paused and view.is_live(r.peer_id, now)]
         found = Found(error=nobody_serves(k, len(paused)))
-        for peer_id in self._replicas(k):
+        replicas = self._replicas(k)
+        if not replicas and not paused:  # who was there a moment ago is the reason
+            found.failures = self._lost[k]
+        for peer_id in replicas:
             self._asked[k, peer_id] = None
             try:
                 reply = await self._call(
@@ -224,7 +229,7 @@ class RemoteText:
                 )
                 said = reply.body
             except SwarmnetError as e:
-                self._failed(peer_id, e)
+                self._failed(k, peer_id, e)
                 self._end(k, peer_id)
                 found.refused(e)
                 continue
@@ -236,6 +241,7 @@ class RemoteText:
                 self._end(k, peer_id)
                 continue
             found.peers.append(peer_id)
+            self._lost[k].answered(peer_id)
             if not said.is_copied:
                 break
             if len(found.peers) == KEPT_REPLICAS:
@@ -276,7 +282,7 @@ class RemoteText:
             except SwarmnetError as e:
                 failures.add(e)
                 may_pass |= type(e) is not RemoteError  # which says that the pass itself fails
-                self._failed(stage.peers[0], e)
+                self._failed(k, stage.peers[0], e)
                 self._end(k, stage.peers.pop(0))
                 await self._replace(k, e)
         if not may_pass:
@@ -335,7 +341,7 @@ class RemoteText:
                 raise
             except SwarmnetError as e:
                 why = e
-                self._failed(stage.peers[0], e)
+                self._failed(k, stage.peers[0], e)
                 self._end(k, stage.peers.pop(0))
 
     async def _keep(self) -> None:
@@ -366,7 +372,8 @@ class RemoteText:
         request = GenerateRequest(k, self._name, ends=True)
         notify(self._gossip.transport, peer_id, GENERATE, Message(request))
 
-    def _failed(self, peer_id: str, error: SwarmnetError) -> None:
+    def _failed(self, k: int, peer_id: str, error: SwarmnetError) -> None:
+        self._lost[k].add(error, peer_id)
         if isinstance(error, TransportError):
             self._gossip.liveness.probe(peer_id)
 

@@ -58,6 +58,7 @@ from swarmnet.identity import Identity
 from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime import observer as observers
+from swarmnet.runtime.exporting.base_weights import fetch_base
 from swarmnet.runtime.exporting.models import export_live
 from swarmnet.runtime.joining.find import find_run
 from swarmnet.runtime.joining.known_peers import KnownPeers
@@ -77,6 +78,8 @@ from swarmnet.transport.base import Request
 from swarmnet.transport.libp2p.knocking import Answer, Heard
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Message
+from tests.swarm.initial.test_weights import folder_of
+from tests.swarm.lora_runs import lora_run
 
 RUN = start_run(default_spec_path()).spec
 A_FILE = {"tokenizer.json": FileSpec(sha256="0" * 64, size=10)}
@@ -324,10 +327,8 @@ COMMANDS: dict[str, tuple[Command, tuple[str, ...]]] = {
 IN_OTHER_WORDS = {
     ("export asks for the model", "past"): "updates while the model was on its way",
     ("a joining peer asks who is there", "gone"): "not reached",
-    ("generate asks for a text", "gone"): "no replica of stage 0 is known",
 }
-"""Rounds that pass under a download are its own cause; who has gone is not there when it is asked
-again."""
+"""Rounds that pass under a download are its own cause; who joins asks again, and reaches nobody."""
 SAYS_NOTHING = ("stop tells the peers", "wrong")
 """The answer to an order has no form, so none is wrong."""
 
@@ -438,6 +439,42 @@ def test_what_is_known_before_a_peer_is_asked(
         assert "nothing listens at port 4001: ask who gave you the address" in text
     else:
         assert ROWS[code].mend in text
+
+
+@pytest.mark.parametrize("code", FAILS)
+@pytest.mark.usefixtures("hub_of_net")
+def test_an_export_of_adapters_says_who_does_not_give_the_base(code: str, tmp_path: Path) -> None:
+    """Nobody who only looks is asked: this peer and another one."""
+    spec, hashes = lora_run(folder_of(tmp_path / "model"), tmp_path)
+
+    async def main() -> str:
+        swarm = FailingSwarm(spec)
+        lookers = []
+        for n in (5, 6):
+            key = Identity(bytes([n]) * 32)
+            transport = swarm.hub.transport(key.peer_id)
+            transport.set_run(spec.run_id)
+            own = Record(key.peer_id, spec.run_id, 1, 1, state=OBSERVING)
+            gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(n))
+            lookers.append(gossip)
+        await swarm.begin(["initial_shard"], FAILS[code])
+        for gossip in lookers:
+            await gossip.exchange(KEYS[0].peer_id)
+        files = {"weights.sha256": hashes}
+        asker = lookers[-1]
+        with pytest.raises(SwarmnetError) as raised:
+            await fetch_base(spec, asker.transport, asker, InlineWorker(), files, None)
+        await swarm.end()
+        assert isinstance(raised.value, (UserError, NotNow))
+        return str(raised.value)
+
+    line = run_virtual(main())
+    assert line.startswith("no peer gives the base of stage ")
+    assert "--weights" in line
+    assert ROWS[code].says in line
+    assert line.endswith(f"; {ROWS[code].mend}")
+    for key in KEYS:
+        assert key.peer_id[-8:] in line
 
 
 async def takes(_: Request[Any]) -> Message[Any]:
