@@ -296,10 +296,19 @@ def state(options: DiskOptions) -> None:
 
 @command(app, _errors_told)
 def counted(options: CountedOptions) -> None:
-    """Say which microbatches each round counted: a plain loop over them makes the same updates."""
+    """Say which microbatches each round counted: a plain loop over them makes the same updates.
+
+    Or which machine computed how much of them.
+    """
     from swarmnet.runtime.counted import show_counted
 
-    show_counted(options.state_dirs, options.run_id or None, as_json=options.as_json, say=say)
+    show_counted(
+        options.state_dirs,
+        options.run_id or None,
+        by_machine=options.by_machine,
+        as_json=options.as_json,
+        say=say,
+    )
 
 
 @command(app, _errors_told)

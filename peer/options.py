@@ -742,9 +742,19 @@ class CountedOptions:
     run_id: Annotated[
         str, typer.Option(help="Id of the run, where the folders have seen several runs.")
     ] = ""
+    by_machine: Annotated[
+        bool,
+        typer.Option(
+            "--by-machine",
+            help="Say what each machine has computed that counted, as the feeders saw it.",
+        ),
+    ] = False
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON object a round, with the microbatches' ids."),
+        typer.Option(
+            "--json",
+            help="Print one JSON object a round, with the microbatches' ids, or a machine.",
+        ),
     ] = False
     debug: DebugOption = False
 

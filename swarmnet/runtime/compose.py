@@ -111,7 +111,12 @@ def compose(
         remembered=remembered,
         owner=spec.security.owner if not admitted.admission.is_open else "",
         keep_stop=keep_stop(options.state_dir, spec.run_id),
-        journal=CountedMicrobatches(options.state_dir / COUNTED_FILE, spec.run_id),
+        journal=CountedMicrobatches(
+            options.state_dir / COUNTED_FILE,
+            spec.run_id,
+            spec.pipeline.microbatch,
+            spec.pipeline.num_stages,
+        ),
     )
 
 

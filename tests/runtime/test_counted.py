@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from peer.cli import app
 from swarmnet.errors import UserError
 from swarmnet.files import older
-from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_counted
+from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_counted, read_shares
 
 
 def feed(path: Path, history: int, rounds: dict[int, list[int]], run_id: str = "run") -> None:
@@ -48,6 +48,61 @@ def test_the_command_prints_what_each_round_counted(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["counted", str(tmp_path)])
     assert shown.exit_code == 1
     assert "name a feeder's state folder" in shown.stderr
+
+
+def test_who_computed_what_counted(tmp_path: Path) -> None:
+    """By the paths that two feeders saw: seats are one machine, and rounds that are made again
+    count as they were made last."""
+    for name, history, rounds in (
+        ("a", 1, {0: {7: ("x", "y"), 8: ("x/1", "y")}, 1: {9: ("x", "z")}}),
+        ("b", 1, {0: {17: ("y", "z", "y", "y")}}),  # a path that is too long
+        ("a", 5, {1: {21: ("y", "z"), 22: ("y", "z")}}),
+    ):
+        (tmp_path / name).mkdir(exist_ok=True)
+        counted = CountedMicrobatches(tmp_path / name / COUNTED_FILE, "run", 4, num_stages=2)
+        for r, paths in rounds.items():
+            for slot in range(len(paths)):
+                counted.slot_counted(history, r, slot)
+            (first, *others) = paths.items()
+            counted.round_counted(r, dict([first]))
+            counted.round_counted(r, dict(others))  # when the peer leaves
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    shares = read_shares([tmp_path / "a" / COUNTED_FILE, tmp_path / "b" / COUNTED_FILE])
+    assert {m: (s.samples, s.rounds) for m, s in shares.items()} == {
+        "y": (4 * 5, 2),
+        "z": (4 * 3, 2),
+        "x": (4 * 2, 1),
+    }
+    assert all(0 <= s.seconds < 60 for s in shares.values())
+    shown = CliRunner().invoke(app, ["counted", *folders, "--by-machine"])
+    assert shown.stdout.splitlines() == [
+        "y: 20 samples in 2 rounds, 0.0 hours",
+        "z: 12 samples in 2 rounds, 0.0 hours",
+        "x: 8 samples in 1 round, 0.0 hours",
+    ]
+    shown = CliRunner().invoke(app, ["counted", *folders, "--by-machine", "--json"])
+    first = json.loads(shown.stdout.splitlines()[0])
+    assert (first["machine"], first["samples"], first["rounds"]) == ("y", 20, 2)
+    assert read_counted([tmp_path / "a" / COUNTED_FILE]) == {0: [0, 1], 1: [0, 1]}
+
+
+def test_a_round_lasts_from_the_end_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    counted = CountedMicrobatches(tmp_path / "a", "run")
+    for r in range(3):
+        now[0] += 10.0
+        counted.slot_counted(1, r, 0)
+        now[0] += 5.0
+        counted.round_counted(r, {r: ("x",)})
+    now[0] += 3600.0
+    again = CountedMicrobatches(tmp_path / "a", "run")  # hours later: nobody gave these
+    again.slot_counted(1, 3, 0)
+    now[0] += 5.0
+    again.round_counted(3, {3: ("x",)})
+    assert read_shares([tmp_path / "a"])["x"].seconds == 5.0 + 15.0 + 15.0 + 5.0
 
 
 def test_a_run_that_went_on_from_an_older_round_voids_what_it_makes_again(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ COMMANDS = {
     "example": {"name", "--debug"},
     "data": {"spec", "--data", "--tokenizer", "--samples", "--json", "--debug"},
     "state": {"--state-dir", "--remove", "--keep", "--json", "--debug"},
-    "counted": {"state_dirs", "--run-id", "--json", "--debug"},
+    "counted": {"state_dirs", "--run-id", "--by-machine", "--json", "--debug"},
     "plan": {
         "--join",
         "--transport",
