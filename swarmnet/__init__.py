@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         RoundFinished,
         SyncMode,
     )
-    from swarmnet.observe.view_model import PeerRow, RoundSplit, StageRow, ViewModel
+    from swarmnet.observe.view_model import GivenRow, PeerRow, RoundSplit, StageRow, ViewModel
     from swarmnet.runtime.observer import Observer
     from swarmnet.runtime.options import LocalPeerOptions, PeerChoices, PeerOptions
     from swarmnet.runtime.run import run_peer
@@ -57,7 +57,7 @@ _PLACES = {
         "RoundFinished",
         "SyncMode",
     ),
-    "observe.view_model": ("PeerRow", "RoundSplit", "StageRow", "ViewModel"),
+    "observe.view_model": ("GivenRow", "PeerRow", "RoundSplit", "StageRow", "ViewModel"),
     "runtime.observer": ("Observer",),
     "runtime.options": ("LocalPeerOptions", "PeerChoices", "PeerOptions"),
     "runtime.run": ("run_peer",),
@@ -70,6 +70,7 @@ __all__ = [
     "ContributionDropped",
     "Counted",
     "Event",
+    "GivenRow",
     "HeldOut",
     "LocalPeerOptions",
     "Migrated",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from swarmnet.observe.events import (
     SyncMode,
 )
 from swarmnet.observe.text import short_id
-from swarmnet.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
+from swarmnet.observe.view_model import GivenRow, PeerRow, RoundSplit, StageRow, Summary, ViewModel
 from swarmnet.plurals import counted
 from swarmnet.printable import printable
 from swarmnet.protocol.membership.assignment import measurers_among
@@ -76,6 +76,10 @@ SHOWN_TOTALS = (
 MAX_TOTALS = 256
 """Names of totals that are summed up: a record may have any names. Of more, the first and those
 that are shown or told."""
+GIVEN = ("samples_computed", "sent_bytes", "received_bytes")
+"""Of a record's totals, those that `GivenRow` has."""
+MAX_GIVEN = 4096
+"""Machines of which is known what they gave. Beyond, the one goes first that computed least."""
 MAX_FORGOTTEN = 1024
 """Processes that the view has forgotten and that are known again when they come back: a machine may
 sleep for longer than records are kept."""
@@ -101,6 +105,14 @@ class _Told:
 
 
 NOTHING_TOLD = _Told({}, {}, "")
+
+
+@dataclass(slots=True)
+class _Given:
+    """What a machine gave so far."""
+
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(GIVEN, 0))
+    serving_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +157,9 @@ class RunMonitor:
         self._forgotten: dict[tuple[str, int], _Told] = {}
         self._counts: dict[tuple[str, int], dict[int, RoundCount]] = {}
         self._totals: dict[str, int] = {}
+        self._given: dict[str, _Given] = {}
+        """By machine."""
+        self._looked_at = 0.0
         self._sent_before = 0
         self._newest = 0
         self._switched = -1
@@ -192,6 +207,9 @@ class RunMonitor:
             told = told or NOTHING_TOLD
             events += self._observe_peer(record, record.peer_id in live, told, is_old, unix_s)
             events += self._observe_totals(record, told.totals, is_old, unix_s)
+            self._observe_given(record, told.totals, record.peer_id in live)
+        self._observe_serving(0.0 if first_look else now - self._looked_at)
+        self._looked_at = now
         events += self._observe_gone(records, unix_s)
         events += self._observe_held_out(records, unix_s)
         events += self._observe_switches(unix_s)
@@ -246,6 +264,30 @@ class RunMonitor:
             if key in COUNTED and not is_old:
                 events.append(Counted(unix_s, COUNTED[key], record.peer_id, grown))
         return events
+
+    def _observe_given(self, record: Record, before: Mapping[str, int], live: bool) -> None:
+        """Of machines that were live members once: anybody may show a record."""
+        machine = machine_of(record.peer_id)
+        given = self._given.get(machine)
+        if given is None:
+            if not live or record.state not in (JOINING, ACTIVE, LEAVING):
+                return
+            if len(self._given) >= MAX_GIVEN:
+                least = min(self._given, key=lambda m: self._given[m].totals["samples_computed"])
+                del self._given[least]
+            given = self._given[machine] = _Given()
+        for key in GIVEN:
+            given.totals[key] += max(0, record.totals.get(key, 0) - before.get(key, 0))
+
+    def _observe_serving(self, seconds: float) -> None:
+        """Since the last look."""
+        served = {
+            machine_of(peer_id)
+            for peer_id, seen in self._seen.items()
+            if seen.live and seen.record.is_replica
+        }
+        for machine in served & self._given.keys():
+            self._given[machine].serving_s += seconds
 
     def _has_room(self, total: str) -> bool:
         if total.startswith((TOLD, experts.TOLD)):  # not a count since the start
@@ -460,6 +502,7 @@ class RunMonitor:
             if self.done
             else data_risk(s.record for s in self._seen.values() if s.live),
             ends_with=self.ends_with,
+            given=self._given_rows(),
         )
 
     def _stage_rows(self) -> tuple[StageRow, ...]:
@@ -499,6 +542,13 @@ class RunMonitor:
             exchange_s=sum(r.last_exchange_s for r in told) / count,
             waiting_s=sum(max(0.0, r.last_open_s - r.last_busy_s) for r in told) / count,
         )
+
+    def _given_rows(self) -> tuple[GivenRow, ...]:
+        rows = [
+            GivenRow(machine, **given.totals, serving_s=given.serving_s)
+            for machine, given in self._given.items()
+        ]
+        return tuple(sorted(rows, key=lambda r: (-r.samples_computed, r.machine)))
 
     def _peer_rows(self) -> list[PeerRow]:
         shown = [s for s in self._seen.values() if s.record.state != OBSERVING or s.record.paused]

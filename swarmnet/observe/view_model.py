@@ -66,6 +66,23 @@ class PeerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenRow:
+    """What one machine has given to the run, by its peers' own records: the sum over all its seats
+    and starts since the onlooker began, and over what those had done before that were there."""
+
+    machine: str
+    """Its public key: the name of its first peer."""
+    samples_computed: int
+    """Samples that it computed for a stage, forward and backward, and that counted."""
+    sent_bytes: int
+    """Bytes that it has sent."""
+    received_bytes: int
+    """Bytes that it has received."""
+    serving_s: float
+    """Seconds for which the onlooker saw it serve a stage."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageRow:
     """One stage's coverage."""
 
@@ -142,6 +159,8 @@ class ViewModel:
     """That the run hangs on one feeder, and what to do, in words. Empty where it does not."""
     ends_with: int | None = None
     """How many rounds its owner lets it have (`swarmnet stop`). None: no such order is known."""
+    given: tuple[GivenRow, ...] = ()
+    """What each machine gave, also those that are gone: who computed most comes first."""
 
     @property
     def num_live(self) -> int:

@@ -60,8 +60,8 @@ def test_differences_add_up_to_the_state() -> None:
         for queued in range(told):
             tick = await asyncio.wait_for(anext(visit), 1) if queued < told - 1 else None
             for key, value in json.loads(json.dumps(tick or {})).items():
-                if key == "peers":
-                    page["peers"] |= value
+                if key in ("peers", "given"):
+                    page[key] |= value
                 elif key in ("rounds", "held_out", "events"):
                     page[key] += value
                 elif key == "model":
@@ -69,13 +69,37 @@ def test_differences_add_up_to_the_state() -> None:
             if tick is None:
                 break
         tick = await asyncio.wait_for(anext(visit), 1)
-        page["peers"] |= tick.get("peers", {})
+        for key in ("peers", "given"):
+            page[key] |= tick.get(key, {})
         page["model"] = tick.get("model", page["model"])
         for key in ("rounds", "held_out", "events"):
             page[key] += tick.get(key, [])
         page["peers"] = {k: v for k, v in page["peers"].items() if v is not None}
         assert page == json.loads(json.dumps(played.hub.state()))
         assert len(page["rounds"]) > 5
+        await visit.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_a_visitor_is_told_what_each_machine_gave_now_and_then() -> None:
+    async def main() -> None:
+        played = Played()
+        visit = played.hub.visit()
+        await anext(visit)
+        ticks = []
+        for second in range(12):
+            computed = {"samples_computed": second % 8}  # it is started anew after eight
+            a = replica("a", 0, incarnation=1 + second // 8, version=second, totals=computed)
+            played.look(a, replica("b", 1), replica("c", 1, version=second))
+            ticks.append(await anext(visit))
+        told = [(i, tick["given"]) for i, tick in enumerate(ticks) if "given" in tick]
+        assert [i for i, _ in told] == [0, 5, 10], "not in every message"
+        assert [given["a"]["samples_computed"] for _, given in told] == [0, 5, 7 + 2]
+        assert [given["a"]["serving_s"] for _, given in told] == [0.0, 5.0, 10.0]
+        assert played.hub.state()["given"]["a"] == told[-1][1]["a"]
+        played.look()  # all are gone
+        assert set(played.hub.state()["given"]) == {"a", "b", "c"}
         await visit.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(main())

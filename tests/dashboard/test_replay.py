@@ -30,10 +30,11 @@ from tests.dashboard.making import feeder, replica, spec_of
 
 def shown(film: dict[str, Any], until: int | None = None) -> dict[str, Any]:
     """What the page knows at the end (or after some frames)."""
-    page: dict[str, Any] = {"model": {}, "peers": {}, "rounds": [], "events": []}
+    page: dict[str, Any] = {"model": {}, "peers": {}, "given": {}, "rounds": [], "events": []}
     for frame in film["frames"][:until]:
         page["model"] |= frame.get("model", {})
         page["peers"] |= frame.get("peers", {})
+        page["given"] |= frame.get("given", {})
         for key in ("rounds", "events"):
             page[key] += frame.get(key, [])
     page["peers"] = {k: v for k, v in page["peers"].items() if v is not None}
@@ -63,13 +64,16 @@ def test_a_film_ends_where_the_run_did(tmp_path: Path) -> None:
         for r in range(30):
             dead = ("c",) if r > 20 else ()
             busy = {"last_open_s": 2.0, "last_busy_s": 1.5, "last_exchange_s": 0.5}
-            b, c = replica("b", 1, r, **busy), replica("c", 1, r, **busy)
+            b = replica("b", 1, r, totals={"samples_computed": r}, **busy)
+            c = replica("c", 1, r, **busy)
             view: Any = View(feeder("a", r, 2.0, **busy), b, c, dead=dead)
             reporter.look(view, 5.0 * r, 1e9 + 5.0 * r)
     film = make_film(path)
     assert film["about"]["num_stages"] == 2
     page = shown(film)
     assert page["peers"]["c"]["state"] == "lost"
+    assert page["given"]["b"]["samples_computed"] >= 26
+    assert page["given"]["c"]["serving_s"] == 100.0, "until it was lost"
     assert page["peers"]["a"]["samples_per_s"] == 4.0
     assert page["model"]["stages"][1]["risk"] == "stage 1: one failure from loss"
     assert len(page["rounds"]) >= 27

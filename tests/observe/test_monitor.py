@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from peer.commands.local import summary_table
+from swarmnet.observe import monitor as monitor_module
 from swarmnet.observe.events import (
     ContributionDropped,
     Counted,
@@ -465,6 +467,46 @@ def test_a_run_that_is_ended_before_it_comes_to_the_round_is_done_when_all_have_
     without_order.look(record("a", 0, round=2))
     without_order.look(record("a", -1, version=2, round=2, state=LEFT))
     assert not without_order.monitor.done
+
+
+def test_what_a_machine_gave_is_summed_over_its_starts_and_stays_when_it_is_gone() -> None:
+    onlooker = Onlooker(num_stages=1)
+
+    def gave(samples: int, **values: Any) -> Record:
+        totals = {"samples_computed": samples, "sent_bytes": 10 * samples, "received_bytes": 1}
+        return record("a", totals=totals, **values)
+
+    def rows() -> list[tuple[str, int, int, int, float]]:
+        given = onlooker.monitor.view_model().given
+        return [
+            (g.machine, g.samples_computed, g.sent_bytes, g.received_bytes, g.serving_s)
+            for g in given
+        ]
+
+    onlooker.look(gave(5), record("o", -1, state=OBSERVING, totals={"samples_computed": 9}))
+    assert rows() == [("a", 5, 50, 1, 0.0)], "who looks gives nothing"
+    onlooker.look(gave(8, version=2))
+    onlooker.look(gave(8, version=2), dead=["a"])
+    assert rows() == [("a", 8, 80, 1, 1.0)]
+    onlooker.look(gave(2, incarnation=2))
+    assert rows() == [("a", 10, 100, 2, 2.0)], "a restart begins at zero"
+    seat = record("a/1", totals={"samples_computed": 4}, state=JOINING)
+    onlooker.look(gave(2, incarnation=2), seat)
+    assert rows() == [("a", 14, 100, 2, 3.0)], "one machine serves for a second"
+    for _ in range(3):
+        onlooker.look(record("b"))
+    assert [row[:2] for row in rows()] == [("a", 14), ("b", 0)], "it is gone, and known"
+
+
+def test_of_many_machines_those_are_known_that_computed_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(monitor_module, "MAX_GIVEN", 3)
+    onlooker = Onlooker(num_stages=1)
+    for i in range(6):
+        onlooker.look(record(f"p{i}", totals={"samples_computed": 10 - i}))
+    found = [g.machine for g in onlooker.monitor.view_model().given]
+    assert found == ["p0", "p1", "p5"]
 
 
 def test_the_view_model_shows_coverage_progress_and_peers() -> None:

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from peer.observe.prometheus import OF_PEER, OF_ROUTERS, OF_RUN, Metric
 from swarmnet.observe.charts import CHARTS
 from swarmnet.observe.events import KINDS, MEANINGS, Counted, Event
-from swarmnet.observe.view_model import PeerRow, RoundSplit, StageRow, ViewModel
+from swarmnet.observe.view_model import GivenRow, PeerRow, RoundSplit, StageRow, ViewModel
 from tests.reference.docstrings import of_class, of_fields
 from tests.reference.tables import code, page, table
 
@@ -45,6 +45,8 @@ def events() -> str:
         table(FIELDS, _fields(StageRow)),
         "A row of `peers`:",
         table(FIELDS, _fields(PeerRow)),
+        "A row of `given`:",
+        table(FIELDS, _fields(GivenRow)),
         "`split`:",
         table(FIELDS, _fields(RoundSplit)),
     )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swarmnet.observe.events import Event, HeldOut, RoundFinished, is_for_programs
 from swarmnet.observe.text import sentence
-from swarmnet.observe.view_model import PeerRow, ViewModel
+from swarmnet.observe.view_model import GivenRow, PeerRow, ViewModel
 from swarmnet.printable import printable
 from swarmnet.spec import RunSpec, describe
 
@@ -81,16 +81,16 @@ def round_point(event: RoundFinished, model: ViewModel) -> list[float | None]:
 
 
 def model_json(model: ViewModel) -> Message:
-    """The view model without its peers, which travel as differences."""
-    values = asdict(model)
-    del values["peers"]
+    """The view model without its peers and what they gave, which travel as differences."""
+    values = asdict(replace(model, peers=(), given=()))
+    del values["peers"], values["given"]
     values["num_live"] = model.num_live
     values["uncovered"] = list(model.uncovered)
     return shown(values)
 
 
-def peer_json(row: PeerRow) -> Message:
-    """A row of the table."""
+def peer_json(row: PeerRow | GivenRow) -> Message:
+    """A row of a table."""
     return shown(asdict(row))
 
 
@@ -114,6 +114,7 @@ def state_of(spec: RunSpec, model: ViewModel) -> Message:
         "about": about(spec),
         "model": model_json(model),
         "peers": [peer_json(row) for row in model.peers],
+        "given": [peer_json(row) for row in model.given],
     }
 
 
@@ -140,6 +141,8 @@ class Hub:
         self.about = about(spec) | {"offers": self.offers.described()}
         self._model: Message = {}
         self._peers: dict[str, Message] = {}
+        self._given: dict[str, Message] = {}
+        self._given_at = float("-inf")
         self._kept: dict[str, Any] = {
             "rounds": [],
             "held_out": [],
@@ -169,19 +172,22 @@ class Hub:
             return
         self._told_at = now
         self._remember(model, now, unix_s)
-        message = self._difference(model)
+        message = self._difference(model, now)
         if message is not None:
             for queue in self._visitors.values():
                 _offer(queue, message)
 
-    def _difference(self, model: ViewModel) -> Message | None:
+    def _difference(self, model: ViewModel, now: float) -> Message | None:
         fresh = model_json(model)
         rows = {row.peer_id: peer_json(row) for row in model.peers}
-        changed: dict[str, Message | None] = {
-            peer_id: row for peer_id, row in rows.items() if self._peers.get(peer_id) != row
-        }
-        changed.update(dict.fromkeys(peer_id for peer_id in self._peers if peer_id not in rows))
+        changed = _changes(self._peers, rows)
         message: Message = {"kind": "tick"}
+        if now - self._given_at >= HISTORY_EVERY_S:
+            self._given_at = now
+            given = {row.machine: peer_json(row) for row in model.given}
+            if new_given := _changes(self._given, given):
+                message["given"] = new_given
+            self._given = given
         if fresh != self._model:
             message["model"] = fresh
         if changed:
@@ -227,6 +233,7 @@ class Hub:
             "about": self.about,
             "model": self._model,
             "peers": self._peers,
+            "given": self._given,
             **{key: list(kept) for key, kept in self._kept.items()},
         }
 
@@ -267,6 +274,12 @@ class Hub:
                 yield message
         finally:
             self._visitors.pop(number, None)
+
+
+def _changes(before: dict[str, Message], rows: dict[str, Message]) -> dict[str, Message | None]:
+    """Rows that are new or others than before; None for those that are gone."""
+    changed = {key: row for key, row in rows.items() if before.get(key) != row}
+    return {**changed, **dict.fromkeys(key for key in before if key not in rows)}
 
 
 TOO_SLOW: Message = {"kind": "too_slow"}

@@ -72,6 +72,7 @@ class _Run:
         self._path = path
         self.about: Frame = {"name": path.name, "num_stages": 0, "rounds": 0, "description": ""}
         self._peers: dict[str, Frame] = {}
+        self._given: dict[str, Frame] = {}
         self._split: Frame = {}
 
     def messages(self) -> Iterator[Frame]:
@@ -101,7 +102,16 @@ class _Run:
             rows = {str(p["peer_id"]): p for p in peers if isinstance(p, dict) and "peer_id" in p}
             gone = dict.fromkeys(p for p in self._peers if p not in rows)
             self._peers = rows
-            yield {"kind": "tick", "t": t, "model": model, "peers": {**rows, **gone}}
+            frame = {"kind": "tick", "t": t, "model": model, "peers": {**rows, **gone}}
+            yield frame | self._of_given(shown(values.get("given")))
+
+    def _of_given(self, found: Any) -> Frame:
+        """Older files have none."""
+        given = found if isinstance(found, list) else []
+        rows = {str(g["machine"]): g for g in given if isinstance(g, dict) and "machine" in g}
+        gone = dict.fromkeys(m for m in self._given if m not in rows)
+        self._given = rows
+        return {"given": {**rows, **gone}} if rows or gone else {}
 
     def _of_event(self, event: Event, values: dict[str, Any]) -> Frame:
         name, t = values["event"], values["time_unix_s"]
@@ -140,8 +150,9 @@ def _add(frame: Frame, message: Frame) -> None:
     frame["t"] = message["t"]
     if "model" in message:
         frame["model"] = {**frame.get("model", {}), **message["model"]}
-    if "peers" in message:
-        frame["peers"] = {**frame.get("peers", {}), **message["peers"]}
+    for key in ("peers", "given"):
+        if key in message:
+            frame[key] = {**frame.get(key, {}), **message[key]}
     for key in ("rounds", "held_out", "events"):
         if key in message:
             frame.setdefault(key, []).extend(message[key])

@@ -13,7 +13,7 @@ const MAX_CURVE = 8000;
 const LOST_AFTER_MS = 40_000;
 
 const run = {
-  about: {}, model: {}, peers: new Map(), rounds: [], heldOut: [], events: [], mode: "live",
+  about: {}, model: {}, peers: new Map(), given: new Map(), rounds: [], heldOut: [], events: [], mode: "live",
   now: () => (run.mode === "replay" ? run.time : Date.now() / 1000), time: 0,
 };
 const dirty = new Set();
@@ -27,7 +27,8 @@ function applyState(message) {
   Object.assign(run, { about: message.about, model: message.model ?? {}, rounds: message.rounds ?? [],
     heldOut: message.held_out ?? [], events: message.events ?? [], mode: message.mode });
   run.peers = new Map(Object.entries(message.peers ?? {}));
-  redraw("about", "model", "peers", "curves", "events");
+  run.given = new Map(Object.entries(message.given ?? {}));
+  redraw("about", "model", "peers", "given", "curves", "events");
 }
 
 function applyTick(message, { quietly = false } = {}) {
@@ -51,6 +52,11 @@ function applyTick(message, { quietly = false } = {}) {
     if (run.mode === "replay" && row) remember(row);
   }
   if (message.peers) redraw("peers");
+  for (const [machine, row] of Object.entries(message.given ?? {})) {
+    if (row === null) run.given.delete(machine);
+    else run.given.set(machine, row);
+  }
+  if (message.given) redraw("given");
   for (const [key, mine] of [["rounds", run.rounds], ["held_out", run.heldOut]]) {
     if (!message[key]) continue;
     mine.push(...message[key]);
@@ -81,6 +87,7 @@ function draw() {
   if (parts.has("about")) drawAbout();
   if (parts.has("model")) { drawNumbers(); drawStages(); }
   if (parts.has("peers")) { drawPeers(); flow.show(run.model.stages?.length ?? run.about.num_stages ?? 0, [...run.peers.values()]); }
+  if (parts.has("given")) drawGiven();
   if (parts.has("curves")) charts.show(run.rounds, run.heldOut);
   if (parts.has("events")) drawEvents();
   performance.measure("draw", "draw-begin");
@@ -300,6 +307,20 @@ function drawPeers() {
   setText($("peers-more"), hidden ? `and ${int(hidden)} more; filter to find them` : "");
 }
 
+function drawGiven() {
+  const found = [...run.given.values()].sort((a, b) => b.samples_computed - a.samples_computed || (a.machine < b.machine ? -1 : 1));
+  $("given").hidden = !found.length;
+  const shown = found.slice(0, MAX_ROWS).map((g) => {
+    const row = el("tr", {}, el("td", {}, shortId(g.machine)), el("td", {}, int(g.samples_computed)), el("td", {}, size(g.sent_bytes)),
+      el("td", {}, size(g.received_bytes)), el("td", {}, (g.serving_s / 3600).toFixed(1)));
+    row.children[0].title = g.machine;
+    return row;
+  });
+  document.querySelector("#given tbody").replaceChildren(...shown);
+  const hidden = found.length - shown.length;
+  setText($("given-more"), hidden ? `and ${int(hidden)} more` : "");
+}
+
 const kept = new Map(); // replay: history of each peer
 
 function remember(row) {
@@ -407,7 +428,7 @@ function goThrough(film) {
   $("seek").max = String(frames.length - 1);
 
   const reset = () => {
-    Object.assign(run, { model: {}, rounds: [], heldOut: [], events: [], peers: new Map() });
+    Object.assign(run, { model: {}, rounds: [], heldOut: [], events: [], peers: new Map(), given: new Map() });
     kept.clear();
     at = -1;
   };
