@@ -4,8 +4,10 @@
     python benchmarks/optimizers.py --tables
 
 A run is a task, a way to exchange, an optimizer, a rate and a seed (`learning/plain.py`). With the
-first seed the best rate is looked for: from where `zero` has it, until both neighbours on the list
-are worse (`--every-rate`: all of them). Then come the other seeds, at that rate.
+first seed a best rate is looked for: from where `zero` has it, until both neighbours on the list
+are worse (`--every-rate`: all of them). Then it and both neighbours get the other seeds, until the
+best by the mean of all seeds has neighbours with all of them: at the first seed's best rate another
+one may be unstable.
 
 `--task python/qwen3_moe python/phi3 python/deepseek_v3` are small models of `transformers` with
 parameters that are several matrices in one. There `muon-no-parts` leaves these to AdamW.
@@ -69,10 +71,35 @@ class Results:
             and r["platform"] == this_platform()
         }
 
+    def by_rate(self, family: Family) -> dict[float, dict[int, float]]:
+        """Losses by rate and seed."""
+        found: dict[float, dict[int, float]] = {}
+        for seed in SEEDS:
+            for rate, loss in self.losses(family, seed).items():
+                found.setdefault(rate, {})[seed] = loss
+        return found
+
     def best(self, family: Family) -> float | None:
-        """Its rate, by the first seed."""
-        found = self.losses(family, SEEDS[0])
-        return min(found, key=lambda rate: found[rate]) if found else None
+        """The rate with the lowest mean over the seeds, of those that were tried with the most."""
+        found = self.by_rate(family)
+        most = max((len(losses) for losses in found.values()), default=0)
+        means = {
+            r: statistics.mean(losses.values())
+            for r, losses in found.items()
+            if len(losses) == most
+        }
+        return min(means, key=lambda rate: means[rate]) if means else None
+
+    def is_enclosed(self, family: Family) -> bool:
+        """Whether both neighbours of the best rate were tried with as many seeds."""
+        found, best = self.by_rate(family), self.best(family)
+        if best is None:
+            return False
+        at = RATES.index(best)
+        return all(
+            k in range(len(RATES)) and len(found.get(RATES[k], ())) >= len(found[best])
+            for k in (at - 1, at + 1)
+        )
 
     def add(self, result: dict[str, Any]) -> None:
         result = result | {"platform": this_platform()}
@@ -90,17 +117,16 @@ def wanted(
     if rates:
         yield from ((r, s) for s in SEEDS for r in rates if r not in results.losses(family, s))
         return
-    found = results.losses(family, SEEDS[0])
+    found = results.by_rate(family)
     best = results.best(family)
     if best is None:
         yield results.best((task, "zero", kind)) or RATES[FIRST], SEEDS[0]
         return
     at = RATES.index(best)
-    near = range(len(RATES)) if every_rate else (at - 1, at + 1)
-    yield from (
-        (RATES[k], SEEDS[0]) for k in near if k in range(len(RATES)) and RATES[k] not in found
-    )
-    yield from ((best, s) for s in SEEDS[1:] if best not in results.losses(family, s))
+    near = [RATES[k] for k in (at, at - 1, at + 1) if k in range(len(RATES))]
+    first = RATES if every_rate else near
+    yield from ((rate, SEEDS[0]) for rate in first if SEEDS[0] not in found.get(rate, ()))
+    yield from ((rate, s) for rate in near for s in SEEDS[1:] if s not in found.get(rate, ()))
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -118,11 +144,8 @@ def table(results: Results, task: str) -> list[str]:
             if best is None:
                 continue
             own = by_seed(results, (task, way, kind))
-            tried = sorted(results.losses((task, way, kind), SEEDS[0]))
-            is_enclosed = all(
-                0 <= k < len(RATES) and RATES[k] in tried
-                for k in (RATES.index(best) - 1, RATES.index(best) + 1)
-            )
+            tried = sorted(results.by_rate((task, way, kind)))
+            is_enclosed = results.is_enclosed((task, way, kind))
             beside = [
                 difference(own, by_seed(results, (task, *other))) if other != (way, kind) else ""
                 for other in (("zero", kind), (way, "adamw"))
@@ -138,8 +161,7 @@ def table(results: Results, task: str) -> list[str]:
 def by_seed(results: Results, family: Family) -> dict[int, float]:
     """Losses at the family's best rate."""
     best = results.best(family)
-    found = {seed: results.losses(family, seed) for seed in SEEDS}
-    return {seed: losses[best] for seed, losses in found.items() if best in losses}
+    return results.by_rate(family)[best] if best is not None else {}
 
 
 def difference(own: dict[int, float], other: dict[int, float]) -> str:
@@ -155,20 +177,21 @@ def difference(own: dict[int, float], other: dict[int, float]) -> str:
 
 PAGE = """# Optimizers and modes
 
-Loss on held-out data after the last round, nats a token, each at the best rate that was tried: a
-rate with (?) has an end of the list or an untried rate beside it. Differences are means of those of
-the same seed. `python benchmarks/optimizers.py` makes the runs, and `--tables` this page.
+Loss on held-out data after the last round, nats a token, each at the rate with the lowest mean over
+the seeds: one with (?) has an end of the list beside it, or a rate tried with fewer. Differences
+are means of those of the same seed. `python benchmarks/optimizers.py` makes the runs, and
+`--tables` this page.
 """
 
 
-def write_page(results: Results) -> None:
+def write_page(results: Results, page: Path) -> None:
     parts = [PAGE]
     for task in TASKS_HERE + OF_MODELS:
         lines = table(results, task)
         if len(lines) > 2:
             rounds = results.rounds(task)
             parts.append(f"## `{task}`, {rounds} rounds\n\n" + "\n".join(lines) + "\n")
-    RESULTS.with_suffix(".md").write_text("\n".join(parts))
+    page.write_text("\n".join(parts))
 
 
 def main() -> None:
@@ -188,7 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.tables:
-        write_page(Results(options.results, None))
+        write_page(Results(options.results, None), options.results.with_suffix(".md"))
         return
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
