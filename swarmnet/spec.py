@@ -839,9 +839,9 @@ class OptimizerSpec(_Table):
     matrices of decoder layers or without, and a schedule of the learning rate."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """The optimizer. `muon`: matrices of decoder layers make orthogonal steps, scaled so that
-    AdamW's learning rate carries over; all other parameters make AdamW's. Weight decay is
-    decoupled, and applied to matrices only."""
+    """The optimizer. `muon`: matrices of decoder layers make orthogonal steps, scaled to the size
+    of AdamW's, which all other parameters make. Weight decay is decoupled, and applied to matrices
+    only."""
 
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the running mean of the matrices' gradients, with `muon`."""

@@ -2,8 +2,8 @@
 
 A matrix's step is its momentum (Nesterov's), made nearly orthogonal by five Newton-Schulz
 iterations. Such a step has singular values near 1. It is scaled by 0.2 sqrt(max(rows, columns)), so
-that its numbers are as large as those of AdamW's (Liu et al., 2025, arXiv 2502.16982): the learning
-rate and the weight decay of an AdamW run carry over. The state of a matrix is one vector.
+that its numbers are as large as those of AdamW's (Liu et al., 2025, arXiv 2502.16982). The state of
+a matrix is one vector.
 
 A matrix is a parameter, or a part of one that is several in one. A shard has whole matrices, or
 none (`training.models.matrices`). A momentum is the same bits at
