@@ -54,6 +54,7 @@ from swarmnet.protocol.codecs import (
     sparse_codec,
 )
 from swarmnet.protocol.pipeline.mixing import check_weights
+from swarmnet.protocol.planning.exchange import largest_message_bytes
 from swarmnet.protocol.slots import MAX_SLOTS, SlotPlan, slot_plan
 from swarmnet.protocol.sync_modes import NO_END
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
@@ -1115,6 +1116,12 @@ class SyncSpec(_Table):
         if self.codec == TOPK and self.topk_density != TOPK_DENSITY:
             return sparse_codec(kept_by(self.topk_density))
         return self.codec
+
+    def largest_message_bytes(self, num_parameters: int, num_moments: int) -> int:
+        """Of what a shard of so many parameters is sent in, with so many moments each. An open
+        codec is what a run that starts now has."""
+        codec = chosen_update_codec(self) if self.codec == AUTO else self.update_codec
+        return largest_message_bytes(num_parameters, num_moments, self.mode, codec)
 
 
 def chosen_update_codec(sync: SyncSpec) -> str:

@@ -84,7 +84,7 @@ def resolve_run(
     if spec.optimizer.kind == "muon":
         spec = spec.with_parts(muon_parts(spec, plan.layers))
         model = spec.with_builder(model.model.builder)
-        check_matrices(plan.layers, muon_parts(spec, plan.layers))
+        check_matrices(plan.layers, muon_parts(spec, plan.layers), spec.sync)
     stages = split_stages(plan, spec.pipeline.num_stages)
     size = shard_parameters(model, plan)
     layers = [len(stage) for stage in stages]

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.errors import SpecError
+from swarmnet.protocol.planning.exchange import auto_shard_parameters
 from swarmnet.run_identity import from_json
-from swarmnet.spec import RunSpec, Spread, spec_of_values, values_of_spec
+from swarmnet.spec import RunSpec, Spread, SyncSpec, spec_of_values, values_of_spec
 from swarmnet.training.memory.stage_table import StageTable
 from swarmnet.training.models import matrices as about
 from swarmnet.training.models.base import cut_shards, describe_parameters, ranges_of
@@ -107,11 +108,12 @@ def test_several_matrices_in_one_are_adamw_s_unless_they_are_named(
     parts = {"qkv_proj": (1, 1, 1)}
     *several, _ = muon_matrices([layer], parts)
     assert [(m.block.start, m.shape) for m in several] == [(16 * i, (4, 4)) for i in range(3)]
-    check_matrices([layer], parts)
+    sync = SyncSpec(codec="none")
+    check_matrices([layer], parts, sync)
     with monkeypatch.context() as patch:
-        patch.setattr(about, "MAX_MATRIX_PARAMETERS", 15)
+        patch.setattr(about, "MAX_MESSAGE_BYTES", 4 * 16)  # and a number of steps
         with pytest.raises(SpecError, match=r"qkv_proj.weight, part 0 of 3 is too large .*\(16 pa"):
-            check_matrices([layer], parts)
+            check_matrices([layer], parts, sync)
     for wrong, fault in [
         (
             {"qkv_proj": (4, 1, 2)},
@@ -122,7 +124,7 @@ def test_several_matrices_in_one_are_adamw_s_unless_they_are_named(
         ({"proj": (1, 1)}, r"\[optimizer\] parts: no decoder layer has a parameter proj"),
     ]:
         with pytest.raises(SpecError, match=fault):
-            check_matrices([layer], wrong)
+            check_matrices([layer], wrong, sync)
 
 
 def family(kind: str, **changes: Any) -> RunSpec:
@@ -461,14 +463,58 @@ def test_spread_parts_are_taken_out_and_put_back() -> None:
             matrices(wrong)
 
 
-def test_what_muon_cannot_train_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_muon_cannot_train_is_refused_in_one_line(tmp_path: Path) -> None:
     spec = small_spec(write_text(tmp_path), optimizer=MUON)
     assert resolve(spec).optimizer.kind == "muon"
     layers = model_plan(spec).layers
     with pytest.raises(SpecError, match=r"this model has none \(a builder says is_block"):
-        check_matrices([replace(layer, is_block=False) for layer in layers], {})
-    monkeypatch.setattr(about, "MAX_MATRIX_PARAMETERS", 32 * 48 - 1)
-    with pytest.raises(SpecError, match=r"mlp.gate_proj.weight is too large for a message \(1536"):
+        check_matrices([replace(layer, is_block=False) for layer in layers], {}, spec.sync)
+
+
+@pytest.mark.parametrize(
+    ("sync", "num_bytes"),
+    [
+        ({"codec": "none"}, 0),
+        ({"codec": "auto"}, 2),
+        ({"mode": "delayed"}, 2),
+        ({"mode": "local"}, 0),
+        ({"mode": "local", "codec": "topk"}, 2),
+        ({"mode": "gossip"}, 3),
+        ({"mode": "gossip", "codec": "int8"}, 0),
+    ],
+)
+def test_a_matrix_is_refused_whose_state_no_message_holds(
+    tmp_path: Path, sync: dict[str, Any], num_bytes: int
+) -> None:
+    """One of 640 MiB: alone it can be sent, with a second vector of its size it cannot. Where
+    nothing else is open, too."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 20480}
+    spec = small_spec(write_text(tmp_path), model=sizes, optimizer=MUON, sync=sync)
+    matrix = r"model.layers.0.mlp.gate_proj.weight is too large for a message \(167772160 param"
+    if not num_bytes:
+        assert resolve(spec).optimizer.kind == "muon"
+        return
+    with pytest.raises(SpecError, match=f"{matrix}eters: {num_bytes * (640 << 20)} bytes"):
         resolve(spec)
+    with pytest.raises(SpecError, match=matrix):
+        StageTable(spec)
+
+
+def test_a_shard_is_refused_whose_state_no_message_holds() -> None:
+    """A written size; one that is left open is never so large."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 20480, "num_hidden_layers": 1}
+    changes: dict[str, Any] = {"model": sizes, "pipeline": {"num_stages": 1}}
+    for size, mode, is_refused in [
+        ((1 << 27) - 1, "zero", False),
+        ((1 << 27) - 1, "delayed", True),
+        (1 << 26, "delayed", False),
+        (1 << 26, "gossip", False),
+        ((1 << 27) - 1, "gossip", True),
+    ]:
+        spec = small_spec(**changes, sync={"shard_parameters": size, "mode": mode})
+        if is_refused:
+            with pytest.raises(SpecError, match=rf"a shard of {size} parameters is too large"):
+                stage_shard_sizes(spec, 0)
+        else:
+            assert max(stage_shard_sizes(spec, 0)) == size
+    assert auto_shard_parameters(1 << 40) == 1 << 26

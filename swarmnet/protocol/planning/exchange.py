@@ -17,7 +17,7 @@ from swarmnet.protocol.codecs import (
     row_bytes,
     update_codec,
 )
-from swarmnet.protocol.sync_modes import GOSSIP, LOCAL
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
 
 AUTO_SHARDS = 64
 """Of the largest stage, about, where the spec leaves their size open: enough to spread over dozens
@@ -27,11 +27,32 @@ MIN_SHARD_PARAMETERS = 16_384
 OFFERED_VECTORS = 4
 """In mode `gossip`, from each partner to the other: parameters, their change, two moments; of what
 Muon steps one moment less."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""That the arrays of one message have at most; as the transport's."""
+MAX_SHARD_PARAMETERS = MAX_MESSAGE_BYTES // (4 * OFFERED_VECTORS)
+"""Of a shard whose size the spec leaves open: whatever the mode, one message holds all of it."""
 
 
 def auto_shard_parameters(num_parameters: int) -> int:
     """Of a shard, where the largest stage has so many."""
-    return max(MIN_SHARD_PARAMETERS, -(-num_parameters // AUTO_SHARDS))
+    wanted = max(MIN_SHARD_PARAMETERS, -(-num_parameters // AUTO_SHARDS))
+    return min(wanted, MAX_SHARD_PARAMETERS)
+
+
+def largest_message_bytes(num_parameters: int, num_moments: int, mode: str, codec: str) -> int:
+    """Of what a shard of so many parameters is sent in. No message about it is larger than that
+    with its state: the moments of `[optimizer]` in fp32, and in the first one of a run that goes on
+    with those of another their number of steps. Where exchanges may be delayed, or results are
+    coded, an owner's has by how much parameters are ahead, too; in mode `local` beside the one
+    outer moment. In mode `gossip` an offer has the parameters and their change beside moments."""
+    names, each = codec_in(mode, codec), row_bytes(NONE, num_parameters)
+    moments = num_moments * each + row_bytes(NONE, 1)
+    if mode == GOSSIP:
+        return max(moments, (2 + num_moments) * row_bytes(names.sums, num_parameters))
+    if mode == LOCAL:
+        return max(moments, (1 + (names.results != NONE)) * each)
+    is_ahead = mode in (DELAYED, AUTO) or names.results != NONE
+    return max(moments, (num_moments + is_ahead) * each)
 
 
 def number_bytes(codec: str) -> float:

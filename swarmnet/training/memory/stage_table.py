@@ -129,7 +129,7 @@ class StageTable:
         self.trained = self._by_kind(lambda x: num_parameters(describe_parameters([x])))
         if self.spec.optimizer.kind == "muon":
             parts = muon_parts(self.spec, layers)
-            check_matrices(layers, parts)
+            check_matrices(layers, parts, self.spec.sync)
             self.muon = self._by_kind(lambda x: matrix_parameters([x], parts))
             self.orthogonal = self._by_kind(lambda x: orthogonal_flops([x], parts))
         else:

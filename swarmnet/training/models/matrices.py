@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from swarmnet.errors import SpecError
-from swarmnet.spec import PARTS_KEY, ModelSpec, Shares, Spread
+from swarmnet.protocol.planning.exchange import MAX_MESSAGE_BYTES
+from swarmnet.spec import PARTS_KEY, ModelSpec, Shares, Spread, SyncSpec
 from swarmnet.training.models.base import (
     LayerBuilder,
     ParameterRange,
@@ -32,8 +33,8 @@ from swarmnet.training.models.base import (
 
 ITERATIONS = 5
 """Of Newton and Schulz, that make a matrix orthogonal."""
-MAX_MATRIX_PARAMETERS = (1 << 30) // 4
-"""A message has 1 GiB at most, of fp32 numbers."""
+MATRIX_MOMENTS, OTHER_MOMENTS = 1, 2
+"""Of what Muon steps, and of what AdamW does."""
 SEVERAL_IN_ONE = (
     "qkv_proj",
     "gate_up_proj",
@@ -305,9 +306,9 @@ def step_flops(shape: tuple[int, ...]) -> float:
     return ITERATIONS * (4.0 * a * a * b + 2.0 * a**3)
 
 
-def check_matrices(layers: Sequence[LayerBuilder], parts: Parts) -> None:
-    """Raises `SpecError` where a model has nothing for Muon, or a matrix that no message holds, or
-    not what parts are named of."""
+def check_matrices(layers: Sequence[LayerBuilder], parts: Parts, sync: SyncSpec) -> None:
+    """Raises `SpecError` where a model has nothing for Muon, or a matrix whose state no message
+    holds in that mode, or not what parts are named of."""
     matrices = muon_matrices(layers, parts)
     names = [r.name for r in describe_parameters([x for x in layers if x.is_block])]
     for key in parts:
@@ -319,11 +320,12 @@ def check_matrices(layers: Sequence[LayerBuilder], parts: Parts) -> None:
             'none (a builder says is_block of its layers); write kind = "adamw"'
         )
     for block in blocks_of(matrices):
-        if block.num_elements > MAX_MATRIX_PARAMETERS:
+        needed = sync.largest_message_bytes(block.num_elements, MATRIX_MOMENTS)
+        if needed > MAX_MESSAGE_BYTES:
             raise SpecError(
                 f'[optimizer] kind = "muon" keeps a matrix in one shard, and {block.name} is too '
-                f"large for a message ({block.num_elements} parameters); write kind = "
-                '"adamw"'
+                f"large for a message ({block.num_elements} parameters: {needed} bytes with "
+                f'[sync] mode = "{sync.mode}", of {MAX_MESSAGE_BYTES}); write kind = "adamw"'
             )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from swarmnet.errors import SpecError, UserError, one_line
 from swarmnet.plurals import counted
 from swarmnet.protocol.planning.cuts import split_layers
-from swarmnet.protocol.planning.exchange import auto_shard_parameters
+from swarmnet.protocol.planning.exchange import MAX_MESSAGE_BYTES, auto_shard_parameters
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.base import (
     LayerBuilder,
@@ -29,6 +29,8 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.llama import llama_plan
 from swarmnet.training.models.matrices import (
+    MATRIX_MOMENTS,
+    OTHER_MOMENTS,
     Matrix,
     Parts,
     blocks_of,
@@ -210,8 +212,21 @@ def stage_shards(spec: RunSpec, plan: ModelPlan, stage_index: int) -> tuple[int,
         )
     if spec.optimizer.kind == "muon":
         matrices = muon_matrices(layers, muon_parts(spec, plan.layers))
-        return cut_whole(describe_parameters(layers), blocks_of(matrices), size, tied)
-    return cut_shards(total, size, tied)
+        blocks = blocks_of(matrices)
+        sizes = cut_whole(describe_parameters(layers), blocks, size, tied)
+        starts = {b.start for b in blocks}
+    else:
+        sizes, starts = cut_shards(total, size, tied), set[int]()
+    for start, elements in zip(accumulate(sizes, initial=0), sizes, strict=False):
+        num_moments = MATRIX_MOMENTS if start in starts else OTHER_MOMENTS
+        needed = spec.sync.largest_message_bytes(elements, num_moments)
+        if needed > MAX_MESSAGE_BYTES:
+            raise SpecError(
+                f"[sync] shard_parameters: a shard of {elements} parameters is too large for a "
+                f'message ({needed} bytes with [sync] mode = "{spec.sync.mode}", of '
+                f"{MAX_MESSAGE_BYTES}); write fewer, or leave it out"
+            )
+    return sizes
 
 
 def _call_builder(builder: str, options: dict[str, Any]) -> ModelPlan:
@@ -328,4 +343,5 @@ def stage_moments(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     steps: AdamW's two, or Muon's one."""
     sizes = stage_shard_sizes(spec, stage_index)
     starts = {b.start for b in blocks_of(stage_matrices(spec, stage_index))}
-    return tuple(1 if at in starts else 2 for at in accumulate(sizes[:-1], initial=0))
+    numbers = {True: MATRIX_MOMENTS, False: OTHER_MOMENTS}
+    return tuple(numbers[at in starts] for at in accumulate(sizes[:-1], initial=0))

@@ -37,7 +37,13 @@ from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import OptimizerSpec
 from swarmnet.training.cores import CORES
 from swarmnet.training.models.base import ParameterRange
-from swarmnet.training.models.matrices import ITERATIONS, Matrix, blocks_of
+from swarmnet.training.models.matrices import (
+    ITERATIONS,
+    MATRIX_MOMENTS,
+    OTHER_MOMENTS,
+    Matrix,
+    blocks_of,
+)
 from swarmnet.training.optimizer.rates import learning_rate
 from swarmnet.training.optimizer.sharded import ShardedOptimizer, ShardState, Stepper
 from swarmnet.training.optimizer.shards import MAX_STEPS, adamw_stepper, cut_segments, is_square
@@ -102,7 +108,7 @@ class ShardedMuon(ShardedOptimizer):
             start += size
 
     def num_moments(self, shard_index: int) -> int:
-        return 1 if self._matrices[shard_index] else 2
+        return MATRIX_MOMENTS if self._matrices[shard_index] else OTHER_MOMENTS
 
     def is_repeatable(self, shard_index: int) -> bool:
         return not self._matrices[shard_index]
