@@ -80,6 +80,10 @@ class DelayedReference:
         yield
         self.trainer.load_state_dict(own)
 
+    def lose(self) -> None:
+        """The gradient whose update is to come is lost."""
+        self._waiting = None
+
     def finish(self) -> None:
         """Makes the last update, which no later round makes."""
         if self._waiting is not None:

@@ -42,14 +42,18 @@ BATCH = 240
 LEAVER = "peer-1"
 
 
-def long_rounds(folder: Path, global_batch: int = BATCH, **sync: Any) -> RunSpec:
-    return tiny_spec(
+def long_rounds(
+    folder: Path, global_batch: int = BATCH, kind: str = "adamw", **sync: Any
+) -> RunSpec:
+    values = tiny_spec(
         folder,
         num_stages=2,
         rounds=ROUNDS,
         global_batch=global_batch,
         sync={"aggregation": "mean"} | sync,
-    )
+    ).model_dump()
+    values["optimizer"] |= {"kind": kind}
+    return RunSpec.model_validate(values)
 
 
 async def in_the_middle(swarm: Swarm, num_replicas: int = 3) -> Member:
@@ -77,11 +81,13 @@ def check(swarm: Swarm, spec: RunSpec, tolerance: float = 1e-4) -> None:
     assert relative_difference(swarm.parameters(), trainer.state_dict()) < tolerance
 
 
-@pytest.mark.parametrize("rule", ["mean", "median_clip"])
+@pytest.mark.parametrize(
+    ("rule", "kind"), [("mean", "adamw"), ("median_clip", "adamw"), ("mean", "muon")]
+)
 def test_nothing_is_lost_and_nobody_waits_for_the_end_of_the_round(
-    tmp_path: Path, rule: str
+    tmp_path: Path, rule: str, kind: str
 ) -> None:
-    spec = long_rounds(tmp_path, aggregation=rule)
+    spec = long_rounds(tmp_path, kind=kind, aggregation=rule)
 
     async def scenario(swarm: Swarm) -> None:
         leaver = await in_the_middle(swarm, 5 if rule == "median_clip" else 3)
@@ -116,8 +122,9 @@ def test_samples_without_any_loss_keep_nobody(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec)
 
 
-def test_beside_an_exchange_of_the_round_before(tmp_path: Path) -> None:
-    spec = long_rounds(tmp_path, mode="delayed")
+@pytest.mark.parametrize(("kind", "codec"), [("adamw", "none"), ("muon", "int4")])
+def test_beside_an_exchange_of_the_round_before(tmp_path: Path, kind: str, codec: str) -> None:
+    spec = long_rounds(tmp_path, kind=kind, mode="delayed", codec=codec)
 
     async def scenario(swarm: Swarm) -> None:
         leaver = await in_the_middle(swarm)
