@@ -123,20 +123,23 @@ class RoundVectors:
         """Takes a shard of the coming round's parameters.
 
         Raises:
-            ProtocolViolation: unknown shard, wrong dtype or length, or a value is not finite.
+            ProtocolViolation: unknown shard, wrong dtype or length, or a value is not finite. Of
+                the last, nothing of the shard is put aside any more.
         """
         if not 0 <= shard_index < len(self.shard_sizes):
             raise ProtocolViolation(f"this stage has no shard {str(shard_index)[:32]}")
         assert self._ahead is None, "those of the round ahead are known"
         check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
         tensor = numbers_of(values, self._computes.update_copies)
-        over(tensor, lambda part: check_finite("parameters", tensor[part]))
+        self._put_aside.pop(shard_index, None)  # where it lies is about to be written to
         if self._reuses_gradient:
             self.give_up_rest()
-            tensor = _copied(self.present.gradient_shards[shard_index], tensor)
+            tensor = _checked(tensor, self.present.gradient_shards[shard_index])
         elif self._spare is not None:
             with self._spare.reading:
-                tensor = _copied(self._spare.parameter_shards[shard_index], tensor)
+                tensor = _checked(tensor, self._spare.parameter_shards[shard_index])
+        else:
+            tensor = _checked(tensor)
         self._put_aside[shard_index] = tensor
 
     def coming_shard(self, shard_index: int) -> Tensor | None:
@@ -216,11 +219,14 @@ class RoundVectors:
         self._ahead = None  # last: `use` finds the round in one of the two
 
 
-def _copied(target: Tensor, values: Tensor) -> Tensor:
-    """`target`, with other values."""
+def _checked(values: Tensor, target: Tensor | None = None) -> Tensor:
+    """Parameters, copied to `target` where there is one: each part right after it was looked at.
+    Raises `ProtocolViolation` where one is not finite; then some are copied."""
 
     def work(part: slice) -> None:
-        target[part].copy_(values[part])
+        check_finite("parameters", values[part])
+        if target is not None:
+            target[part].copy_(values[part])
 
-    over(target, work)
-    return target
+    over(values, work)
+    return values if target is None else target

@@ -210,3 +210,12 @@ def test_without_memory_for_a_second_pair_nothing_is_opened_ahead_any_more(
     assert vectors.round_ahead is None
     vectors.finish_round()
     assert is_all(vectors, 5.0)
+
+
+def test_a_shard_that_was_refused_is_not_put_aside_any_more() -> None:
+    """Its first parts may lie there already."""
+    vectors = RoundVectors(linear_layers(), reuses_gradient=True)
+    vectors.put_aside(0, from_tensor(torch.full((8,), 4.0)))
+    with pytest.raises(ProtocolViolation):
+        vectors.put_aside(0, from_tensor(torch.tensor([*[5.0] * 7, math.nan])))
+    assert vectors.coming_shard(0) is None
