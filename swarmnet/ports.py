@@ -463,13 +463,14 @@ class Optimizer(Protocol):
         round_index: int,
         is_delayed: bool = False,
         for_others: bool = True,
+        is_finite: bool = False,
     ) -> tuple[Array, Array]:
         """One optimizer step on gradient `gradient_sum * scale`, with the learning rate of
         `round_index`. `parameters` is not changed. Returns the result, which is the new parameters
         or their change as the codec has it, and what `ShardCodec.applied` makes of it.
         `is_delayed`: the round that begins with them will lack one update, which they may
         anticipate. `for_others`: False where nobody is known who gets the result; it may be the new
-        parameters then."""
+        parameters then. `is_finite`: the sum is known to be, and is not looked at for that."""
 
     def follow(
         self,

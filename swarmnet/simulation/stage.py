@@ -612,6 +612,7 @@ class SyntheticOptimizer:
         round_index: int,
         is_delayed: bool = False,
         for_others: bool = True,
+        is_finite: bool = False,
     ) -> tuple[Array, Array]:
         steps, momentum = self._state[shard_index]
         gradient: Gradient = gradient_sum.data

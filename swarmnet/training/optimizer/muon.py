@@ -206,10 +206,11 @@ class ShardedMuon(ShardedOptimizer):
         round_index: int,
         is_delayed: bool = False,
         for_others: bool = True,
+        is_finite: bool = False,
     ) -> tuple[Array, Array]:
         """As `ShardedOptimizer`."""
         self._make_ahead(shard_index)
-        how = round_index, is_delayed, for_others
+        how = round_index, is_delayed, for_others, is_finite
         return super().step(shard_index, parameters, gradient_sum, scale, *how)
 
     def follow(

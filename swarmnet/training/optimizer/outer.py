@@ -91,10 +91,11 @@ class OuterNesterov(ShardedOptimizer):
         round_index: int,
         is_delayed: bool = False,
         for_others: bool = True,
+        is_finite: bool = False,
     ) -> tuple[Array, Array]:
         """As `ShardedOptimizer`. But where backups get the result, which is to be the same for all,
         a step that would be refused gives a change of zeros, and nothing else changes."""
-        how = round_index, is_delayed, for_others
+        how = round_index, is_delayed, for_others, is_finite
         try:
             return super().step(shard_index, parameters, gradient_sum, scale, *how)
         except ProtocolViolation as e:

@@ -186,12 +186,13 @@ class ShardedOptimizer(ABC):
         round_index: int,
         is_delayed: bool = False,
         for_others: bool = True,
+        is_finite: bool = False,
     ) -> tuple[Array, Array]:
         """As the port says. Raises `ProtocolViolation`, the state unchanged, where the gradient has
         the wrong length or is not finite, or leads to parameters that no stage takes, and
         `KeyError` where the state is not held."""
         state = self._states[shard_index]
-        total = self._finite(shard_index, gradient_sum, scale)
+        total = self._finite(shard_index, gradient_sum, scale, is_known=is_finite)
         is_ahead = is_delayed or self.codec.names.results != NONE
         is_first = state.ahead is None
         size = total.numel()
@@ -217,11 +218,13 @@ class ShardedOptimizer(ABC):
         state.ahead = new if is_ahead else None
         return made
 
-    def _finite(self, shard_index: int, gradient_sum: Array, scale: float) -> Tensor:
+    def _finite(
+        self, shard_index: int, gradient_sum: Array, scale: float, *, is_known: bool = False
+    ) -> Tensor:
         """The gradient's sum. Raises `ProtocolViolation` where it does not fit, or is not finite
-        once it is scaled."""
+        once it is scaled. `is_known`: it is before."""
         total = self._values(shard_index, "gradient", gradient_sum)
-        if not _is_finite_scaled(total, scale):
+        if not (is_known and abs(scale) <= 1) and not is_finite_scaled(total, scale):
             raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
         return total
 
@@ -329,7 +332,7 @@ class ShardedOptimizer(ABC):
         return [numbers_of(c, self._copies) for c in contributions]
 
 
-def _is_finite_scaled(values: Tensor, scale: float) -> bool:
+def is_finite_scaled(values: Tensor, scale: float) -> bool:
     """Whether all products are finite, in fp32. Rounding keeps an order, so that the largest ones
     are those of the largest values, and not larger than these where the scale is not above 1."""
     factor, are_finite = torch.tensor(scale, dtype=torch.float32), list[bool]()

@@ -402,7 +402,7 @@ class ShardWork:
         """The step of a primary whose backups take its result; and, for them, that, with what is
         signed of it: whose contributions it is made of."""
         self._books.stepped(exchange, shard, total.num_tokens)
-        made = await self._step(exchange, shard, total.gradient, before, total.decoded)
+        made = await self._step_on(exchange, shard, total, before)
         before = self._signed(exchange, shard, replace(total, hash=made.hash), before)
         self._proofs.stepped(exchange, shard, before.term, made.hash)
         return made, replace(before, result=made.values)
@@ -411,7 +411,7 @@ class ShardWork:
         """The step of a primary. One that would overflow is not made, there or at the backups."""
         self._books.stepped(exchange, shard, total.num_tokens)
         try:
-            made = await self._step(exchange, shard, total.gradient, before, total.decoded)
+            made = await self._step_on(exchange, shard, total, before)
         except ProtocolViolation as e:  # at the backups too, with the same state
             log.warning("round %d: no step: %s", exchange, e)
             return await self.leave_as_it_is(exchange, shard, before.term)
@@ -430,6 +430,11 @@ class ShardWork:
         self._proofs.stepped(exchange, shard, term, hashed)
         return Result(present, hash=hashed)
 
+    async def _step_on(self, exchange: int, shard: int, total: Total, before: Before) -> Result:
+        """A primary's: no number of a sum is not finite where that of its squares is."""
+        how = exchange, shard, total.gradient, before, total.decoded
+        return await self._step(*how, is_finite=math.isfinite(total.squares))
+
     async def _step(
         self,
         exchange: int,
@@ -439,8 +444,10 @@ class ShardWork:
         decoded: Array | None = None,
         *,
         is_copy: bool = False,
+        is_finite: bool = False,
     ) -> Result:
-        """`decoded`: of `gradient`, where it is known. `is_copy`: it is another one's step."""
+        """`decoded`: of `gradient`, where it is known. `is_copy`: it is another one's step.
+        `is_finite`: all that it is made on is known to be."""
         replica = self._replica
         await self.until_exported()
         has_others = self._proofs.is_of_use or before.summed is not None
@@ -461,7 +468,7 @@ class ShardWork:
                 if is_followed:
                     rest = optimizer.follow(shard, *about)
                 else:
-                    made = optimizer.step(shard, present, *about, has_others)
+                    made = optimizer.step(shard, present, *about, has_others, is_finite)
             # The codes of a replica that is alone may not have been made, and are not for this.
             sent = made[0] if tells_results else gradient
             seen = sent.data if has_others else f"{own} {before.scale}".encode()
