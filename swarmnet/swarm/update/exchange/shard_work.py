@@ -247,9 +247,12 @@ class ShardWork:
             hashed = hash_of(coded.gradient) if is_sent else b""
             return replace(coded, entries=entries, hash=hashed)
 
+        given = [FromPeer(*part) for part in parts]
+        # Nobody else gets it, and the step is over before anything overwrites a gradient.
+        may_share = is_alone and is_whole
         try:
             return await self._aggregator(
-                exchange, shard, [FromPeer(*part) for part in parts], counted, finish
+                exchange, shard, given, counted, finish, may_share=may_share
             )
         except ProtocolViolation as e:
             log.warning("round %d: no step: %s", exchange, e)
@@ -671,13 +674,15 @@ class Aggregator:
         parts: list[FromPeer],
         counted: int,
         finish: Finish[T],
+        *,
+        may_share: bool = False,
     ) -> T | None:
-        """`parts` by ascending peer id; `counted`: tokens of the round by the word of the feeders.
-        None where there is nothing to sum. Raises `ProtocolViolation` where finite contributions
-        overflow."""
+        """`parts` by ascending peer id; `counted`: tokens of the round by the word of the feeders;
+        `may_share`: the aggregate of one contribution may lie where that lies. None where there is
+        nothing to sum. Raises `ProtocolViolation` where finite contributions overflow."""
         tells = self._rule == robust.MEDIAN_CLIP and self._norms.may_be_waited_for()
         if self._is_mean(parts) and not tells:
-            return await self._sum(round_index, shard_index, parts, finish)
+            return await self._sum(round_index, shard_index, parts, finish, may_share=may_share)
         parts = await self._decoded(round_index, shard_index, parts)
         if self._is_mean(parts):
             if tells:
@@ -782,6 +787,7 @@ class Aggregator:
         finish: Finish[T],
         *,
         are_coded: bool = True,
+        may_share: bool = False,
     ) -> T | None:
         """The mean: one pass over the sum tells whether all was finite. All in one turn of the
         worker, which costs about as much as the arithmetic on a small shard."""
@@ -790,7 +796,9 @@ class Aggregator:
             sound, others = self._decode(shard_index, parts) if are_coded else (parts, [])
             if not sound:
                 return sound, others, 0.0, None
-            total = self._optimizer.sum([p.gradient for p in sound])
+            is_shared = may_share and len(sound) == 1
+            gradients = [p.gradient for p in sound]
+            total = gradients[0] if is_shared else self._optimizer.sum(gradients)
             squares, num_tokens = self._optimizer.sum_of_squares(total), _tokens(sound)
             if not robust.is_sound(squares, num_tokens):
                 return sound, others, squares, None
