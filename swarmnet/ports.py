@@ -222,6 +222,8 @@ class Stage(Protocol):
     num_stages: int
     shard_sizes: tuple[int, ...]
     """Elements of each shard."""
+    is_on_host: bool
+    """Parameters and gradient lie in the host's memory, where all that is made of them is."""
     tied_shards: int
     """The first so many shards are those of another stage too, which holds a copy: those of the
     first stage at the last one, and the other way round. Their gradient is the sum of both."""
@@ -338,6 +340,10 @@ class Stage(Protocol):
     def coming_shard(self, shard_index: int) -> Array | None:
         """*worker* A view of a shard of the coming parameters: put aside, or of the round
         that was opened ahead. None where there is neither."""
+
+    def coming_digest(self, shard_index: int) -> bytes:
+        """*averaging* As `digest`, of a shard of the coming parameters; empty where there is none.
+        When they are the present ones it is known."""
 
     def finish_round(self) -> None:
         """*device* Makes the shards that were put aside by `stage_parameters` the parameters (the

@@ -228,6 +228,7 @@ class SyntheticStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.max_in_flight = 1 << 16
+        self.is_on_host = True
         self.tied_shards = 0
         self.base = NoBase()
         self.routed: tuple[RouterReport, ...] = ()
@@ -395,6 +396,10 @@ class SyntheticStage:
         if self._ahead is not None:
             numbers = self._ahead.parameters[shard_index]
         return None if numbers is None else self._claim(packed(numbers))
+
+    def coming_digest(self, shard_index: int) -> bytes:
+        coming = self.coming_shard(shard_index)
+        return b"" if coming is None else xxhash.xxh3_64_digest(coming.data)
 
     def open_ahead(self, round_index: int) -> None:
         parameters = [self._coming.get(j, numbers) for j, numbers in enumerate(self._parameters)]

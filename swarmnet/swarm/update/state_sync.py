@@ -107,7 +107,10 @@ class StateSync:
         digests = self.replica.digests or await self.replica.measure_digests()
         wanted = []
         for j in range(self.replica.num_shards):
-            coming = await self.replica.worker.run(lambda j=j: self._coming_digest(j))  # type: ignore[misc]
+            # Of what an earlier try has put aside.
+            coming = await self.replica.worker.run(
+                lambda j=j: self.replica.stage.coming_digest(j)  # type: ignore[misc]
+            )
             if (coming or digests[8 * j : 8 * j + 8]) != donors[0].digest(j):
                 wanted.append(j)
         at_once = asyncio.Semaphore(self.limits.max_fetching)
@@ -119,11 +122,6 @@ class StateSync:
             if isinstance(result, BaseException) and not isinstance(result, SwarmnetError):
                 raise result
         return all(result is True for result in results)
-
-    def _coming_digest(self, j: int) -> bytes:
-        """On the worker: of what an earlier try has put aside; empty where it has nothing."""
-        coming = self.replica.stage.coming_shard(j)
-        return b"" if coming is None else xxhash.xxh3_64_digest(coming.data)
 
     async def _fetch(self, round_index: int, j: int, at_once: asyncio.Semaphore) -> bool:
         donors: dict[str, Record] = {}

@@ -4,7 +4,6 @@ and the shards of its canonical vectors."""
 from __future__ import annotations
 
 import torch
-import xxhash
 from torch import Tensor
 
 from swarmnet.batch import Documents
@@ -45,6 +44,7 @@ class HostSide:
         self.num_parameters = ranges[-1].stop
         self.update_copies = computes.update_copies
         """To the device where updates are made there; None: they are made on the host."""
+        self.is_on_host = computes.update_copies is None
         self.vectors = RoundVectors(computes, reuses_gradient=reuses_gradient)
         self.shard_sizes = self.vectors.shard_sizes
 
@@ -86,7 +86,7 @@ class HostSide:
         return array_of(self.vectors.present.parameter_shards[shard_index], self.update_copies)
 
     def digest(self, shard_index: int) -> bytes:
-        return xxhash.xxh3_64_digest(self.parameter_shard(shard_index).data)
+        return self.vectors.digest(shard_index)
 
     def stage_parameters(self, shard_index: int, values: Array) -> None:
         self.vectors.put_aside(shard_index, values)
@@ -94,3 +94,6 @@ class HostSide:
     def coming_shard(self, shard_index: int) -> Array | None:
         coming = self.vectors.coming_shard(shard_index)
         return None if coming is None else array_of(coming, self.update_copies)
+
+    def coming_digest(self, shard_index: int) -> bytes:
+        return self.vectors.coming_digest(shard_index)

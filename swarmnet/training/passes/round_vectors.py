@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 import swarmnet.training.accelerators as accelerators
 from swarmnet.errors import ProtocolViolation
 from swarmnet.training.arrays import check_finite, check_shape
 from swarmnet.training.cores import over
-from swarmnet.training.late_arrays import numbers_of
+from swarmnet.training.late_arrays import array_of, numbers_of
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.wire import Array
@@ -70,6 +71,9 @@ class RoundVectors:
         self._spare: Vectors | None = None
         self._ahead: tuple[int, Vectors] | None = None
         self._put_aside: dict[int, Tensor] = {}
+        self._digests: dict[int, bytes] = {}
+        """Of present shards, as far as they are known; and of coming ones."""
+        self._coming_digests: dict[int, bytes] = {}
         self._has_room = True
         """For a second pair of vectors, as far as is known."""
         self.make_whole: Callable[[], None] = lambda: None
@@ -132,6 +136,7 @@ class RoundVectors:
         check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
         tensor = numbers_of(values, self._computes.update_copies)
         self._put_aside.pop(shard_index, None)  # where it lies is about to be written to
+        self._coming_digests.pop(shard_index, None)
         if self._reuses_gradient:
             self.give_up_rest()
             tensor = _checked(tensor, self.present.gradient_shards[shard_index])
@@ -146,6 +151,36 @@ class RoundVectors:
         """A view of a shard of the coming round's parameters; None where they are not known."""
         ahead, coming = self._ahead, self._put_aside.get(shard_index)
         return coming if ahead is None else ahead[1].parameter_shards[shard_index]
+
+    def digest(self, shard_index: int) -> bytes:
+        """XXH3-64 of a present shard's bytes, fp32 and little endian; made once."""
+        # The vector after the dictionary, which a new round brings last: what is found beside the
+        # end of a round never stands there as of the next one.
+        digests = self._digests
+        known = digests.get(shard_index)
+        if known is None:
+            known = self._hashed(self.present.parameter_shards[shard_index])
+            digests[shard_index] = known
+        return known
+
+    def coming_digest(self, shard_index: int) -> bytes:
+        """The same of a coming one; empty where it is not known."""
+        digests = self._coming_digests
+        coming = self.coming_shard(shard_index)
+        if coming is None:
+            return b""
+        known = digests.get(shard_index)
+        if known is None:
+            known = digests[shard_index] = self._hashed(coming)
+        return known
+
+    def _hashed(self, shard: Tensor) -> bytes:
+        return xxhash.xxh3_64_digest(array_of(shard, self._computes.update_copies).data)
+
+    def _have_come(self) -> None:
+        """The coming parameters are the present ones. What was not put aside is as before."""
+        coming, self._coming_digests = self._coming_digests, {}
+        self._digests = {**self._digests, **coming}
 
     # ---- rounds -----------------------------------------------------------------------------
 
@@ -165,6 +200,7 @@ class RoundVectors:
             else:
                 for shard_index, values in put_aside.items():
                     self.present.parameter_shards[shard_index].copy_(values)
+            self._have_come()
             self._computes.show(self.present)
             self.present.clear_gradient()
             self._computes.refresh_copies()
@@ -215,6 +251,7 @@ class RoundVectors:
         _, coming = self._ahead
         self._put_aside = {}
         before, self.present, self._swapped = self.present, coming, None
+        self._have_come()
         self._spare = before
         self._ahead = None  # last: `use` finds the round in one of the two
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.training.arrays import from_tensor
@@ -219,3 +220,54 @@ def test_a_shard_that_was_refused_is_not_put_aside_any_more() -> None:
     with pytest.raises(ProtocolViolation):
         vectors.put_aside(0, from_tensor(torch.tensor([*[5.0] * 7, math.nan])))
     assert vectors.coming_shard(0) is None
+
+
+def digest_of(shard: torch.Tensor) -> bytes:
+    return xxhash.xxh3_64_digest(shard.numpy().tobytes())
+
+
+@pytest.mark.parametrize("way", ["swap", "copy", "some", "ahead", "dropped"])
+def test_digests_are_of_the_bytes_that_are_there(way: str) -> None:
+    """They are known before the round is over, and those of shards that stay are as before."""
+    vectors = RoundVectors(linear_layers(), reuses_gradient=way == "swap")
+    shards = range(len(SIZES))
+    for turn in range(1, 4):
+        present = [digest_of(vectors.present.parameter_shards[j]) for j in shards]
+        assert [vectors.digest(j) for j in shards] == present
+        assert [vectors.coming_digest(j) for j in shards] == [b""] * 3
+        for j in (1,) if way == "some" else shards:
+            vectors.put_aside(j, from_tensor(torch.full((SIZES[j],), 7.0 + j)))
+            assert vectors.coming_digest(j)
+            vectors.put_aside(j, from_tensor(torch.full((SIZES[j],), float(turn + j))))
+        coming = [vectors.coming_digest(j) for j in shards]
+        if way in ("ahead", "dropped"):
+            vectors.open_ahead(turn)
+            assert [vectors.coming_digest(j) for j in shards] == coming
+        if way == "dropped":
+            vectors.drop_ahead()
+        assert [vectors.digest(j) for j in shards] == present, "they are still there"
+        vectors.finish_round()
+        after = [digest_of(vectors.present.parameter_shards[j]) for j in shards]
+        assert [vectors.digest(j) for j in shards] == after
+        assert [a or b for a, b in zip(coming, present, strict=True)] == after
+
+
+def test_a_digest_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_made, real = 0, xxhash.xxh3_64_digest
+
+    def counted(data: Any) -> bytes:
+        nonlocal num_made
+        num_made += 1
+        return real(data)
+
+    monkeypatch.setattr(xxhash, "xxh3_64_digest", counted)
+    vectors = RoundVectors(linear_layers(), reuses_gradient=True)
+    put_all_aside(vectors, 1.0)
+    for _ in range(2):
+        for j in range(len(SIZES)):
+            vectors.coming_digest(j)
+    assert num_made == len(SIZES)
+    vectors.finish_round()
+    for j in range(len(SIZES)):
+        vectors.digest(j)
+    assert num_made == len(SIZES)
