@@ -8,8 +8,9 @@
 The end of a round as `swarm.update.rounds` makes it, with a stage that is a small Llama (3.2 M
 parameters a layer, with `--width 128` 0.2 M) and a gradient of random numbers, without
 microbatches: the round is closed, the
-gradient goes into an exchange, the step is made, the coming parameters are put in place, and the
-clock stops when the device is free for a forward pass. All replicas are in this process and call
+gradient goes into an exchange, the step is made, the coming parameters are put in place, the new
+round is told of, with digests of all shards, and the clock stops when the device is free for a
+forward pass. All replicas are in this process and call
 each other over the memory transport, so that nothing waits for a network. With more than one, they
 share the machine's cores.
 
@@ -205,8 +206,8 @@ class Member:
             self.replica.optimizer.create(j)
         self.exchanges.states.restored(shards)
 
-    async def opened(self) -> None:
-        """A round has been opened: as a peer does then."""
+    async def tell(self) -> None:
+        """A round has been opened: as a peer does then, whose feeder begins when it is told."""
         await self.replica.measure_digests()
         self.gossip.update(
             round=self.replica.round,
@@ -214,6 +215,9 @@ class Member:
             digests=self.replica.digests,
             urgent=True,
         )
+
+    async def opened(self) -> None:
+        """What a peer does then beside the first passes."""
         await self.exchanges.follow_owners()
 
     async def until_all_opened(self, size: int) -> None:
@@ -236,6 +240,7 @@ class Member:
         await self._updates.make(r, NUM_TOKENS)
         await replica.transitions.open_round(r + 1, is_whole=True)
         self._updates.finish_round(r)
+        await self.tell()
         await replica.device.run(FORWARD, self._until_computed)
 
     def _until_computed(self) -> None:
@@ -288,6 +293,7 @@ async def ends_of(way: Way, rounds: int) -> Ends:
     """Of so many rounds."""
     found = Ends()
     async with swarm_of(way) as members:
+        await asyncio.gather(*(m.tell() for m in members))
         await asyncio.gather(*(m.opened() for m in members))
         spare_old_objects()  # as a peer does
         for turn in range(WARM_ROUNDS + rounds):
