@@ -35,7 +35,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,19 @@ class TimedWorker(WorkerThread):
         self.seconds = Counter[str]()
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        named: Any = getattr(work, "func", work)
         result, seconds = await self.timed("other", (), work)
-        self.seconds[named.__qualname__.replace(".<locals>", "")] += seconds
+        self.seconds[_name_of(work)] += seconds
         return result
+
+    async def run_all(self, pieces: Sequence[Callable[[], object]], *, side_by_side: bool) -> None:
+        await super().run_all(pieces, side_by_side=side_by_side)
+        names = {_name_of(piece.__self__.work) for piece in pieces}  # type: ignore[attr-defined]
+        together = " and ".join(sorted(names))
+        self.seconds[together] += self.seconds.pop("WorkerThread.run_all.work")
+
+
+def _name_of(work: Any) -> str:
+    return getattr(work, "func", work).__qualname__.replace(".<locals>", "")
 
 
 # ---- a swarm of one stage ----------------------------------------------------------------------

@@ -190,6 +190,10 @@ class Worker(Protocol):
 
     async def run(self, work: Callable[[], T]) -> T: ...
 
+    async def run_all(self, pieces: Sequence[Callable[[], object]], *, side_by_side: bool) -> None:
+        """As one piece of work, several that raise nothing. `side_by_side`: in any order, and some
+        at the same time where cores are free."""
+
     async def close(self) -> None: ...
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -431,6 +431,10 @@ class InlineWorker:
             finally:
                 if taken_s := self._taken():
                     await asyncio.sleep(taken_s)
+
+    async def run_all(self, pieces: Sequence[Callable[[], object]], *, side_by_side: bool) -> None:
+        """Raises as `run`."""
+        await self.run(lambda: [piece() for piece in pieces])
 
     async def close(self) -> None:
         """Waits for work that has begun. Idempotent."""

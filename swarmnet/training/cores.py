@@ -8,7 +8,8 @@ long (`benchmarks/device_threads.py`).
 
 A pass over a vector is cut into parts that stay in a processor's cache, so that what is done to a
 part one thing after the other reads and writes main memory once. Between two rounds the device
-waits for the update, and helpers work on it, one for each of those threads. Where a CPU is the
+waits for the update, and helpers work on it, one for each of those threads: on parts of one vector,
+or each on a short vector of its own. Where a CPU is the
 device, they leave as soon as it has a pass to make: then the thread that makes the update goes on
 alone.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -52,6 +53,8 @@ class Cores:
         self._waiting = SimpleQueue[_Turns]()
         self._num_started = 0
         self._num_devices = 0
+        self._place = threading.local()
+        """`is_helper`: this thread is one, and others are not waited for there."""
         self._num_threads: int | None = None
         """Of the device's operations, where a CPU is the device."""
 
@@ -116,7 +119,8 @@ class Cores:
     def num_helpers(self) -> int:
         """Threads that may work now in place of the one that asks; 0 where they were no help."""
         num_helpers = min(int(self.num_threads * self._share), MOST_HELPERS)
-        return 0 if self._num_passes or num_helpers < 2 else num_helpers
+        is_helper = getattr(self._place, "is_helper", False)
+        return 0 if is_helper or self._num_passes or num_helpers < 2 else num_helpers
 
     def over(self, num_numbers: int, work: Work, *, in_parts: bool = True) -> None:
         """Has all of a vector worked on. Raises what `work` raises; then some parts are done and
@@ -125,6 +129,12 @@ class Cores:
         size = _part_size(num_numbers, num_helpers) if in_parts else max(num_numbers, 1)
         parts = [slice(a, min(a + size, num_numbers)) for a in range(0, num_numbers, size)]
         self._share_out(parts, work, num_helpers)
+
+    def side_by_side(self, pieces: Sequence[Callable[[], object]]) -> None:
+        """Does pieces of work that do not depend on each other. Raises what one of them raises;
+        then some are done and some are not."""
+        turns = [slice(i, i + 1) for i in range(len(pieces))]
+        self._share_out(turns, lambda turn: pieces[turn.start](), self.num_helpers)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """`a @ b`, (m, k) and (k, n) in the host's memory, rows of it by helpers. Its bits depend
@@ -171,6 +181,7 @@ class Cores:
     def _main(self, is_ready: threading.Event) -> None:
         torch.get_num_threads()  # else the first operation takes over what was set last
         torch.set_num_threads(1)
+        self._place.is_helper = True
         is_ready.set()
         while True:
             self._help(self._waiting.get())

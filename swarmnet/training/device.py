@@ -23,7 +23,7 @@ import heapq
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -215,6 +215,18 @@ class WorkerThread:
     async def run(self, work: Callable[[], T]) -> T:
         """Raises as `timed`."""
         return (await self.timed(OTHER, (), work))[0]
+
+    async def run_all(self, pieces: Sequence[Callable[[], object]], *, side_by_side: bool) -> None:
+        """As the port says; raises as `timed`."""
+
+        def work() -> None:
+            if side_by_side:
+                CORES.side_by_side(pieces)
+                return
+            for piece in pieces:
+                piece()
+
+        await self.run(work)
 
     async def timed(
         self,

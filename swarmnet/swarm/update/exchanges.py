@@ -116,6 +116,7 @@ class Exchanges:
             self._contribution_norms,
             self.books,
             self.proofs,
+            self._tasks,
         )
         self.late = LateContributions(
             gossip, replica, self.books, rule_of(settings.aggregation, replica.plan)
@@ -253,8 +254,8 @@ class Exchanges:
         *,
         stays_in_stage: bool,
     ) -> int:
-        """Codes and gives the contributions, a few at a time: the first are on their way while the
-        others are coded. Returns the tokens behind them."""
+        """Codes and gives the contributions, a few at a time where there are others: the first are
+        on their way while the others are coded. Returns the tokens behind them."""
         declared, parts, num_bytes = -1, dict[int, Contribution](), 0
         own = self.gossip.own.peer_id
 
@@ -281,9 +282,10 @@ class Exchanges:
             for j, part in headed.items():
                 exchange.start(gather(j, part))
 
+        is_coded = self.work.codes_contributions and self.proofs.is_of_use
         for j in _rotated(shards, self.gossip.own.peer_id):
             num_tokens, gradient = await part(j)
-            if gradient is not None and self.work.codes_contributions:
+            if gradient is not None and is_coded:
                 if num_bytes > CODED_AT_ONCE_BYTES:
                     await give()
                     parts, num_bytes = {}, 0

@@ -159,8 +159,8 @@ class RoundVectors:
         digests = self._digests
         known = digests.get(shard_index)
         if known is None:
-            known = self._hashed(self.present.parameter_shards[shard_index])
-            digests[shard_index] = known
+            shard = self.present.parameter_shards[shard_index]
+            known = digests[shard_index] = digest_of(shard, self._computes.update_copies)
         return known
 
     def coming_digest(self, shard_index: int) -> bytes:
@@ -171,11 +171,8 @@ class RoundVectors:
             return b""
         known = digests.get(shard_index)
         if known is None:
-            known = digests[shard_index] = self._hashed(coming)
+            known = digests[shard_index] = digest_of(coming, self._computes.update_copies)
         return known
-
-    def _hashed(self, shard: Tensor) -> bytes:
-        return xxhash.xxh3_64_digest(array_of(shard, self._computes.update_copies).data)
 
     def _have_come(self) -> None:
         """The coming parameters are the present ones. What was not put aside is as before."""
@@ -254,6 +251,11 @@ class RoundVectors:
         self._have_come()
         self._spare = before
         self._ahead = None  # last: `use` finds the round in one of the two
+
+
+def digest_of(shard: Tensor, copies: DeviceCopies | None) -> bytes:
+    """XXH3-64 of an fp32 vector's bytes. `copies`: from the device where it lies there."""
+    return xxhash.xxh3_64_digest(array_of(shard, copies).data)
 
 
 def _checked(values: Tensor, target: Tensor | None = None) -> Tensor:

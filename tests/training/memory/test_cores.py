@@ -232,3 +232,28 @@ def test_scratch_is_of_a_thread_and_a_name() -> None:
     thread.join()
     assert theirs != [ours.data_ptr()]
     assert scratch("a", torch.empty(cores.PART + 1)).numel() == cores.PART + 1
+
+
+def test_pieces_are_worked_on_side_by_side_each_by_one_thread(four: Cores) -> None:
+    together, names = threading.Barrier(4, timeout=10), list[set[str]]()
+
+    def piece() -> None:
+        together.wait()  # four at a time
+        own = {threading.current_thread().name}
+        four.over(10 * PART, lambda _: own.add(threading.current_thread().name))
+        names.append(own)
+
+    four.side_by_side([piece] * 8)
+    assert [len(own) for own in names] == [1] * 8, "helpers wait for no helpers"
+    assert len(set.union(*names)) == 4
+
+
+def test_a_piece_that_fails_is_heard_of(four: Cores) -> None:
+    def piece() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        four.side_by_side([piece] * 8)
+    with four.pass_at_work(), pytest.raises(ValueError, match="no"):
+        four.side_by_side([piece] * 8)
+    four.side_by_side([])

@@ -8,6 +8,7 @@ all bounds, does not count, under any rule, and its sender is reported: a strike
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import math
@@ -27,15 +28,16 @@ from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.protocol.update import robust
 from swarmnet.protocol.update.late_tokens import joined
-from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.receipts import hash_of
 from swarmnet.swarm.replica.replica import Replica, follows_tied
 from swarmnet.swarm.settings import RunSettings
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import applied
 from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
 from swarmnet.swarm.update.exchange.proofs import Proofs
+from swarmnet.swarm.update.exchange.turns import Exports, Turns
 from swarmnet.swarm.update.optimizer_states import CREATED, LATE, OptimizerStates, descended
 from swarmnet.wire import Array
 
@@ -181,17 +183,22 @@ class ShardWork:
         contribution_norms: ContributionNorms,
         books: Books,
         proofs: Proofs,
+        tasks: Tasks,
     ) -> None:
+        """`tasks` do what is begun for several shards at once."""
         self._gossip = gossip
         self._replica = replica
         self._states = states
         self._proofs = proofs
-        self._aggregator = Aggregator(settings.aggregation, gossip, replica, contribution_norms)
+        self._exports = Exports()
+        self._turns = Turns(replica, proofs, tasks, Exports())
+        self._steps = Turns(replica, proofs, tasks, self._exports)
+        self._aggregator = Aggregator(
+            settings.aggregation, gossip, replica, contribution_norms, self._turns
+        )
         self._norms = norms
         self._books = books
         self._clip_norm = settings.grad_clip_norm
-        self._num_exporting = 0
-        self._exported = Condition()
         self._coded_for: dict[int, int] = {}
         """By shard, the newest exchange for which the own contribution was coded."""
         self._given: tuple[int, CodingErrors] = -1, {}
@@ -206,17 +213,15 @@ class ShardWork:
 
     def export_begins(self) -> None:
         """The optimizer state is being copied for a checkpoint: no step meanwhile."""
-        self._num_exporting += 1
+        self._exports.begin()
 
     def export_ends(self) -> None:
         """It has been."""
-        self._num_exporting -= 1
-        self._exported.notify_all()
+        self._exports.end()
 
     async def until_exported(self) -> None:
         """Before a step, so that a copy of the state that is under way is of one round."""
-        while self._num_exporting:
-            await self._exported.wait()
+        await self._exports.until_over()
 
     # ---- a primary's work -------------------------------------------------------------------
 
@@ -301,13 +306,23 @@ class ShardWork:
                 shard, gradient, keeps_error=True, is_short=is_short, for_others=has_others
             )
 
-        def work() -> dict[int, Array]:
-            self._coded_for.update(dict.fromkeys(gradients, exchange))
+        def begin(shards: Iterable[int]) -> None:
+            self._coded_for.update(dict.fromkeys(shards, exchange))
             if exchange > self._given[0]:
                 self._given = -1, {}
+
+        def work() -> dict[int, Array]:
+            begin(gradients)
             return {j: coded(j, gradient) for j, gradient in gradients.items()}
 
-        return await self._replica.worker.run(work)
+        def one(shard: int) -> Array:
+            begin((shard,))
+            return coded(shard, gradients[shard])
+
+        if has_others:
+            return await self._replica.worker.run(work)
+        turns = [self._turns.run(functools.partial(one, j)) for j in gradients]
+        return dict(zip(gradients, await asyncio.gather(*turns), strict=True))
 
     async def contributions_lost(self, shards: Sequence[int]) -> None:
         """The contributions to these do not count."""
@@ -452,7 +467,6 @@ class ShardWork:
         """`decoded`: of `gradient`, where it is known. `is_copy`: it is another one's step.
         `is_finite`: all that it is made on is known to be."""
         replica = self._replica
-        await self.until_exported()
         has_others = self._proofs.is_of_use or before.summed is not None
         own = self._gossip.own.peer_id
 
@@ -484,7 +498,7 @@ class ShardWork:
             hashed = hash_of(values) if has_others else b""
             return Result(values, digest=digest, parameters=parameters, hash=hashed, size=size)
 
-        return await replica.worker.run(work)
+        return await self._steps.run(work)
 
     # ---- a backup's work --------------------------------------------------------------------
 
@@ -552,7 +566,7 @@ class ShardWork:
                 stage.coming_digest(shard)
             result.place(parameters, is_in_stage=is_in_stage)
 
-        await self._replica.worker.run(work)
+        await (self._turns.run(work) if is_in_stage else self._replica.worker.run(work))
 
     def _led_to(self, shard: int, result: Result) -> Array:
         """On the worker: the parameters of a result that is not placed."""
@@ -660,9 +674,15 @@ class Aggregator:
     """Sums contributions for the primary of shards of one stage."""
 
     def __init__(
-        self, rule: str, gossip: Gossip, replica: Replica, norms: ContributionNorms
+        self,
+        rule: str,
+        gossip: Gossip,
+        replica: Replica,
+        norms: ContributionNorms,
+        turns: Turns,
     ) -> None:
         plan = replica.plan
+        self._turns = turns
         self._rule = rule_of(rule, plan)
         self._gossip = gossip
         self._worker = replica.worker
@@ -809,7 +829,7 @@ class Aggregator:
             return sound, others, squares, finish(total, squares, num_tokens, _all(sound))
 
         while parts:
-            parts, others, squares, made = await self._worker.run(work)
+            parts, others, squares, made = await self._turns.run(work)
             for part in others:
                 self._report(round_index, shard_index, part.peer_id, "not finite")
             if made is not None or not parts:
