@@ -216,7 +216,7 @@ class Member:
         self.exchanges.states.restored(shards)
 
     async def tell(self) -> None:
-        """A round has been opened: as a peer does then, whose feeder begins when it is told."""
+        """A round has been opened: as a peer does then, which wakes its feeder."""
         await self.replica.measure_digests()
         self.gossip.update(
             round=self.replica.round,
