@@ -26,6 +26,7 @@ from swarmnet.protocol.planning.schedules import (
     Schedule,
 )
 from swarmnet.protocol.planning.timeline import Span, StageTimes, Timeline, played
+from swarmnet.protocol.planning.ways import Way, Ways
 
 COLORS = {FORWARD: "#4477aa", BACKWARD: "#228833", INPUT: "#66aa66", WEIGHT: "#ccbb44"}
 NAMES = {
@@ -69,9 +70,8 @@ def stage_times(found: Found) -> list[StageTimes]:
     return times
 
 
-def _hops(found: Found) -> Callable[[int, int, bool], float]:
-    """Seconds of a microbatch from a stage to another one, whose links are those of all
-    replicas."""
+def _ways(found: Found) -> Ways:
+    """Of a microbatch from a stage to another one, whose links are those of all replicas."""
     costs, cut, plan = found.costs, found.plan.cut, found.plan
     job = costs.job
     ups, downs, late = [], [], []
@@ -81,24 +81,25 @@ def _hops(found: Found) -> Callable[[int, int, bool], float]:
         downs.append(sum(m.down_bytes_per_s for m in replicas))
         late.append(sum(m.latency_s for m in replicas) / len(replicas))
 
-    def hop_s(source: int, target: int, is_back: bool) -> float:
+    def way(source: int, target: int, is_back: bool) -> Way:
         layer = job.layers[cut[min(source, target)][1] - 1]
         num_bytes = layer.gradient_bytes if is_back else layer.activation_bytes
-        way = min(ups[source], downs[target])
-        return job.microbatch * num_bytes / way + (late[source] + late[target]) / 2
+        num_bytes *= job.microbatch
+        latency_s = (late[source] + late[target]) / 2
+        return Way(num_bytes / ups[source], num_bytes / downs[target], latency_s)
 
-    return hop_s
+    return way
 
 
 def _own_orders(
-    found: Found, times: Sequence[StageTimes], hop_s: Callable[[int, int, bool], float]
+    found: Found, times: Sequence[StageTimes], ways: Ways
 ) -> list[Callable[[int, int], Schedule]]:
     """The swarm's, with whole backward passes and with split ones."""
     num_replicas = sum(len(found.plan.replicas(k)) for k in range(len(found.plan.cut)))
     window = int(IN_FLIGHT_PER_REPLICA * num_replicas) + 1  # of a feeder of a small swarm
 
     def make(is_split: bool) -> Callable[[int, int], Schedule]:
-        return lambda _, num: own_order(times, num, window, hop_s, is_split=is_split)
+        return lambda _, num: own_order(times, num, window, ways, is_split=is_split)
 
     return [make(False), make(True)]
 
@@ -106,12 +107,12 @@ def _own_orders(
 def rows_of(found: Found) -> list[Row]:
     """All schedules."""
     job, now = found.costs.job, found.plan.round
-    times, hop_s = stage_times(found), _hops(found)
+    times, ways = stage_times(found), _ways(found)
     rest_s = now.exchange_s + now.update_s
     rows = []
-    for make in (*SCHEDULES, *_own_orders(found, times, hop_s)):
+    for make in (*SCHEDULES, *_own_orders(found, times, ways)):
         try:
-            timeline = played(make, times, job.num_microbatches, hop_s)
+            timeline = played(make, times, job.num_microbatches, ways)
         except ValueError as error:
             rows.append(Row(make.__name__.replace("_", "-"), None, 0.0, str(error)))
             continue

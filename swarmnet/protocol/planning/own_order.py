@@ -10,12 +10,13 @@ is made when there is nothing else to do, or when those of too many microbatches
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from swarmnet.protocol.planning.owed import most_owed
 from swarmnet.protocol.planning.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Step
 from swarmnet.protocol.planning.timeline import StageTimes
+from swarmnet.protocol.planning.ways import Links, Ways, nothing
 
 
 class _Device:
@@ -68,16 +69,16 @@ def own_order(
     times: Sequence[StageTimes],
     num_microbatches: int,
     window: int,
-    hop_s: Callable[[int, int, bool], float] = lambda source, target, is_back: 0.0,
+    ways: Ways = nothing,
     *,
     is_split: bool = False,
 ) -> Schedule:
-    """Of one device a stage. `window`: microbatches in flight; `hop_s`: as for
-    `timeline.played`."""
+    """Of one device a stage. `window`: microbatches in flight."""
     last = len(times) - 1
     if last < 0 or num_microbatches < 1 or window < 1:
         raise ValueError("an order has a device, a microbatch and one in flight at least")
     devices = [_Device(k, window, is_split=is_split) for k in range(last + 1)]
+    links = Links(ways, len(devices))
     events: list[tuple[float, int, int, Step, bool]] = []
     num_events = num_launched = num_back = 0
 
@@ -99,26 +100,27 @@ def own_order(
             devices[k].came(BACKWARD, microbatch)
         elif step.kind == FORWARD:
             there = Step(FORWARD, k + 1, microbatch)
-            later(now + hop_s(k, k + 1, False), k + 1, there, is_end=False)
+            later(links.arrives(k, k + 1, False, now), k + 1, there, is_end=False)
         elif step.kind != WEIGHT and k:
             there = Step(BACKWARD, k - 1, microbatch)
-            later(now + hop_s(k, k - 1, True), k - 1, there, is_end=False)
+            later(links.arrives(k, k - 1, True, now), k - 1, there, is_end=False)
         elif step.kind != WEIGHT:
             num_back += 1
             feed()
 
     feed()
-    now = 0.0
+    now, touched = 0.0, {0}
     while True:
-        for k, device in enumerate(devices):
-            step = device.begun()
+        for k in sorted(touched):
+            step = devices[k].begun()
             if step is not None:
                 later(now + times[k].of(step.kind), k, step, is_end=True)
         if not events:
             break
-        now = events[0][0]
+        now, touched = events[0][0], {0}  # the first one is fed
         while events and events[0][0] == now:  # all that is there at one moment, then the choice
             _, _, k, step, is_end = heappop(events)
+            touched.add(k)
             if is_end:
                 devices[k].ended(step)
                 go_on(step, now)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from swarmnet.protocol.planning.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Step
+from swarmnet.protocol.planning.ways import Links, Ways, nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +65,14 @@ def played(
     make: Callable[[int, int], Schedule],
     times: Sequence[StageTimes],
     num_microbatches: int,
-    hop_s: Callable[[int, int, bool], float] = lambda source, target, is_back: 0.0,
+    ways: Ways = nothing,
 ) -> Timeline:
-    """`hop_s(from device, to device, is back)`: seconds on the way, forward or back. Raises
-    `ValueError` where there is no such schedule."""
+    """Raises `ValueError` where there is no such schedule."""
     schedule = make(len(times), num_microbatches)
-    spans = spans_of(schedule, times, hop_s)
+    spans = spans_of(schedule, times, ways)
     round_s = max(s[-1].end_s for s in spans if s)
     if not schedule.is_flushed:
-        twice = spans_of(make(len(times), 2 * num_microbatches), times, hop_s)
+        twice = spans_of(make(len(times), 2 * num_microbatches), times, ways)
         round_s = max(s[-1].end_s for s in twice if s) - round_s
     busy = sum(s.end_s - s.begin_s for lane in spans for s in lane)
     versions = schedule.copies
@@ -85,52 +86,92 @@ def played(
 
 
 def spans_of(
-    schedule: Schedule,
-    times: Sequence[StageTimes],
-    hop_s: Callable[[int, int, bool], float] = lambda source, target, is_back: 0.0,
+    schedule: Schedule, times: Sequence[StageTimes], ways: Ways = nothing
 ) -> tuple[tuple[Span, ...], ...]:
     """Each device does its steps in order, each as soon as what it needs is there. Raises
     `ValueError` where all wait for each other."""
-    ends: dict[tuple[str, int, int], float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.steps]
-    free, at = [0.0] * schedule.num_devices, [0] * schedule.num_devices
+    return _Player(schedule, times, ways).spans()
 
-    def ready(s: Step) -> float | None:
-        path = schedule.path(s.microbatch)
-        place, here = path.index(s.chunk), schedule.device_of[s.chunk]
-        if s.kind == WEIGHT:
-            return ends.get((INPUT, s.chunk, s.microbatch))
-        if s.kind == FORWARD:
-            needed, is_back = place - 1, False
-            if place == 0:
-                return 0.0
-        else:
-            needed, is_back = place + 1, True
-            if needed == len(path):
-                return ends.get((FORWARD, s.chunk, s.microbatch))
-        chunk = path[needed]
-        kinds = (BACKWARD, INPUT) if is_back else (FORWARD,)
-        found = [ends[key] for kind in kinds if (key := (kind, chunk, s.microbatch)) in ends]
-        there = schedule.device_of[chunk]
-        way_s = 0.0 if there == here else hop_s(there, here, is_back)
-        return found[0] + way_s if found else None
 
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        for k, steps in enumerate(schedule.steps):
-            parts = schedule.chunks_at(k)
-            while at[k] < len(steps) and (since := ready(steps[at[k]])) is not None:
-                s = steps[at[k]]
-                begin = max(free[k], since)
-                free[k] = begin + times[k].of(s.kind) / parts
-                ends[s.kind, s.chunk, s.microbatch] = free[k]
-                spans[k].append(Span(s, begin, free[k]))
-                at[k] += 1
-                goes_on = True
-    if any(n < len(steps) for n, steps in zip(at, schedule.steps, strict=True)):
-        raise ValueError(f"{schedule.name}: devices wait for each other")
-    return tuple(tuple(lane) for lane in spans)
+class _Player:
+    """A schedule, in the order of time."""
+
+    def __init__(self, schedule: Schedule, times: Sequence[StageTimes], ways: Ways) -> None:
+        self._schedule, self._times = schedule, times
+        self._links = Links(ways, schedule.num_devices)
+        self._spans: list[list[Span]] = [[] for _ in schedule.steps]
+        self._is_busy = [False] * schedule.num_devices
+        self._there = set[tuple[bool, int, int]]()
+        """Is back, chunk, microbatch: what this chunk needs for the pass is at its device."""
+        self._owed = set[tuple[int, int]]()
+        """Chunk, microbatch: gradients of inputs that are made."""
+        self._events: list[tuple[float, int, int, Step, bool]] = []
+        self._num_events = 0
+
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        now, touched = 0.0, set(range(self._schedule.num_devices))
+        while True:
+            for k in sorted(touched):
+                self._begin(k, now)
+            if not self._events:
+                break
+            now, touched = self._events[0][0], set()
+            while self._events and self._events[0][0] == now:
+                _, _, k, step, is_end = heappop(self._events)
+                touched.add(k)
+                if is_end:
+                    self._is_busy[k] = False
+                    self._ended(k, step, now)
+                else:
+                    self._there.add((step.kind != FORWARD, step.chunk, step.microbatch))
+        spans, steps = self._spans, self._schedule.steps
+        if any(len(done) < len(all_) for done, all_ in zip(spans, steps, strict=True)):
+            raise ValueError(f"{self._schedule.name}: devices wait for each other")
+        return tuple(tuple(lane) for lane in spans)
+
+    def _later(self, at_s: float, device: int, step: Step, *, is_end: bool) -> None:
+        heappush(self._events, (at_s, self._num_events, device, step, is_end))
+        self._num_events += 1
+
+    def _begin(self, device: int, now: float) -> None:
+        """The next step, where the device is free for it."""
+        done, steps = len(self._spans[device]), self._schedule.steps[device]
+        if self._is_busy[device] or done == len(steps) or not self._is_ready(steps[done]):
+            return
+        step = steps[done]
+        took_s = self._times[device].of(step.kind) / self._schedule.chunks_at(device)
+        self._is_busy[device] = True
+        self._spans[device].append(Span(step, now, now + took_s))
+        self._later(now + took_s, device, step, is_end=True)
+
+    def _is_ready(self, step: Step) -> bool:
+        if step.kind == WEIGHT:
+            return (step.chunk, step.microbatch) in self._owed
+        is_first = self._schedule.path(step.microbatch)[0] == step.chunk
+        if step.kind == FORWARD and is_first:
+            return True
+        return (step.kind != FORWARD, step.chunk, step.microbatch) in self._there
+
+    def _ended(self, device: int, step: Step, now: float) -> None:
+        """What it has made goes where it is needed."""
+        if step.kind == WEIGHT:
+            return
+        if step.kind == INPUT:
+            self._owed.add((step.chunk, step.microbatch))
+        path, is_back = self._schedule.path(step.microbatch), step.kind != FORWARD
+        place = path.index(step.chunk)
+        if is_back and place == 0:
+            return
+        if not is_back and place == len(path) - 1:  # the loss
+            self._there.add((True, step.chunk, step.microbatch))
+            return
+        chunk = path[place - 1 if is_back else place + 1]
+        there = self._schedule.device_of[chunk]
+        wanted = Step(BACKWARD if is_back else FORWARD, chunk, step.microbatch)
+        arrives = now
+        if there != device:
+            arrives = self._links.arrives(device, there, is_back, now)
+        self._later(arrives, there, wanted, is_end=False)
 
 
 def _most_in_flight(lane: Sequence[Span]) -> int:

@@ -15,6 +15,7 @@ from swarmnet.protocol.planning.model import Held, Job, Layer, Machine, Update
 from swarmnet.protocol.planning.own_order import own_order
 from swarmnet.protocol.planning.search import best_plan, cut_of
 from swarmnet.protocol.planning.timeline import StageTimes, spans_of
+from swarmnet.protocol.planning.ways import Way
 from swarmnet.protocol.sync_modes import LEAST_QUORUM
 from swarmnet.protocol.update.robust import MIN_CONTRIBUTORS
 
@@ -70,11 +71,11 @@ def test_backward_passes_in_two_parts_are_those_of_the_own_order(
     times = [StageTimes(1 / 3, 1 / 3, 1 / 3)] * stages
     window = int(IN_FLIGHT_PER_REPLICA * stages) + 1
 
-    def hop_s(source: int, target: int, is_back: bool) -> float:
-        return latency_s
+    def ways(source: int, target: int, is_back: bool) -> Way:
+        return Way(latency_s=latency_s)
 
-    order = own_order(times, microbatches, window, hop_s, is_split=True)
-    spans = spans_of(order, times, hop_s)
+    order = own_order(times, microbatches, window, ways, is_split=True)
+    spans = spans_of(order, times, ways)
     assert found.seconds == pytest.approx(max(lane[-1].end_s for lane in spans))
 
 

@@ -14,6 +14,7 @@ from swarmnet.protocol.planning.owed import most_owed
 from swarmnet.protocol.planning.own_order import own_order
 from swarmnet.protocol.planning.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Step
 from swarmnet.protocol.planning.timeline import StageTimes, Timeline, played
+from swarmnet.protocol.planning.ways import Way
 
 EVEN = StageTimes(1.0, 1.0, 1.0)
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (6, 12), (8, 16)]
@@ -23,13 +24,13 @@ DECISION = Path(__file__).parents[3] / "docs" / "decisions" / "0047-what-a-split
 def play(k: int, m: int, way: float = 0.0, *, is_split: bool) -> Timeline:
     window = int(IN_FLIGHT_PER_REPLICA * k) + 1
 
-    def hop_s(source: int, target: int, is_back: bool) -> float:
+    def ways(source: int, target: int, is_back: bool) -> Way:
         assert abs(source - target) == 1
-        return way
+        return Way(way, way)
 
     times = [EVEN] * k
     return played(
-        lambda _, num: own_order(times, num, window, hop_s, is_split=is_split), times, m, hop_s
+        lambda _, num: own_order(times, num, window, ways, is_split=is_split), times, m, ways
     )
 
 
@@ -70,6 +71,16 @@ def test_the_figures_of_the_decision() -> None:
     for k, m, way, whole, split in (map(int, row) for row in rows):
         found = [play(k, m, way, is_split=x).round_s for x in (False, True)]
         assert found == [whole, split], (k, m, way)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("k", "m"), [(2, 8), (3, 8), (4, 16)])
+def test_no_round_is_shorter_than_what_a_link_has_to_send(k: int, m: int, is_split: bool) -> None:
+    """A middle stage sends an activation and a gradient of each microbatch over its uplink."""
+    way = 10.0
+    sent = (2 if k > 2 else 1) * m * way
+    took_s = play(k, m, way, is_split=is_split).round_s
+    assert sent <= took_s <= sent + 2 * (k - 1) * way + 3 * m * k / 2
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

@@ -17,6 +17,7 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from swarmnet.protocol.planning import schedules
 from swarmnet.protocol.planning.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Step
 from swarmnet.protocol.planning.timeline import StageTimes, played, spans_of
+from swarmnet.protocol.planning.ways import Links, Way
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 4), (3, 6), (4, 4), (4, 8), (4, 16), (6, 12), (8, 16)]
 EVEN = StageTimes(1.0, 1.0, 1.0)
@@ -216,8 +217,29 @@ def test_activations_of_the_papers(k: int, m: int) -> None:
 
 def test_a_way_takes_its_time() -> None:
     near = played(schedules.gpipe, [EVEN] * 2, 1)
-    far = played(schedules.gpipe, [EVEN] * 2, 1, lambda a, b, is_back: 5.0 if is_back else 2.0)
+    ways = {False: Way(latency_s=2.0), True: Way(1.0, 3.0, 2.0)}
+    far = played(schedules.gpipe, [EVEN] * 2, 1, lambda a, b, is_back: ways[is_back])
     assert far.round_s == near.round_s + 7
+
+
+@pytest.mark.parametrize("make", schedules.SCHEDULES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("way", [Way(10.0, 0.0), Way(0.0, 10.0)], ids=["up", "down"])
+def test_no_round_is_shorter_than_what_a_link_has_to_carry(
+    make: Callable[[int, int], Schedule], way: Way
+) -> None:
+    """A middle device sends and receives an activation and a gradient of each microbatch."""
+    k, m = 4, 8
+    took_s = played(make, [EVEN] * k, m, lambda a, b, is_back: way).round_s
+    assert took_s >= 2 * m * 10
+
+
+def test_messages_of_a_link_go_one_after_the_other() -> None:
+    links = Links(lambda a, b, is_back: Way(2.0, 3.0, 1.0), 3)
+    assert links.arrives(0, 1, False, 0.0) == 4.0, "received while it is sent"
+    assert links.arrives(0, 1, False, 0.0) == 7.0, "its turn at the downlink"
+    assert links.arrives(2, 1, True, 0.0) == 10.0, "whoever sends"
+    assert links.arrives(0, 2, False, 0.0) == 8.0, "the third from this uplink"
+    assert links.arrives(0, 2, False, 50.0) == 54.0, "all are free"
 
 
 def test_devices_that_wait_for_each_other_are_found() -> None:
