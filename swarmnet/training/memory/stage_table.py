@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -115,11 +115,15 @@ class StageTable:
     tied: int = field(init=False)
     """That the first and the last layer share."""
     _base: dict[str, list[float]] = field(default_factory=dict)
-    traced: dict[tuple[str, bool], tuple[LayerActivations, ...] | None] = field(
+    traced: dict[tuple[str, bool, int], tuple[LayerActivations, ...] | None] = field(
         default_factory=dict
     )
-    """What is kept of each layer of a model whose layers were traced, by precision, and whether in
-    a stage that begins with the model; None where they cannot be."""
+    """What is kept of each layer of a model whose layers were traced, by precision, whether in a
+    stage that begins with the model, and microbatch; None where they cannot be."""
+    _alike: tuple[int, ...] = field(init=False)
+    """Of each layer, the first one that takes as much in all that is asked here."""
+    _held: dict[Hashable, Held | None] = field(default_factory=dict)
+    """What was found before, for all specs of the model: searches ask for the same again."""
 
     def __post_init__(self) -> None:
         """Raises `SpecError` where the model cannot be built, or not be cut as the run says."""
@@ -135,6 +139,9 @@ class StageTable:
         else:
             self.muon, self.orthogonal = [0] * len(layers), [0.0] * len(layers)
         self.tied = sum(self.trained) - num_parameters(describe_parameters(layers))
+        about = [(k, x.cost, x.is_block) for k, x in zip(self.kinds, layers, strict=True)]
+        first = {one: i for i, one in reversed(list(enumerate(about)))}
+        self._alike = tuple(first[one] for one in about)
 
     def _by_kind(self, value: Callable[[LayerBuilder], T]) -> list[T]:
         """Of each layer; asked for once a kind, for layers are built for it."""
@@ -145,9 +152,7 @@ class StageTable:
     def with_spec(self, spec: RunSpec) -> StageTable:
         """Of the same model with another `[pipeline]` or `[sync]`, without building it again."""
         other = copy(self)
-        other.spec, other.traced = spec, dict(self.traced)
-        if spec.pipeline.microbatch != self.spec.pipeline.microbatch:
-            other.traced.clear()
+        other.spec = spec
         return other
 
     @property
@@ -224,7 +229,7 @@ class StageTable:
             names = [x.name for x in self.plan.layers[first:end]]
             about = names, precision, is_first, is_last
             return llama_activations(self.spec, *about, masked=masked)
-        key = precision.name, is_first
+        key = precision.name, is_first, self.spec.pipeline.microbatch
         if key not in self.traced:
             try:
                 self.traced[key] = traced_layers(
@@ -240,6 +245,24 @@ class StageTable:
         fit. Weights lie elsewhere than on the device only where there is no other way. For
         `Job.memory`."""
         assert isinstance(memory, MachineMemory)
+        pipeline = self.spec.pipeline
+        key = (
+            self._alike[first:end],
+            (first == 0, end == len(self._alike)),
+            self._expected(num_stages),
+            memory,
+            (pipeline.microbatch, pipeline.activations, self.spec.sync.model_dump_json()),
+        )
+        if key not in self._held:
+            self._held[key] = self._found(first, end, num_stages, memory)
+        return self._held[key]
+
+    def _expected(self, num_stages: int) -> int:
+        """As `expected_in_flight`, of a run of so many stages."""
+        stages = self.spec.pipeline.model_copy(update={"num_stages": num_stages})
+        return expected_in_flight(self.spec.model_copy(update={"pipeline": stages}))
+
+    def _found(self, first: int, end: int, num_stages: int, memory: MachineMemory) -> Held | None:
         for ways in (
             self._resident(first, end, num_stages, memory),
             self._streamed(first, end, num_stages, memory),
@@ -313,8 +336,7 @@ class StageTable:
             if weights != DEVICE:
                 kept_of = of_streamed(kept_of)
             needs = replace(needs, activations=kept_of)
-        stages = pipeline.model_copy(update={"num_stages": num_stages})
-        expected = expected_in_flight(self.spec.model_copy(update={"pipeline": stages}))
+        expected = self._expected(num_stages)
         chosen = choose_memory(
             needs,
             place,
