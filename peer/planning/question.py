@@ -17,6 +17,7 @@ from peer.planning.machines import GB, HERE, Described, Links, alone, sharing_li
 from swarmnet.errors import SpecError
 from swarmnet.plurals import counted
 from swarmnet.protocol.codecs import AUTO
+from swarmnet.protocol.planning.choice import WORTH, Size, Way, choose
 from swarmnet.protocol.planning.cost import Costs, Round
 from swarmnet.protocol.planning.model import Cut, Held, Layer, Machine
 from swarmnet.protocol.planning.search import OUT, Plan, best_plan, cut_of, first_fit
@@ -27,11 +28,7 @@ from swarmnet.training.memory.plan import FSDP
 from swarmnet.training.memory.stage_table import MachineMemory, StageTable, memory_of
 
 MICROBATCHES = (1, 2, 4, 8)
-FIRST_BATCH, MOST_BATCH = 64, 1024
-WAITING_PART = 0.25
-"""Of a round that is neither computing nor links, where a larger batch can make it less."""
-WORTH = 1.1
-"""So much quicker must another mode be."""
+BATCHES = (64, 128, 256, 512, 1024)
 FIXED, BEST = "as the run says", "most tokens/s that the memories allow"
 MANY_PEERS = 64
 """Of more, it is not told what as many replicas of each stage would come to."""
@@ -104,6 +101,10 @@ class Found:
     """How there are peers on the machines, in words."""
     others: list[tuple[str, float]] = field(default_factory=list)
     """Other ways to have peers on machines with several cards, and their tokens/s."""
+    most: float = 0.0
+    """Tokens/s of the quickest plan that was found, of any size where that was open."""
+    outlives: bool = False
+    """The plan, the loss of any one machine."""
 
     @property
     def spec(self) -> RunSpec:
@@ -111,6 +112,14 @@ class Found:
         layers = tuple(end - first for first, end in self.plan.cut)
         pipeline = {"num_stages": len(layers), "layers": layers}
         return _with_pipeline(self.table.spec, **pipeline)
+
+    @property
+    def best(self) -> str:
+        """Why it is this plan."""
+        if _rate(self) >= self.most * (1 - 1e-9):
+            return BEST
+        words = f"within a tenth of the {BEST}, {self.most:,.0f}"
+        return f"{words}; it outlives the loss of any machine" if self.outlives else words
 
 
 def asked(path: Path, *, lora: bool, choose: bool) -> Asked:
@@ -146,7 +155,7 @@ def folder_text(
     *,
     lora: bool,
     num_stages: int = 1,
-    global_batch: int = FIRST_BATCH,
+    global_batch: int = BATCHES[0],
     microbatch: int = 1,
     layers: Sequence[int] = (),
     mode: str = ZERO,
@@ -274,84 +283,74 @@ class Planner:
         cut: Cut | None = None,
     ) -> Found | None:
         """The best plan; None where none fits. `is_open`: whatever number of stages."""
+        pipeline = table.spec.pipeline
+        size = Size(pipeline.global_batch, pipeline.microbatch)
+        return self._chosen(table, [size], is_open=is_open, more=more, cut=cut)
+
+    def _chosen(
+        self,
+        table: StageTable,
+        sizes: Sequence[Size],
+        *,
+        is_open: bool,
+        more: Sequence[Described] = (),
+        cut: Cut | None = None,
+    ) -> Found | None:
+        """The best plan of all sizes of a round."""
         spec = table.spec
-        costs = self.costs(table)
         if cut is None and spec.pipeline.layers and not is_open:
             cut = cut_of(spec.pipeline.layers)
         stages = None if is_open else spec.pipeline.num_stages
-        found: dict[str, Found] = {}
-        for words, described in self._peers(len(cut) if cut else stages, more):
-            machines = [self.machine(one, spec) for one in described]
-            plan = best_plan(costs, machines, num_stages=stages, cut=cut)
-            if plan is not None:
-                found[words] = Found(table, costs, machines, plan, described=described)
-        if not found:
+        tables = {
+            size: table.with_spec(
+                _with_pipeline(spec, microbatch=size.microbatch, global_batch=size.global_batch)
+            )
+            for size in sizes
+        }
+        peers = list(self._peers(len(cut) if cut else stages, more))
+        ways = [
+            Way([self.machine(one, spec) for one in described], _owners(described))
+            for _, described in peers
+        ]
+        costs = {size: self.costs(of_size) for size, of_size in tables.items()}
+        chosen = choose(costs, ways, num_stages=stages, cut=cut)
+        if chosen is None:
             return None
-        chosen = max(found, key=lambda words: _rate(found[words]))
-        best = found[chosen]
-        best.peers = chosen
-        best.others = [(words, _rate(x)) for words, x in found.items() if x is not best]
-        return best
+        words, described = peers[chosen.way]
+        machines = list(ways[chosen.way].peers)
+        found = Found(tables[chosen.size], costs[chosen.size], machines, chosen.plan)
+        found.described, found.peers = described, words
+        found.others = [
+            (peers[i][0], rate) for i, rate in chosen.quickest.items() if i != chosen.way
+        ]
+        found.most, found.outlives = chosen.most, chosen.outlives
+        return found
 
     def answer(self, question: Asked) -> Found | None:
         """The best plan with what is open chosen, each with a reason."""
-        spec = question.spec
-        table = StageTable(spec)
-        if not question.is_open:
-            found = self._by_mode(table, question)
-            if found is not None:
-                found.choices[:0] = _given(found, self.precision, question)
-            return found
-        best: Found | None = None
-        for microbatch in MICROBATCHES:
-            sized = table.with_spec(
-                _with_pipeline(spec, microbatch=microbatch, global_batch=FIRST_BATCH)
-            )
-            found = self.find(sized, is_open=True)
-            if found and (best is None or _rate(found) > WORTH * _rate(best)):
-                best = found
-        if best is None:
+        table, is_open = StageTable(question.spec), question.is_open
+        pipeline = question.spec.pipeline
+        sizes = [Size(pipeline.global_batch, pipeline.microbatch)]
+        if is_open:
+            sizes = [Size(batch, each) for batch in BATCHES for each in MICROBATCHES]
+        found = self._by_mode(table, sizes, question)
+        if found is None:
             return None
-        best = self._larger(best)
-        pipeline = best.table.spec.pipeline
-        found = self._by_mode(best.table, question) or best
-        found.choices[:0] = [
-            *_given(found, self.precision, question),
-            Choice(
-                "[pipeline] microbatch",
-                str(pipeline.microbatch),
-                "the smallest of 1, 2, 4 and 8 that larger ones do not beat by a tenth",
-            ),
-            Choice(
-                "[pipeline] global_batch",
-                str(pipeline.global_batch),
-                f"from {FIRST_BATCH} up, until a quarter of a round at most is no work",
-            ),
-        ]
+        sized = _sizes(found) if is_open else []
+        found.choices[:0] = [*_given(found, self.precision, question), *sized]
         return found
 
-    def _larger(self, found: Found) -> Found:
-        """With a batch that makes exchange and bubble a small part of a round."""
-        while found.table.spec.pipeline.global_batch < MOST_BATCH:
-            now = found.plan.round
-            if now.compute_s + now.links_s >= (1 - WAITING_PART) * now.seconds:
-                break
-            spec = found.table.spec
-            more = _with_pipeline(spec, global_batch=2 * spec.pipeline.global_batch)
-            next_found = self.find(found.table.with_spec(more), is_open=True)
-            if next_found is None or _rate(next_found) <= _rate(found):
-                break
-            found = next_found
-        return found
-
-    def _by_mode(self, table: StageTable, question: Asked) -> Found | None:
-        found = self.find(table, is_open=question.is_open)
+    def _by_mode(self, table: StageTable, sizes: Sequence[Size], question: Asked) -> Found | None:
+        is_open = question.is_open
+        found = self._chosen(table, sizes, is_open=is_open)
         if not question.is_mode_open:
             return found
-        other = self.find(
-            table.with_spec(_with_mode(table.spec, DELAYED)), is_open=question.is_open
-        )
-        is_worth = other is not None and (found is None or _rate(other) > WORTH * _rate(found))
+        delayed = table.with_spec(_with_mode(table.spec, DELAYED))
+        if found is not None:
+            each = found.table.spec.pipeline.microbatch
+            sizes = [size for size in sizes if size.microbatch == each]
+        other = self._chosen(delayed, sizes, is_open=is_open)
+        is_worth = other is not None and (found is None or other.most > WORTH * found.most)
         chosen = other if is_worth else found
         if chosen is not None:
             why = (
@@ -371,6 +370,32 @@ class Planner:
             if first_fit(costs, self.machines(table.spec, [kind] * more)) is not None:
                 return len(self.described) + more, kind
         return None
+
+
+def _owners(described: Sequence[Described]) -> list[str | int]:
+    """Of each peer, the machine that it is lost with."""
+    return [one.seat_of or i for i, one in enumerate(described)]
+
+
+def _sizes(found: Found) -> list[Choice]:
+    """Why the batch and the microbatch are what was chosen."""
+    pipeline = found.table.spec.pipeline
+    such = ["outlives the loss of any machine"] if found.outlives else []
+    such += ["leaves none out"] if OUT not in found.plan.serves else []
+    words = ", ".join([*such, "is within a tenth of the most tokens/s"])
+    *batches, last = (f"{batch:,}" for batch in BATCHES)
+    return [
+        Choice(
+            "[pipeline] microbatch",
+            str(pipeline.microbatch),
+            "the smallest of 1, 2, 4 and 8 that larger ones do not beat by a tenth",
+        ),
+        Choice(
+            "[pipeline] global_batch",
+            str(pipeline.global_batch),
+            f"the smallest of {', '.join(batches)} and {last} with a plan that {words}",
+        ),
+    ]
 
 
 def without_keys(found: Found) -> Found | None:
@@ -415,7 +440,9 @@ def _given(found: Found, precision: str, question: Asked) -> list[Choice]:
         return Choice(f"[{table}] codec", value, FIXED if table in question.codecs else usual)
 
     return [
-        Choice("[pipeline] num_stages", str(len(plan.cut)), BEST if question.is_open else FIXED),
+        Choice(
+            "[pipeline] num_stages", str(len(plan.cut)), found.best if question.is_open else FIXED
+        ),
         _layers(found, question),
         _replicas(found),
         codec("pipeline", spec.pipeline.codec),
@@ -431,14 +458,14 @@ def _layers(found: Found, question: Asked) -> Choice:
     plan, pipeline = found.plan, question.spec.pipeline
     name, layers = "[pipeline] layers", [end - first for first, end in plan.cut]
     if question.is_open:
-        return Choice(name, str(layers), BEST)
+        return Choice(name, str(layers), found.best)
     if pipeline.layers:
         return Choice(name, str(layers), FIXED)
     from swarmnet.training.models.registry import split_stages
 
     own = [len(stage) for stage in split_stages(found.table.plan, pipeline.num_stages)]
     if own == layers:
-        return Choice(name, str(layers), f"{BEST}, and what the run does by itself")
+        return Choice(name, str(layers), f"{found.best}, and what the run does by itself")
     made = best_plan(found.costs, found.machines, cut=cut_of(own))
     if made is None:
         words = f"{own}, as the run does by itself, does not fit"
@@ -446,7 +473,7 @@ def _layers(found: Found, question: Asked) -> Choice:
         rate, best = made.round.tokens_per_s, plan.round.tokens_per_s
         words = f"without this line the run takes {own}: {rate:,.0f} tokens/s "
         words += f"({100 * (rate / best - 1):+.0f} %)"
-    return Choice(name, str(layers), f"{BEST}; {words}")
+    return Choice(name, str(layers), f"{found.best}; {words}")
 
 
 def _replicas(found: Found) -> Choice:
@@ -456,20 +483,20 @@ def _replicas(found: Found) -> Choice:
     rest = plan.serves.count(OUT)
     if len(set(counts)) == 1:
         value = f"{counts[0]} of each stage" if num_stages > 1 else str(counts[0])
-        left = f"{BEST}; why others are left out is below"
+        left = f"{found.best}; why others are left out is below"
         return Choice("replicas", value, left if rest else "all peers are at work")
     of_counts: dict[int, list[int]] = {}
     for k, count in enumerate(counts):
         of_counts.setdefault(count, []).append(k)
     value = ", ".join(f"{n} of {_stages(ks)}" for n, ks in sorted(of_counts.items()))
     if len(plan.serves) > MANY_PEERS:
-        return Choice("replicas", value, BEST)
+        return Choice("replicas", value, found.best)
     even = _evened(found)
     if even is None:
-        return Choice("replicas", value, f"{BEST}; no other peer fits there")
+        return Choice("replicas", value, f"{found.best}; no other peer fits there")
     numbers = sorted({even.serves.count(k) for k in range(num_stages)})
     if even.serves == plan.serves:
-        return Choice("replicas", value, f"{BEST}; more even they cannot be")
+        return Choice("replicas", value, f"{found.best}; more even they cannot be")
     many = " or ".join(map(str, numbers))
     rate, now = even.round.tokens_per_s, plan.round.tokens_per_s
     compared = f"{many} of each would have {rate:,.0f} tokens/s ({100 * (rate / now - 1):+.0f} %)"
@@ -479,7 +506,7 @@ def _replicas(found: Found) -> Choice:
             f", as peers make it that are told no --stage: {counted(copies, 'copy')} of a stage "
             "come before speed, so that it outlives a machine"
         )
-    return Choice("replicas", value, f"{BEST}; {compared}")
+    return Choice("replicas", value, f"{found.best}; {compared}")
 
 
 def _evened(found: Found) -> Plan | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, permutations
 
 from swarmnet.protocol.planning.cost import Costs, Round, StageCost
@@ -36,6 +36,10 @@ SPACING = 3
 """Of the numbers of stages that are tried for many machines."""
 FEW_HOUSES = 3
 """Of no more, all orders along the stages are tried."""
+COPIES = 2
+"""Of a stage: with as many it outlives any one machine."""
+WHOLE_PART = 4
+"""Of the looks, so small a part is for plans that use all machines."""
 OUT = -1
 """In place of a stage: the machine is left out, since a round would last longer with it."""
 
@@ -63,6 +67,35 @@ def best_plan(
 ) -> Plan | None:
     """The plan with the most tokens a second that respects the memory of every machine; None where
     none is found. `num_stages`, `cut`: given ones."""
+    begun = _all_begun(costs, machines, num_stages, cut)
+    found = _improved(begun, machines, LOOKS, may_cut=cut is None)
+    return max(found, key=lambda s: s.worth).plan() if found else None
+
+
+def plans_of(
+    costs: Costs,
+    machines: Sequence[Machine],
+    *,
+    num_stages: int | None = None,
+    cut: Cut | None = None,
+) -> list[Plan]:
+    """The plans that `best_plan` chooses from, the best first; among them the best ones that are
+    found of those that give every stage `COPIES` machines and leave out none that fits."""
+    begun = _all_begun(costs, machines, num_stages, cut)
+    whole = [replace(s, serves=list(s.serves), stages=list(s.stages)) for s in begun if s.is_whole]
+    found = _improved(begun, machines, LOOKS, may_cut=cut is None)
+    if len(machines) >= COPIES:
+        of_each = _spread(whole)[: len({len(s.cut) for s in whole})]
+        kept = [replace(s, stays_whole=True) for s in of_each]
+        found += _improved(kept, machines, LOOKS // WHOLE_PART, may_cut=cut is None)
+    plans = {(s.cut, tuple(s.serves)): s.plan() for s in found}
+    return sorted(plans.values(), key=lambda p: -p.round.tokens_per_s)
+
+
+def _all_begun(
+    costs: Costs, machines: Sequence[Machine], num_stages: int | None, cut: Cut | None
+) -> list[_State]:
+    """Beginnings, the best first."""
     most = len(costs.job.layers) - costs.job.last_layers + 1
     counts = range(1, min(most, len(machines), MAX_STAGES) + 1)
     if cut is not None:
@@ -85,23 +118,29 @@ def best_plan(
             for begun in dict.fromkeys(others):
                 found += _begun(costs, machines, begun)
     found.sort(key=lambda s: -s.worth)
-    best: _State | None = None
-    looks, kinds = LOOKS, {m: i for i, m in enumerate(machines)}
+    return found
+
+
+def _improved(
+    begun: Sequence[_State], machines: Sequence[Machine], looks: int, *, may_cut: bool
+) -> list[_State]:
+    """The best beginnings, each improved until all looks are spent."""
+    kinds = {m: i for i, m in enumerate(machines)}
     begun_at = set[tuple[Cut, tuple[tuple[int, int], ...]]]()
-    for state in _spread(found):
+    found: list[_State] = []
+    for state in _spread(begun):
         kind_of = (kinds[m] for m in machines)
         key = state.cut, tuple(sorted(zip(kind_of, state.serves, strict=True)))
         if key in begun_at:
             continue
         begun_at.add(key)
         state.looks = looks
-        _improve(state, may_cut=cut is None)
+        _improve(state, may_cut=may_cut)
         looks = state.looks
-        if best is None or state.worth > best.worth:
-            best = state
+        found.append(state)
         if looks <= 0:
             break
-    return None if best is None else best.plan()
+    return found
 
 
 def _spread(states: Sequence[_State]) -> list[_State]:
@@ -304,6 +343,13 @@ class _State:
     worth: float = 0.0
     """Tokens/s."""
     looks: int = field(default=LOOKS)
+    stays_whole: bool = False
+    """No machine leaves, and no stage gets fewer than `COPIES`."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Every stage has `COPIES` machines."""
+        return all(self.serves.count(k) >= COPIES for k in range(len(self.cut)))
 
     def plan(self) -> Plan:
         return Plan(self.cut, tuple(self.serves), self.costs.round(self.stages))
@@ -315,6 +361,11 @@ class _State:
 
     def take(self, cut: Cut, serves: list[int], changed: Sequence[int]) -> bool:
         """Goes there where that is better. `changed`: stages."""
+        if self.stays_whole and (
+            serves.count(OUT) > self.serves.count(OUT)
+            or any(serves.count(k) < COPIES for k in changed)
+        ):
+            return False
         stages = list(self.stages)
         for k in changed:
             stage = self.stage(k, cut, serves)
