@@ -47,7 +47,7 @@ from swarmnet.version import __version__
 
 T = TypeVar("T")
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_IMPOSSIBLE = 0, 1, 2, 3
 EXIT_CODES = {
     EXIT_DONE: "The command has done what it was asked for. For `peer`, `dashboard`, `status "
     "--watch`, and `local` with a run without an end, that includes being stopped by Ctrl-C or "
@@ -57,6 +57,8 @@ EXIT_CODES = {
     "Services may start the same command again.",
     EXIT_USAGE: "The same command fails again until a person has changed something: wrong options, "
     "a wrong run.toml, a missing invite, a taken port. Services should not start it again.",
+    EXIT_IMPOSSIBLE: "The answer of `plan` is that these machines cannot train the run; it says "
+    "what would make it possible.",
 }
 ClickException: Any = typer.BadParameter.__mro__[2]
 """The root of what the parser of options raises."""
@@ -366,7 +368,8 @@ def plan(options: PlanOptions) -> None:
         return
     from peer.commands.plan import show_plan
 
-    show_plan(options, make_console())
+    if not show_plan(options, make_console()):
+        raise typer.Exit(EXIT_IMPOSSIBLE)
 
 
 @command(app, _errors_told)

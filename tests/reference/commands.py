@@ -49,7 +49,7 @@ def _row(option: DescribedOption) -> tuple[str, str, str]:
 def exit_codes() -> str:
     return page(
         "Exit codes",
-        "All commands end with one of three codes. An error is one line on standard error that "
+        "All commands end with one of four codes. An error is one line on standard error that "
         "says what to do; `--debug` adds a traceback.",
         table(("code", "meaning"), ((code(str(k)), text) for k, text in EXIT_CODES.items())),
         "A process that a signal has killed, or the kernel for want of memory, has the code that "
