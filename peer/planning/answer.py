@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from peer.planning.question import Choice, Found
@@ -365,34 +365,45 @@ def _first_short(found: Found) -> str:
             held = found.costs.held(first, end, len(cut), machine)
             if held is None or held.activations == "keep":
                 continue
-            lacks = _lacks_to_keep(found, (first, end), memory_of(machine))
+            lacks, where = _lacks_to_keep(found, (first, end), memory_of(machine))
             unless = f"activations = {held.activations}"
             if held.weights != "device":
                 unless += f" and weights on the {held.weights}"
-            lacking.append((lacks, f"{machine.name}, by {size(lacks)}, unless {unless}"))
+            lacking.append((lacks, f"{machine.name}, by {size(lacks)} {where}, unless {unless}"))
     lacks, said = max(lacking, default=(0.0, ""))
     return said if lacks > 0 else ""
 
 
-def _lacks_to_keep(found: Found, stage: tuple[int, int], memory: MachineMemory) -> float:
-    """Bytes of a device with which a machine would keep all of a stage on it, beyond those it has;
-    0 where no number would do."""
+def _lacks_to_keep(
+    found: Found, stage: tuple[int, int], memory: MachineMemory
+) -> tuple[float, str]:
+    """Bytes with which a machine would keep all of a stage on its device, beyond those it has, and
+    of which memory they are: of two that of which it takes fewer. 0 where no number would do."""
 
-    def keeps(device_bytes: float) -> bool:
-        host_bytes = memory.host_bytes if memory.is_apart else device_bytes
-        room = replace(memory, device_bytes=device_bytes, host_bytes=host_bytes)
-        held = found.table.held(*stage, len(found.plan.cut), room)
-        return held is not None and (held.activations, held.weights) == ("keep", "device")
+    def more(changed: Callable[[float], MachineMemory], now: float) -> float:
+        """Of the memory that `changed` sets."""
 
-    low = high = memory.device_bytes
-    while not keeps(high):
-        low, high = high, 2 * high
-        if high > MOST_TIMES * memory.device_bytes:
-            return 0.0
-    while high - low > NEARLY * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if keeps(middle) else (middle, high)
-    return high - memory.device_bytes
+        def keeps(num_bytes: float) -> bool:
+            held = found.table.held(*stage, len(found.plan.cut), changed(num_bytes))
+            return held is not None and (held.activations, held.weights) == ("keep", "device")
+
+        low = high = now
+        while not keeps(high):
+            low, high = high, 2 * high
+            if high > MOST_TIMES * now:
+                return 0.0
+        while high - low > NEARLY * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if keeps(middle) else (middle, high)
+        return high - now
+
+    if not memory.is_apart:
+        one = more(lambda n: replace(memory, device_bytes=n, host_bytes=n), memory.device_bytes)
+        return one, "of memory"
+    device = more(lambda n: replace(memory, device_bytes=n), memory.device_bytes)
+    host = more(lambda n: replace(memory, host_bytes=n), memory.host_bytes)
+    lacking = [x for x in ((device, "on the device"), (host, "of main memory")) if x[0]]
+    return min(lacking, default=(0.0, ""))
 
 
 def _joining(found: Found) -> tuple[float, float]:
@@ -537,7 +548,7 @@ def _shortest(found: Found, machine: Machine) -> str:
 def compared(tokens_per_s: float, now: float) -> str:
     """A speed, and how it compares with the plan's."""
     times = tokens_per_s / now
-    how = counted(_number(times), "time") if times > MANY else f"{100 * (times - 1):+.0f} %"
+    how = counted(_number(times), "time") if times > MANY else f"{round(100 * (times - 1)):+d} %"
     return f"{_number(tokens_per_s)} tokens/s ({how})"
 
 
