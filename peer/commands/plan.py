@@ -49,7 +49,7 @@ from swarmnet.files import write_whole
 from swarmnet.plurals import counted
 from swarmnet.protocol.planning.model import Held
 from swarmnet.protocol.planning.search import OUT, cut_of, even_cuts
-from swarmnet.protocol.sync_modes import DELAYED, LOCAL
+from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO
 from swarmnet.runtime.text import size
 from swarmnet.spec import LoraSpec, RunSpec
 from swarmnet.training.memory.plan import FP16, FP32
@@ -61,8 +61,9 @@ GAIN = 1.05
 """A change that brings less is not worth a line."""
 
 
-def show_plan(options: PlanOptions, console: Console) -> None:
-    """Prints the answer, and writes it where that is wanted. Raises `SpecError`, `UsageError`."""
+def show_plan(options: PlanOptions, console: Console) -> bool:
+    """Prints the answer, and writes it where that is wanted; False where it is that nothing fits.
+    Raises `SpecError`, `UsageError`."""
     tokens, links = read_tokens(options.tokens), read_links(options.links)
     num_here = peers_here(options.machines)
     machines = [] if num_here or not options.machines else read_machines(options.machines)
@@ -83,10 +84,10 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     if found is None:
         impossible, changes = _impossible(planner, question)
         _say_impossible(options, console, impossible, changes, notes)
-        return
+        return False
     if options.schedules or options.picture is not None:
         show_schedules(found, console, picture=options.picture, as_json=options.as_json)
-        return
+        return True
     kind = _usual_kind(found, machines)
     more = planner.find(found.table, is_open=question.is_open, more=[kind])
     answer = answer_of(found, wanted_tokens=tokens, more=more, kind=kind.name)
@@ -107,10 +108,11 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     if options.as_json:
         values = {"fits": True, "verdict": answer.verdict, **asdict(answer)}
         console.print_json(json.dumps(values), ensure_ascii=True)
-        return
+        return True
     _say(console, [answer.verdict])
     console.print(_table(answer))
     _say(console, answer.lines())
+    return True
 
 
 def read_tokens(text: str) -> float:
@@ -272,20 +274,43 @@ def _changes(planner: Planner, question: Asked, table: StageTable) -> list[str]:
             found.append('activations = "blocks"')
     free = pipeline.model_copy(update={"activations": "auto", "layers": ()})
     freed = spec.model_copy(update={"pipeline": free})
-    if not question.is_open and (stages := possible(freed, is_open=True)):
-        found.append(f"num_stages = {stages}")
+    freed_stages = 0 if question.is_open else possible(freed, is_open=True)
+    if freed_stages:
+        found.append(f"num_stages = {freed_stages}")
     if pipeline.microbatch > 1 and not found:
         small = spec.model_copy(update={"pipeline": free.model_copy(update={"microbatch": 1})})
         if stages := possible(small, is_open=True):
             found.append(f"microbatch = 1 and num_stages = {stages}")
     if spec.lora is None and spec.model.kind == "transformers" and spec.model.source:
         found += _with_adapters(planner, spec)
-    needed = planner.needed_machines(table.with_spec(freed))
-    if needed is not None:
-        number, kind = needed
-        more = number - len(planner.described)
-        found.append(f"{more} more {kind.name} ({counted(number, 'machine')} in all)")
-    return found
+    if spec.sync.mode == DELAYED:
+        exact = spec.model_copy(update={"sync": spec.sync.model_copy(update={"mode": ZERO})})
+        if possible(exact, is_open=question.is_open):
+            found.append(f'[sync] mode = "{ZERO}"')
+    return found + _with_more(planner, question, table.with_spec(freed), bool(freed_stages))
+
+
+def _with_more(
+    planner: Planner, question: Asked, table: StageTable, is_possible: bool
+) -> list[str]:
+    """Further machines that make the run possible. `is_possible`: with another number of stages it
+    is without any."""
+    stages = None if question.is_open else table.spec.pipeline.num_stages
+    needed = planner.needed_machines(table, stages)
+    if needed is not None and needed[0]:
+        return [_more(planner, needed[0], needed[1])]
+    if needed is not None or is_possible or question.is_open:
+        return []
+    needed = planner.needed_machines(table)
+    if needed is None:
+        return []
+    more, kind, number = needed
+    return [f"num_stages = {number} and {_more(planner, more, kind)}"]
+
+
+def _more(planner: Planner, more: int, kind: Described) -> str:
+    in_all = counted(len(planner.described) + more, "machine")
+    return f"{more} more {kind.name} ({in_all} in all)"
 
 
 def _with_adapters(planner: Planner, spec: RunSpec) -> list[str]:
@@ -301,7 +326,10 @@ def _with_adapters(planner: Planner, spec: RunSpec) -> list[str]:
         rate = plan.plan.round.tokens_per_s
         return [f"[lora] and num_stages = {stages} (then about {rate:,.0f} tokens/s)"]
     needed = planner.needed_machines(table)
-    return [] if needed is None else [f"[lora] and {counted(needed[0], 'machine')} in all"]
+    if needed is None:
+        return []
+    in_all = counted(len(planner.described) + needed[0], "machine")
+    return [f"[lora], num_stages = {needed[2]} and {in_all} in all"]
 
 
 def parse_lora(spec: RunSpec) -> RunSpec:

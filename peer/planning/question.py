@@ -361,14 +361,17 @@ class Planner:
             chosen.choices.append(Choice("[sync] mode", chosen.table.spec.sync.mode, why))
         return chosen
 
-    def needed_machines(self, table: StageTable) -> tuple[int, Described] | None:
-        """(machines in all, of which kind the further ones are) that the run would fit on; None
-        where no number would do."""
+    def needed_machines(
+        self, table: StageTable, num_stages: int | None = None
+    ) -> tuple[int, Described, int] | None:
+        """(machines that have to come, of which kind they are, stages) with which the run would
+        fit; None where no number would do. `num_stages`: a given one."""
         kind, _ = Counter(map(alone, self.described)).most_common(1)[0]
         costs, most = self.costs(table), len(table.plan.layers)
-        for more in range(1, most + 1):
-            if first_fit(costs, self.machines(table.spec, [kind] * more)) is not None:
-                return len(self.described) + more, kind
+        for more in range(most + 1):
+            cut = first_fit(costs, self.machines(table.spec, [kind] * more), num_stages)
+            if cut is not None:
+                return more, kind, len(cut)
         return None
 
 

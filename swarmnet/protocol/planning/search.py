@@ -539,12 +539,16 @@ def _targets(state: _State) -> list[int]:
     return order[:8]
 
 
-def first_fit(costs: Costs, machines: Sequence[Machine]) -> Cut | None:
-    """A cut that fits on the machines, a stage each, however slow; None where none is found."""
+def first_fit(
+    costs: Costs, machines: Sequence[Machine], num_stages: int | None = None
+) -> Cut | None:
+    """A cut that fits on the machines, a stage each, however slow; None where none is found.
+    `num_stages`: a given one."""
     most = min(len(machines), len(costs.job.layers) - costs.job.last_layers + 1)
     order = sorted(machines, key=lambda m: m.flops_per_s)
-    for num_stages in range(most, 0, -1):
-        cut = _reached(costs, order, num_stages, 0.0)
+    counts = range(most, 0, -1) if num_stages is None else [num_stages]
+    for k in counts:
+        cut = _reached(costs, order, k, 0.0) if k <= most else None
         if cut is not None:
             return cut
     return None

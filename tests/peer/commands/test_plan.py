@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from peer.cli import app
+from peer.cli import EXIT_IMPOSSIBLE, app
 from peer.machine.measured_layers import write_layers
 from peer.planning.question import FIXED
 from swarmnet.spec import load_spec, parse_spec
@@ -314,8 +314,9 @@ def folder_8b(tmp_path: Path) -> Path:
 
 def answered(spec: Path, *more: str) -> dict[str, Any]:
     result = CliRunner().invoke(app, ["plan", "--spec", str(spec), *more, "--json"])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code in (0, EXIT_IMPOSSIBLE), result.output
     found: dict[str, Any] = json.loads(result.stdout)
+    assert found["fits"] == (result.exit_code == 0)
     return found
 
 
@@ -382,6 +383,33 @@ def test_what_is_impossible_is_said_with_what_would_make_it_possible(folder_8b: 
     assert not answered(folder_8b, "--machines", f"24GB-gpu*{number - 1}")["fits"]
 
 
+def test_a_number_of_stages_that_the_file_fixes_is_not_mended_with_more_machines(
+    folder_8b: Path,
+) -> None:
+    """No seventh of the model fits, however many machines there are; another number of stages does,
+    with those that are there or with as many more as it says."""
+    spec = folder_8b.parent / "run.toml"
+    spec.write_text(
+        f'[model]\nfrom = "{folder_8b}"\n[data]\npaths = "x"\n'
+        "[optimizer]\nlearning_rate = 1e-3\nrounds = 1\n"
+        "[pipeline]\nnum_stages = 7\nglobal_batch = 64\nmicrobatch = 1\n"
+        '[sync]\nmode = "delayed"\n'
+    )
+    found = answered(spec, "--machines", "24GB-gpu*14")
+    assert not found["fits"]
+    assert [x for x in found["changes"] if x.startswith("num_stages = ")]
+    assert not [x for x in found["changes"] if " more " in x]
+    few = answered(spec, "--machines", "24GB-gpu*7")["changes"]
+    (more,) = (x for x in few if " more " in x)
+    said = re.fullmatch(
+        r"num_stages = (\d+) and (\d+) more 24GB-gpu \((\d+) machines in all\)", more
+    )
+    assert said, more
+    assert int(said[3]) == 7 + int(said[2])
+    spec.write_text(spec.read_text().replace("num_stages = 7", f"num_stages = {said[1]}"))
+    assert answered(spec, "--machines", f"24GB-gpu*{said[3]}")["fits"]
+
+
 def test_the_machine_that_is_short_of_memory_is_named(folder_8b: Path) -> None:
     """The largest machine has room for any even stage, and the small ones do not."""
     verdict = answered(folder_8b, "--machines", "16GB-cpu*3, mac-64GB")["verdict"]
@@ -408,7 +436,8 @@ def test_the_verdict_names_the_machine_that_is_short_of_memory_first(folder_8b: 
     """What it lacks is what it would need more to keep all; with that much more nobody is short."""
     found = answered(folder_8b, "--machines", "24GB-gpu, 20GB-gpu", "--lora")
     said = re.search(
-        r"; first machine short of memory: (\S+), by ([\d.]+) GB, unless activations = (\w+)$",
+        r"; first machine short of memory: (\S+), by ([\d.]+) GB on the device, "
+        r"unless activations = (\w+)$",
         found["verdict"],
     )
     assert said
