@@ -96,6 +96,7 @@ def job_of(scenario: Scenario) -> Job:
             0, 0, "keep", 4, computes_again=False, splits=scenario.owes_weights and first > 0
         ),
         backward=1 / FORWARD_PART - 1,
+        splits_pay=True,
     )
 
 

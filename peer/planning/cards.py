@@ -97,9 +97,12 @@ UPDATE_PARAMETERS_PER_S = 50e6
 """At the end of a round. Assumed: the host of an H100 took 5 s for 155 M parameters once, and has
 less to do since."""
 SHARD_S = 0.002
-"""Likewise, of a shard, in the event loop. 50 shards less made a round of one peer 0.08 s shorter,
-and one of two replicas 0.14 s (`swarmnet local`, two cores, a model of 0.9 M parameters, `[sync]
-shard_parameters` of 16,384 and of 262,144)."""
+"""Likewise, of a shard, in the event loop."""
+ALONE_SHARD_S, SHARED_SHARD_S = 0.0016, 0.0028
+"""Of a machine like those that were measured, where a stage has one replica and where it has
+several: 50 shards less made a round of one peer 0.08 s shorter, and one of two replicas 0.14 s
+(`swarmnet local`, two cores, a model of 0.9 M parameters, `[sync] shard_parameters` of 16,384 and
+of 262,144)."""
 HOST_GB = 32.0
 """Main memory beside a card, of which nothing is said."""
 SYSTEM_GB, SYSTEM_PART = 2.0, 0.25

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.planning.cards import (
+    ALONE_SHARD_S,
     CARDS,
     CPU_FLOPS_PER_S,
     HOST_GB,
@@ -18,6 +19,7 @@ from peer.planning.cards import (
     MICROBATCH_S,
     PLAIN_GPU,
     SHARD_S,
+    SHARED_SHARD_S,
     SYSTEM_GB,
     SYSTEM_PART,
     TERA,
@@ -80,6 +82,16 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundEnds:
+    """Parameters a second at the end of a round, beside messages."""
+
+    alone_per_s: float
+    """Of a stage's only replica."""
+    shared_per_s: float
+    """Of one of several."""
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """A machine as a person names it."""
 
@@ -93,6 +105,8 @@ class Described:
     """That it reaches, or one of its cards, where it has none of a name; 0 where the card says."""
     note: str = ""
     """What was assumed."""
+    ends: RoundEnds | None = None
+    """What the end of a round was measured to take; None where it was not."""
     links: Links | None = None
     hours: float = 24.0
     is_free: bool = False
@@ -123,7 +137,10 @@ class Described:
         """As the planner takes it: with a key, where it is in a house."""
         flops = self.flops(precision)
         exact = USABLE * self.card.flops_per_s("fp32") if self.card is not None else flops
-        own = self.links or links
+        own, ends = self.links or links, self.ends
+        alone = shared = UPDATE_PARAMETERS_PER_S
+        if ends is not None:
+            alone, shared = ends.alone_per_s, ends.shared_per_s
         return Machine(
             name=self.name,
             flops_per_s=flops,
@@ -135,8 +152,10 @@ class Described:
             has_key=bool(self.household),
             hours=self.hours,
             microbatch_s=MICROBATCH_S,
-            shard_s=SHARD_S,
-            update_parameters_per_s=self.part * UPDATE_PARAMETERS_PER_S,
+            shard_s=SHARD_S if ends is None else ALONE_SHARD_S,
+            shared_shard_s=SHARD_S if ends is None else SHARED_SHARD_S,
+            update_parameters_per_s=self.part * alone,
+            shared_parameters_per_s=self.part * shared,
             exact_flops_per_s=self.part * exact,
             memory=memory,
         )

@@ -13,7 +13,15 @@ from pathlib import Path
 from statistics import median
 
 from peer.planning.cards import DISK_GB_S, TERA, card_named
-from peer.planning.machines import GB, HERE, Described, Links, alone, sharing_links
+from peer.planning.machines import (
+    GB,
+    HERE,
+    Described,
+    Links,
+    RoundEnds,
+    alone,
+    sharing_links,
+)
 from swarmnet.errors import SpecError
 from swarmnet.plurals import counted
 from swarmnet.protocol.codecs import AUTO
@@ -680,7 +688,9 @@ def _timed(
     from swarmnet.runtime.computing import free_bytes_of
     from swarmnet.training.computing import DTYPES, choose_precision
     from swarmnet.training.layer_costs import measure_layers
+    from swarmnet.training.models.base import describe_parameters, num_parameters
     from swarmnet.training.models.registry import model_plan
+    from swarmnet.training.optimizer.measured import measure_round_end
 
     if device == "auto":
         device = accelerators.kind()
@@ -703,7 +713,14 @@ def _timed(
             of=median if num_peers else min,
         )
 
+    def ends() -> RoundEnds | None:
+        parameters = num_parameters(describe_parameters(plan.layers)) // spec.pipeline.num_stages
+        clock = shared.clock if num_peers else time.perf_counter
+        took = None if is_gpu else measure_round_end(spec, max(1, parameters), clock=clock)
+        return None if took is None else RoundEnds(*(1 / (shared.slower * s) for s in took))
+
     with shared.at_work(measure if num_peers else None):
+        ended = ends()
         if passes * max(x.cost for x in plan.layers) <= QUICK_FLOPS:
             found = [shared.slower * s for s in measure()]
             seconds[microbatch] = tuple(found)
@@ -723,6 +740,7 @@ def _timed(
         card_named(maker) if is_gpu else None,
         speed,
         note if num_peers is None else f"{note}, with {counted(num_peers, 'peer')} at work on it",
+        ends=ended,
         links=LOOPBACK_LINKS if num_peers else None,
         is_free=True,
     )

@@ -94,6 +94,7 @@ def _pass_s(
         inputs = inputs.to(dtype).requires_grad_()
     accelerators.wait_for(inputs.device)
     context = _context(plan, module, inputs, dtype)
+    sums = _sums(module)
     started = clock()
     outputs = module(inputs, *context)
     if targets is None:
@@ -101,10 +102,25 @@ def _pass_s(
             given(outputs, torch.ones_like(outputs)).backward()
     else:
         plan.loss(outputs.float(), targets).backward()
+    for p, total in sums:
+        if p.grad is not None and p.grad is not total:
+            total.add_(p.grad)
     accelerators.wait_for(inputs.device)
     took_s = clock() - started
     module.zero_grad()
     return took_s
+
+
+def _sums(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """What gradients are added to, in fp32, as a stage adds them: by the backward pass itself where
+    parameters are of this kind."""
+    sums = []
+    for p in module.parameters():
+        if p.requires_grad:
+            total = torch.zeros_like(p, dtype=torch.float32)
+            p.grad = total if p.dtype == torch.float32 else None
+            sums.append((p, total))
+    return sums
 
 
 def _context(

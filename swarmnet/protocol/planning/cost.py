@@ -18,7 +18,8 @@ meanwhile (`delayed` and `auto`), filling and draining take no time, and R stays
 as long as the busiest link of its replicas. In these two modes it runs beside the next round; in
 all others the round waits for it, and in `local` for those that are in time (`late`).
 
-Of a backward pass that has two parts a stage waits for the first one only: P is shorter by the
+Of a backward pass that has two parts, where these pay (`Job.splits_pay`), a stage waits for the
+first one only: P is shorter by the
 second parts of all stages, and what the poorest stage has left is made while those before it make
 their last passes. So fill and drain of K equal stages are (K - 1) t / 3 (ZB-H1; Qi et al., 2024).
 
@@ -270,7 +271,7 @@ class Costs:
             latency_s=sum(m.latency_s for m in replicas) / n,
             exchange_s=exchange_s,
             update_s=max(
-                self._update_s(first, end, m, part)
+                self._update_s(first, end, m, part, is_alone=n == 1)
                 for m, part in zip(replicas, self._led_by(replicas, products), strict=True)
             ),
             late=tuple(
@@ -286,6 +287,8 @@ class Costs:
 
     def _left(self, first: int, end: int, num_stages: int, replicas: Sequence[Machine]) -> float:
         """As `StageCost.left`. The gradients of inputs take as long as a forward pass."""
+        if not self.job.splits_pay:
+            return 0.0
         found = [self.held(first, end, num_stages, m) for m in replicas]
         num_splitting = sum(held is not None and held.splits for held in found)
         backward = self.job.backward
@@ -314,15 +317,19 @@ class Costs:
             tuple(homes.values()), flow_of(apart), slowest, *self._boundaries(first, end)
         )
 
-    def _update_s(self, first: int, end: int, machine: Machine, part: float) -> float:
+    def _update_s(
+        self, first: int, end: int, machine: Machine, part: float, *, is_alone: bool
+    ) -> float:
         """Of the end of a round. Of Muon's steps each replica makes those whose primary it is,
         `part` of them, or all where it steps alone."""
         flops = sum(x.muon_flops for x in self.job.layers[first:end])
         if self.job.update.mode not in (LOCAL, GOSSIP):
             flops *= part
         parameters = self.parameters(first, end)
-        seconds = parameters / machine.update_parameters_per_s
-        seconds += self._num_exchanged(parameters) * machine.shard_s
+        per_s, shard_s = machine.shared_parameters_per_s, machine.shared_shard_s
+        if is_alone:
+            per_s, shard_s = machine.update_parameters_per_s, machine.shard_s
+        seconds = parameters / per_s + self._num_exchanged(parameters) * shard_s
         return seconds + flops / machine.exact_flops_per_s
 
     def _products(self, first: int, end: int) -> float:

@@ -44,9 +44,14 @@ class Machine:
     microbatch_s: float = 0.0
     """That each microbatch takes beside what its samples do."""
     update_parameters_per_s: float = float("inf")
-    """That the end of a round steps and codes there."""
+    """That the end of a round steps and codes there, where the stage has no other replica."""
+    shared_parameters_per_s: float = float("inf")
+    """Where it has others: with what is coded for them, decoded and summed."""
     shard_s: float = 0.0
-    """That each shard of a stage takes there at the end of a round, beside its numbers."""
+    """That each shard of a stage takes there at the end of a round, beside its numbers, where the
+    stage has no other replica."""
+    shared_shard_s: float = 0.0
+    """Where it has others."""
     exact_flops_per_s: float = float("inf")
     """That products of matrices in fp32 reach there."""
     memory: Hashable = None
@@ -137,6 +142,9 @@ class Job:
     """That cannot be cut apart, at the end."""
     tied: int = 0
     """Parameters that the first and the last layer share, and one stage has once."""
+    splits_pay: bool = False
+    """Rounds are shorter where gradients of weights are left for later (`Held.splits`). Peers in
+    virtual time showed it, and real processes nothing beyond the noise."""
 
     @property
     def num_microbatches(self) -> int:

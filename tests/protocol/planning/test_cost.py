@@ -54,6 +54,7 @@ def splitting(job: Job) -> Job:
         memory=lambda first, end, num_stages, memory: Held(
             0, 0, "keep", 64, computes_again=False, splits=first > 0
         ),
+        splits_pay=True,
     )
 
 
@@ -120,6 +121,38 @@ def test_each_shard_takes_its_time_where_the_round_waits_for_it() -> None:
         found = Costs(job).of(((0, 2),), [slow], [0])
         assert found is not None
         assert found.update_s == pytest.approx(0.5 * shards)
+
+
+def test_the_end_of_a_round_takes_longer_where_a_stage_has_other_replicas() -> None:
+    """What is coded, decoded and summed for them counts, and calls for each shard."""
+    job = equal_job(2, 8)
+    one = replace(
+        FAST,
+        update_parameters_per_s=1e6,
+        shared_parameters_per_s=2e5,
+        shard_s=0.1,
+        shared_shard_s=0.3,
+    )
+    costs, ends = Costs(job), []
+    for replicas in (1, 2, 3):
+        found = costs.of(((0, 2),), [one] * replicas, [0] * replicas)
+        assert found is not None
+        ends.append(found.update_s)
+    parameters = sum(x.parameters for x in job.layers)
+    assert ends[0] == pytest.approx(parameters / 1e6 + 64 * 0.1)
+    assert ends[1] == ends[2] == pytest.approx(parameters / 2e5 + 64 * 0.3)
+
+
+def test_two_parts_count_only_where_they_were_measured_to_pay() -> None:
+    job = splitting(equal_job(4, 8))
+    paid, unpaid, whole = (
+        Costs(each).of(cut_of([1] * 4), [FAST] * 4, range(4))
+        for each in (job, replace(job, splits_pay=False), equal_job(4, 8))
+    )
+    assert paid is not None
+    assert unpaid is not None
+    assert unpaid == whole
+    assert paid.seconds < unpaid.seconds
 
 
 def test_a_forward_pass_again_takes_a_third_more() -> None:

@@ -24,7 +24,9 @@ OTHER = {
     "hours": 5.0,
     "microbatch_s": 0.2,
     "update_parameters_per_s": 1e6,
+    "shared_parameters_per_s": 2e6,
     "shard_s": 0.03,
+    "shared_shard_s": 0.04,
     "exact_flops_per_s": 1e9,
     "memory": 0.31,
     "house": "attic",
@@ -52,7 +54,7 @@ def fits(first: int, end: int, num_stages: int, memory: Hashable) -> Held | None
 
 def job(rng: random.Random, mode: str) -> Job:
     made = tuple(replace(x, muon_parameters=10**5, muon_flops=1e8) for x in layers(rng, NUM_LAYERS))
-    return Job(made, 128, 2, 64, Update(mode, "int8", 2, 3), fits)
+    return Job(made, 128, 2, 64, Update(mode, "int8", 2, 3), fits, splits_pay=True)
 
 
 def nearly(rng: random.Random) -> list[Machine]:
