@@ -330,12 +330,13 @@ def plan(options: PlanOptions) -> None:
     if options.measure and options.explain:
         raise UsageError("give --measure or --explain, not both")
     others = options.machines, options.choose, options.schedules, options.picture
-    if (options.measure or options.explain) and any(others):
-        what = "--measure times this machine" if options.measure else "--explain has formulas"
+    if options.measure and any(others):
         raise UsageError(
-            f"{what}, whatever machines there are; leave --machines, --choose, --schedules and "
-            "--picture out"
+            "--measure times this machine, whatever machines there are; leave --machines, "
+            "--choose, --schedules and --picture out"
         )
+    if options.explain and any(others[2:]):
+        raise UsageError("--explain has formulas of memory; leave --schedules and --picture out")
     if options.join:
         has_ranks = max(options.cp, options.ep, options.tp) > 1
         if any((*others, has_ranks, options.measure, options.explain)):
@@ -348,19 +349,24 @@ def plan(options: PlanOptions) -> None:
         _run(show_live(options, make_console()))
         return
     if options.explain:
+        if (options.machines or options.choose) and max(options.cp, options.ep, options.tp) > 1:
+            raise UsageError(
+                "a plan chooses ranks; leave --cp, --ep and --tp out, or --machines and --choose"
+            )
         if options.write:
             raise UsageError("--explain writes nothing; leave --write out")
         if min(options.cp, options.ep) > 1:
             raise UsageError("--cp does not go with --ep; leave one of them out")
-        from peer.planning.memory_tables import show_tables
+        if not options.machines and not options.choose:
+            from peer.planning.memory_tables import show_tables
 
-        show_tables(options, make_console())
-        return
+            show_tables(options, make_console())
+            return
     for name, number in (("--cp", options.cp), ("--ep", options.ep), ("--tp", options.tp)):
         if number > 1:
             raise UsageError(f"{name} goes with --explain; add it, or leave {name} out")
     if options.precision == "mixed":
-        raise UsageError("--precision mixed goes with --explain; take fp32, bf16 or fp16")
+        raise UsageError("--precision mixed goes with --explain alone; take fp32, bf16 or fp16")
     if options.measure:
         from peer.machine.measured_layers import show_measured
 

@@ -105,14 +105,27 @@ def show_plan(options: PlanOptions, console: Console) -> bool:
     if options.write:
         written = _write(options, question, found)
         answer = replace(answer, notes=[*notes, written])
+    if not options.as_json:
+        _say(console, [answer.verdict])
+        console.print(_table(answer))
+        _say(console, answer.lines())
+    explained = {"memory": _explained(options, console, found)} if options.explain else {}
     if options.as_json:
-        values = {"fits": True, "verdict": answer.verdict, **asdict(answer)}
+        values = {"fits": True, "verdict": answer.verdict, **asdict(answer), **explained}
         console.print_json(json.dumps(values), ensure_ascii=True)
-        return True
-    _say(console, [answer.verdict])
-    console.print(_table(answer))
-    _say(console, answer.lines())
     return True
+
+
+def _explained(options: PlanOptions, console: Console, found: Found) -> dict[str, object] | None:
+    """The memory of a replica of the plan's stages by formula, in the precision of the first one's
+    machine; where stages have different numbers of replicas, of one with fewest."""
+    from peer.planning.memory_tables import show_tables_of
+
+    plan = found.plan
+    replicas = min(len(plan.replicas(k)) for k in range(len(plan.cut)))
+    precision = memory_of(found.machines[plan.replicas(0)[0]]).precision
+    about = replace(options, replicas=replicas, precision=precision)
+    return show_tables_of(found.spec, about, console)
 
 
 def read_tokens(text: str) -> float:

@@ -34,12 +34,22 @@ from swarmnet.training.memory.plan import (
 def show_tables(options: PlanOptions, console: Console) -> None:
     """Prints the table. Raises `SpecError`."""
     from peer.planning.question import asked
+
+    spec = asked(options.file, lora=options.lora, choose=False).spec
+    found = show_tables_of(spec, options, console)
+    if options.as_json:
+        console.print_json(json.dumps(found), ensure_ascii=True)
+
+
+def show_tables_of(
+    spec: RunSpec, options: PlanOptions, console: Console
+) -> dict[str, object] | None:
+    """Prints the tables of a run; for programs it returns them. Raises `SpecError`."""
     from swarmnet.training.ranks.context_parallel_stage import check_sequences
     from swarmnet.training.ranks.cut_check import check_cut
     from swarmnet.training.ranks.expert_stage import check_experts
     from swarmnet.training.ranks.rows.row_stage import check_rows
 
-    spec = asked(options.file, lora=options.lora, choose=False).spec
     known = None if spec.model.kind == "custom" else known_activations
     precision = precision_of(spec, options)
     num_rows = max(options.cp, options.ep)
@@ -75,20 +85,19 @@ def show_tables(options: PlanOptions, console: Console) -> None:
             | {"by_mode": {m: _of_mode(found[r.stage]) for m, found in modes.items()}}
             for r in rows
         ]
-        plan = {
+        return {
             "replicas": options.replicas,
             "precision": precision.name,
             "mode": spec.sync.mode,
             "ranks": num_rows * options.tp,
             "stages": stages,
         }
-        console.print_json(json.dumps(plan), ensure_ascii=True)
-        return
     console.print(_table(rows, num_rows * options.tp))
     console.print(_policies(policies))
     console.print(_modes(modes))
     for line in _formulae(spec, options, precision):
         console.print(line, soft_wrap=True)
+    return None
 
 
 def precision_of(spec: RunSpec, options: PlanOptions) -> Precision:

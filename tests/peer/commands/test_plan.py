@@ -258,7 +258,8 @@ def test_what_cannot_be_is_refused(arguments: list[str], code: int) -> None:
     ("arguments", "words"),
     [
         ("--spec {run} --measure --machines rtx4090", "leave --machines, --choose"),
-        ("--spec {run} --explain --schedules", "leave --machines, --choose"),
+        ("--spec {run} --explain --schedules", "leave --schedules and --picture out"),
+        ("--spec {run} --explain --machines rtx4090 --tp 2", "a plan chooses ranks"),
         ("--spec {folder} --measure", "swarmnet plan --spec {folder} --write"),
         ("--spec {folder}/config.json", "give its folder: --spec {folder}"),
         ("--spec {run} --machines rtx9", "12GB-gpu@10TFLOPS"),
@@ -271,6 +272,20 @@ def test_a_refusal_says_what_to_write_instead(folder_8b: Path, arguments: str, w
     assert result.exit_code == 2
     assert words.format(**names) in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_the_plan_of_machines_comes_with_its_formulas(fp32: Path) -> None:
+    """Of its own cut, replicas and precision."""
+    machines = ("--machines", "24GB-gpu*4", "--links", "1Gbit,1ms")
+    found = answered(fp32, "--explain", *machines)
+    stages = {row["stage"]: row["layers"] for row in found["rows"]}
+    assert len(found["memory"]["stages"]) == len(stages) == 2
+    assert found["memory"]["precision"] == found["rows"][0]["precision"] == "bf16"
+    counts = [sum(r["count"] for r in found["rows"] if r["stage"] == k) for k in stages]
+    assert found["memory"]["replicas"] == min(counts)
+    told = CliRunner().invoke(app, ["plan", "--spec", str(fp32), "--explain", *machines]).stdout
+    assert told.startswith("fits: ")
+    assert "Activations by policy" in told
 
 
 def test_more_microbatches_in_flight_take_more_memory() -> None:
