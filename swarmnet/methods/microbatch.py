@@ -15,7 +15,7 @@ from swarmnet.methods.ranges import (
     check_ids,
     check_indices,
 )
-from swarmnet.methods.receipt import Receipt
+from swarmnet.methods.receipt import MAX_SIGNATURE_BYTES, Receipt
 from swarmnet.protocol.generation import LONGEST_TEXT
 from swarmnet.protocol.membership.records import MAX_LOSS
 
@@ -48,10 +48,14 @@ class StepRequest:
     """The caller chose this replica by its `admit`: it waits in a longer queue."""
     documents: Documents | None = None
     """As of `batch.Batch`; the same at every stage."""
+    launch: bytes = b""
+    """The feeder's signature of a `receipt.Launch`, which goes on from stage to stage."""
 
     def __post_init__(self) -> None:
         check_lengths(self.documents or ())
         check_indices(self.round, self.microbatch_id, self.stage, self.num_samples)
+        if len(self.launch) > MAX_SIGNATURE_BYTES:
+            raise ValueError("a signature that is too long")
         if self.num_samples > MAX_STEP_SAMPLES:
             raise ValueError("more samples than a microbatch can have")
         check_ids((self.feeder,), 1)

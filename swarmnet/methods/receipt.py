@@ -1,4 +1,5 @@
-"""What a replica signs of each microbatch: what it got, and what it gave for it."""
+"""What is signed of each microbatch: by its feeder, that it is its own; by each replica, what it
+got and gave."""
 
 from __future__ import annotations
 
@@ -10,8 +11,29 @@ from swarmnet.wire import pack, unpack
 
 HASH_BYTES = 32
 MAX_STATEMENT_BYTES = 1024
+MAX_SIGNATURE_BYTES = 64
 SIGNED_AS = b"swarmnet receipt\n"
 """Before the statement, so that its signature is good for nothing else."""
+LAUNCHED_AS = b"swarmnet launch\n"
+"""The same before a `Launch`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a feeder signs of a microbatch, and every stage sees with it: nobody else can have data
+    computed in its name, nor other targets than it has sent."""
+
+    run_id: str
+    feeder: str
+    round: int
+    microbatch_id: int
+    targets: bytes
+    """Hash of targets and documents, as in a `Statement`."""
+
+    @property
+    def signed(self) -> bytes:
+        """The bytes that are signed, by the feeder's machine."""
+        return LAUNCHED_AS + pack(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +78,8 @@ class Receipt:
     """Of `signed`, by the replica's machine."""
 
     def __post_init__(self) -> None:
-        if len(self.statement) > MAX_STATEMENT_BYTES or len(self.signature) > 2 * HASH_BYTES:
+        is_long = len(self.signature) > MAX_SIGNATURE_BYTES
+        if is_long or len(self.statement) > MAX_STATEMENT_BYTES:
             raise ValueError("a receipt that is too long")
 
     @property

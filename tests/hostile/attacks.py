@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 from typing import Any, Protocol
 
 from xxhash import xxh3_64_digest
@@ -312,6 +312,41 @@ def takes_slots(arrays: Callable[[int, int, int], tuple[Array, ...]]) -> Attack:
                     assert slot_of(the_id) == slot
                     for target, stage in swarm.stages().items():
                         calls.create_task(take(target, stage, r, the_id))
+                await asyncio.sleep(CALLS_EVERY_S)
+
+    return attack
+
+
+def feeds_as_others(num_names: int, arrays: Callable[[int, int, int], tuple[Array, ...]]) -> Attack:
+    """Names that say they serve stage 0 bring microbatches of their own making into the next one,
+    as those of honest feeders, and commit none. `arrays`: as of `takes_slots`."""
+
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        names = [attacker.name() for _ in range(num_names)]
+        for name in names:
+            name.answer(PING, lambda body: None)
+
+        async def announce() -> None:
+            while True:
+                for name in names:
+                    says = {"state": ACTIVE, "stage": 0, "round": max(swarm.rounds())}
+                    name.tell(attacker.victims, name.record(addresses=name.where, **says))
+                await asyncio.sleep(EVERY_S)
+
+        async def bring(name: Name, target: str, r: int, the_id: int, feeder: str) -> None:
+            body = StepRequest(r, the_id, 1, feeder, MICROBATCH)
+            await name.call(target, STEP, body, arrays(1, r, the_id), timeout_s=ANSWER_S)
+
+        async with asyncio.TaskGroup() as calls:
+            calls.create_task(announce())
+            for n in count():
+                r, slot = max(swarm.rounds()), n % NUM_SLOTS
+                stages = swarm.stages()
+                feeders = sorted(p for p, stage in stages.items() if stage == 0)
+                for name, target in product(names, [p for p, k in stages.items() if k == 1]):
+                    the_id = flight_id(name.run_id, name.peer_id, 1, r, n, slot)
+                    feeder = feeders[n % len(feeders)]
+                    calls.create_task(bring(name, target, r, the_id, feeder))
                 await asyncio.sleep(CALLS_EVERY_S)
 
     return attack

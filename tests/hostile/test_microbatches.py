@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from swarmnet.errors import SwarmnetError
+from swarmnet.methods.contact import PING
+from swarmnet.methods.microbatch import STEP, StepRequest
 from swarmnet.protocol.slots import flight_id, slot_of
 from swarmnet.simulation.stage import SyntheticData, activation
+from swarmnet.swarm.calls import call
 from swarmnet.swarm.pipeline.feeder import Journal
-from swarmnet.wire import Array
+from swarmnet.wire import Array, Message
 from tests.hostile.attacker import Attacker, NamedSigner
-from tests.hostile.attacks import MICROBATCH, NUM_SLOTS, swallows, takes_slots
+from tests.hostile.attacks import (
+    ANSWER_S,
+    MICROBATCH,
+    NUM_SLOTS,
+    feeds_as_others,
+    swallows,
+    takes_slots,
+)
 from tests.hostile.trial import trial
 from tests.swarm.harness import SIZES, Swarm, in_virtual_time, tiny_spec
 
@@ -29,16 +42,60 @@ def only_honest(swarm: Swarm, attacker: Attacker) -> None:
         assert not names & {p for path in swarm.paths[r].values() for p in path}
 
 
+def microbatch(stage: int, r: int, the_id: int) -> tuple[Array, Array]:
+    """Inputs and targets, as a stage takes them."""
+    batch = SyntheticData(MICROBATCH).microbatch([the_id])
+    return (activation((r, the_id), SIZES) if stage else batch.inputs), batch.targets
+
+
 def test_no_stranger_has_a_slot() -> None:
     """It sends its own data into all slots of each round, at both stages, and commits them."""
 
     def arrays(stage: int, r: int, the_id: int) -> tuple[Array, ...]:
-        inputs = SyntheticData(MICROBATCH).microbatch([the_id]).inputs
-        if stage:
-            inputs = activation((r, the_id), SIZES)
+        inputs = microbatch(stage, r, the_id)[0]
         return inputs, inputs
 
     pace = trial(takes_slots(arrays), look=only_honest)
+    assert pace.held(), pace
+
+
+def test_nobody_feeds_in_the_name_of_another(tmp_path: Path) -> None:
+    """Neither a name with the record of a replica of the stage before, nor one that is proven."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(2)
+        rng, members = random.Random(0), sorted(swarm.members)
+        attacker = Attacker(swarm.hub, spec.run_id, members, rng)
+        stranger = await attacker.joined(stage=0)
+        stranger.answer(PING, lambda body: None)
+        stages = swarm.stages()
+        feeder, member = (p for p in members if stages[p] == 0)
+        transports = [stranger.transport, swarm.members[member].peer.transport]
+        for transport, target in itertools.product(transports, members):
+            if stages[target] == 0:
+                continue
+            r = max(swarm.rounds())
+            the_id = flight_id(spec.run_id, feeder, 1, r, len(answers), len(answers) % 2)
+            body = StepRequest(r, the_id, 1, feeder, MICROBATCH, launch=stranger.sign(b"mine"))
+            step = Message(body, microbatch(1, r, the_id))
+            with pytest.raises(SwarmnetError) as refused:
+                await call(transport, target, STEP, step, timeout_s=ANSWER_S)
+            answers.append(str(refused.value))
+            replica = swarm.members[target].peer.steps.serving.replica
+            assert replica is not None
+            assert replica.ledger.get((r, the_id)) is None
+        await swarm.until_round(max(swarm.rounds()) + 2)
+
+    answers: list[str] = []
+    in_virtual_time(scenario, spec, is_synthetic=True, signer=NamedSigner)
+    assert len(answers) == 4
+    assert all("not signed" in answer for answer in answers), answers
+
+
+def test_microbatches_in_the_names_of_others_hold_nobody_up() -> None:
+    pace = trial(feeds_as_others(2, microbatch), before_s=4, during_s=4, after_s=3)
     assert pace.held(), pace
 
 

@@ -77,7 +77,9 @@ def trial(
     seed: int = 0,
     num_replicas: int = NUM_REPLICAS,
     is_closed: bool = False,
+    before_s: float = BEFORE_S,
     during_s: float = DURING_S,
+    after_s: float = AFTER_S,
     sync: dict[str, object] | None = None,
     look: Callable[[Swarm, Attacker], None] = lambda swarm, attacker: None,
 ) -> Pace:
@@ -89,7 +91,7 @@ def trial(
         swarm.start_grid(NUM_STAGES, num_replicas)
         await swarm.until_round(3)
         await asyncio.sleep(SETTLES_S)
-        before = await _rounds_per_s(swarm, BEFORE_S)
+        before = await _rounds_per_s(swarm, before_s)
         victims = sorted(swarm.members)
         attacker = Attacker(swarm.hub, swarm.spec.run_id, victims, random.Random(seed))
         work = asyncio.get_running_loop().create_task(_run(attack, attacker, swarm))
@@ -98,7 +100,7 @@ def trial(
         await asyncio.gather(work, return_exceptions=True)
         attacker.leave()
         await asyncio.sleep(SETTLES_S)
-        after = await _rounds_per_s(swarm, AFTER_S)
+        after = await _rounds_per_s(swarm, after_s)
         found.append(Pace(before, during, after))
         look(swarm, attacker)
 

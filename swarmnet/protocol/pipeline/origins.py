@@ -3,15 +3,21 @@
 A slot belongs to the feeders of the run: nobody else's data are in an update. A feeder brings its
 microbatches into the first stage itself. Into each other stage a replica of the stage before brings
 them, which has computed what it brings. Both by the view: what a call says of its caller is no
-title."""
+title. What it says of the feeder is none either: the feeder has signed each microbatch.
+
+A record makes nobody a replica that computes. So a caller that this peer has no reason to believe
+in brings one microbatch at a time, until one has counted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.view import View
+
+UNPROVEN_FLIGHTS = 1
+"""That one caller may have here and that do not count yet, before anything of it has counted."""
 
 
 class Origins:
@@ -41,6 +47,12 @@ class Origins:
             return caller == feeder
         record = self._of_stage_before(caller, stage)
         return record is not None and record.state in (ACTIVE, LEAVING)
+
+    def may_bring_more(self, caller: str, num_open: Callable[[], int]) -> bool:
+        """Whether a peer with so many flights here that do not count yet may begin another."""
+        if caller == self._view.own_peer_id or self._view.reputation.works(caller):
+            return True
+        return num_open() < UNPROVEN_FLIGHTS
 
     def may_pass_on(self, caller: str, stage: int) -> bool:
         """Whether a peer may have a stage other than the first go on with a forward pass alone,

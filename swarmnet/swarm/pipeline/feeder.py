@@ -38,7 +38,7 @@ from swarmnet.swarm.pipeline.dispatcher import Dispatcher
 from swarmnet.swarm.pipeline.fed_rounds import FedRound, FedRounds
 from swarmnet.swarm.pipeline.flights import Track
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
-from swarmnet.swarm.pipeline.receipts import check_reply, hash_of, hash_of_targets
+from swarmnet.swarm.pipeline.receipts import check_reply, hash_of, hash_of_targets, launch_of
 from swarmnet.swarm.pipeline.step import StepService, check_tokens
 from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.settings import RunSettings, WaitLimits
@@ -276,6 +276,8 @@ class Feeder:
         track = Track()
         about = (mine.round, the_id, 0)
         hashes = hash_of(batch.inputs), hash_of_targets(batch.targets, batch.documents)
+        said = launch_of(request, own.run_id, hashes[1])
+        request = replace(request, launch=self.gossip.signer.sign(said.signed))
 
         def accept(reply: StepReply, returned: tuple[Array, ...]) -> None:
             _accept(reply, returned)

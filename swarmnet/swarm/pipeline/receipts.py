@@ -1,5 +1,5 @@
-"""Receipts of microbatches: hashes of what a replica got and gave, made and compared beside the
-device's work."""
+"""What is signed of microbatches: by feeders that they launched them, and by replicas, in receipts,
+what they got and gave, by hashes that are made and compared beside the device's work."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from swarmnet.batch import Documents
 from swarmnet.errors import ProtocolViolation
-from swarmnet.methods.microbatch import StepReply
-from swarmnet.methods.receipt import Receipt, Statement
+from swarmnet.methods.microbatch import StepReply, StepRequest
+from swarmnet.methods.receipt import Launch, Receipt, Statement
 from swarmnet.ports import Passage
+from swarmnet.swarm.membership.record_checks import Signer
 from swarmnet.wire import Array, pack
 
 T = TypeVar("T")
@@ -38,6 +39,22 @@ def hash_of_targets(targets: Array, documents: Documents | None) -> bytes:
 def hash_of_statement(receipt: Receipt | None) -> bytes:
     """Empty for none."""
     return b"" if receipt is None else hashlib.sha256(receipt.statement).digest()
+
+
+def launch_of(step: StepRequest, run_id: str, targets: bytes) -> Launch:
+    """What the feeder of a microbatch signs. `targets`: their hash."""
+    return Launch(run_id, step.feeder, step.round, step.microbatch_id, targets)
+
+
+async def check_launch(step: StepRequest, run_id: str, targets: Array, signer: Signer) -> None:
+    """Raises `ProtocolViolation` unless the feeder of a microbatch has signed it."""
+
+    def is_signed() -> bool:
+        said = launch_of(step, run_id, hash_of_targets(targets, step.documents))
+        return signer.verify(step.feeder, said.signed, step.launch)
+
+    if not await signer.beside(is_signed):
+        raise ProtocolViolation("a microbatch that its feeder has not signed")
 
 
 def beside(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from swarmnet.batch import num_wanted
-from swarmnet.errors import NotReady, NotSent, ProtocolViolation, Stale, Taken
+from swarmnet.errors import Busy, NotReady, NotSent, ProtocolViolation, Stale, Taken
 from swarmnet.methods.microbatch import (
     ADMIT,
     COMMIT,
@@ -43,6 +43,7 @@ from swarmnet.swarm.pipeline.flights import Flight, Flights
 from swarmnet.swarm.pipeline.receipts import (
     beside,
     check_gradient,
+    check_launch,
     check_reply,
     hash_of,
     hash_of_statement,
@@ -138,7 +139,7 @@ class StepService:
         if self.gossip.view.is_barred(request.remote):
             raise NotReady("you have given a wrong result")
         replica.stage.check(*_parts(request.message.arrays), step.documents)
-        await self._check_origin(replica, step, request.remote)
+        await self._check_origin(replica, step, request)
         self._learn(replica, step.round, request.remote)
         try:
             await replica.enter(step.round, self.limits.enter_wait_s)
@@ -174,10 +175,14 @@ class StepService:
         if slot_of(step.microbatch_id) >= num_slots:
             raise ProtocolViolation(f"round {step.round} of this run has {num_slots} slots")
 
-    async def _check_origin(self, replica: Replica, step: StepRequest, caller: str) -> None:
+    async def _check_origin(
+        self, replica: Replica, step: StepRequest, request: Request[StepRequest]
+    ) -> None:
         """Waits until the view has the titles of a microbatch, but no longer than news take. Raises
-        `NotReady` where its caller has none, `Taken` where its feeder has none."""
-        origins = self._origins
+        `NotReady` where its caller has none, `Taken` where its feeder has none, and
+        `ProtocolViolation` where its feeder has not signed it: then its caller, which would have
+        looked itself, has made it up, and is banned."""
+        caller, origins = request.remote, self._origins
 
         def may_come() -> bool:
             now = asyncio.get_running_loop().time()
@@ -187,6 +192,14 @@ class StepService:
 
         wait_s = max(LOOK_AGAIN_S, self.gossip.spread_s)
         if await self.gossip.changed.until(may_come, wait_s):
+            own, is_here = self.gossip.own, (step.round, step.microbatch_id) in self.flights
+            if not is_here and caller != own.peer_id:
+                targets = request.message.arrays[1]
+                try:
+                    await check_launch(step, own.run_id, targets, self.gossip.signer)
+                except ProtocolViolation as e:
+                    self.transport.ban(caller, str(e))
+                    raise
             return
         if not origins.may_bring(caller, step.feeder, step.stage):
             raise NotReady(f"{caller[-8:]} may not bring microbatches into stage {step.stage}")
@@ -194,17 +207,18 @@ class StepService:
 
     def _let_in(self, replica: Replica, step: StepRequest, request: Request) -> Flight:
         """Begins the flight of a new microbatch. Raises `Stale`, `NotReady` or `Busy`."""
-        key = (step.round, step.microbatch_id)
+        key, caller = (step.round, step.microbatch_id), request.remote
         if replica.ledger.get(key) is not None:  # a late call, of a caller that it passed by
             raise Stale("the microbatch was committed here already", round=replica.round)
-        self.admission.claim(request.remote, key)
+        self.admission.claim(caller, key)
+        if not self._origins.may_bring_more(caller, partial(replica.ledger.num_open, caller)):
+            text = "you bring one microbatch at a time, until one has counted"
+            raise Busy(text, backlog_s=replica.service_s or LOOK_AGAIN_S)
         if self._is_lost(step.feeder):
             raise NotReady("the feeder of the microbatch is gone")
         self._check_slot(replica, step)
         self.admission.check_room(replica, step.round, announced=step.asked)
-        replica.ledger.begin(
-            key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
-        )
+        replica.ledger.begin(key, caller=caller, feeder=step.feeder, num_samples=step.num_samples)
         parts = _parts(request.message.arrays)
         flight = self.flights.enter(key, step.feeder)
         self.flights.start(flight, self._fly(replica, flight, step, *parts))
@@ -421,6 +435,7 @@ class StepService:
             num_samples=step.num_samples,
             hint=step.hint,
             documents=step.documents,
+            launch=step.launch,
         )
 
     def _feeder_changed(self, peer_id: str, state: State) -> None:

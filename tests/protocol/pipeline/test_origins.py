@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarmnet.protocol.membership.records import JOINING, LEAVING
+from swarmnet.protocol.membership.reputation import GRACE_ROUNDS
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.origins import Origins
 from tests.protocol.making import record
@@ -60,3 +61,17 @@ def test_a_newcomer_with_parameters_passes_on_what_leaves_nothing_behind() -> No
     assert [origins.may_pass_on(p, 1) for p in ("a", "joins", "tried", "x")] == [1, 0, 1, 0]
     assert not origins.may_pass_on("tried", 2)
     assert not origins.may_bring("tried", "a", 1)
+
+
+def test_who_is_not_believed_in_brings_one_at_a_time() -> None:
+    view = viewed(record("a", stage=0), record("new", stage=0), record("me", stage=0))
+    origins = Origins(view)
+    assert all(origins.may_bring_more(p, lambda: 5) for p in ("a", "new")), "all begin together"
+    view.delivered("a")
+    for r in range(1, GRACE_ROUNDS + 2):
+        view.merge(record("me", r, stage=0, round=r), float(r))
+    assert origins.may_bring_more("a", lambda: 5)
+    assert origins.may_bring_more("me", lambda: 5)
+    assert [origins.may_bring_more("new", lambda: n) for n in (0, 1)] == [True, False]  # noqa: B023
+    view.delivered("new")
+    assert origins.may_bring_more("new", lambda: 5), "one of them has counted"
