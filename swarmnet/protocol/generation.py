@@ -36,6 +36,11 @@ MAX_SESSIONS = 16
 """At a replica, of all callers."""
 MAX_SESSIONS_EACH = 4
 """Of one calling machine."""
+MAX_UNKNOWN_SESSIONS = MAX_SESSIONS - MAX_SESSIONS_EACH
+"""Of all callers together that nobody has seen at work: names cost nothing."""
+LEAST_TOKENS_PER_S, SLOW_AFTER_S = 0.5, PATIENCE_S
+"""A session of that age whose text has grown more slowly than so gives its place to a caller that
+finds none (tests/protocol/test_generation.py)."""
 IDLE_S = UPKEEP_S
 """A session that nobody goes on with is dropped after this
 (tests/protocol/test_generation.py)."""
@@ -108,9 +113,17 @@ class Session:
     began_at: float
     """Seconds, of the caller's clock; the same for the next one."""
     used_at: float
+    is_known: bool = False
+    """Its caller was seen at work."""
     num_tokens: int = 0
     """So many are in its cache."""
     is_busy: bool = False
+
+    def is_slow(self, now: float) -> bool:
+        """It holds a place and makes little of it."""
+        age_s = now - self.began_at
+        is_late = self.num_tokens < LEAST_TOKENS_PER_S * age_s
+        return is_late and age_s >= SLOW_AFTER_S and not self.is_busy
 
 
 @dataclass(slots=True)
@@ -137,11 +150,28 @@ class Sessions:
         """That may come into all caches."""
         return sum(s.max_tokens for s in self._open.values())
 
+    def giving_way(self, key: Key, machine: str, now: float, *, is_known: bool) -> Session | None:
+        """The session to be ended so that a caller gets a place, where there is none: of the slow
+        ones that with the fewest tokens, first of callers that are not known, and for such a caller
+        of these alone. None where there is a place, or no such session."""
+        others = [s for s in self._open.values() if s.key != key]
+        if _num_of(machine, others) >= MAX_SESSIONS_EACH or not _is_full(others, is_known):
+            return None
+        slow = [s for s in others if s.is_slow(now) and (is_known or not s.is_known)]
+        return min(slow, key=lambda s: (s.is_known, s.num_tokens, s.began_at), default=None)
+
     def choose(
-        self, key: Key, machine: str, wish: Wish, present: int, has_room: bool
+        self,
+        key: Key,
+        machine: str,
+        wish: Wish,
+        present: int,
+        has_room: bool,
+        *,
+        is_known: bool = False,
     ) -> Parameters:
         """Which parameters a new session gets. `present`: the replica's round. `has_room`: for a
-        copy.
+        copy. `is_known`: the caller was seen at work.
 
         Raises:
             Busy: too many sessions.
@@ -149,9 +179,9 @@ class Sessions:
                 `details["is_full"]`: there is no room for a copy.
         """
         others = [s for s in self._open.values() if s.key != key]
-        if len(others) >= MAX_SESSIONS:
+        if _is_full(others, is_known):
             raise Busy("too many texts are being written here", backlog_s=FIRST_PAUSE_S)
-        if sum(s.machine == machine for s in others) >= MAX_SESSIONS_EACH:
+        if _num_of(machine, others) >= MAX_SESSIONS_EACH:
             raise Busy("you have too many texts being written here", backlog_s=FIRST_PAUSE_S)
         if self.copied_round == wish.round:
             return Parameters.SHARED
@@ -168,15 +198,23 @@ class Sessions:
         raise Stale(f"round {wish.round} is over here", round=present)
 
     def open(
-        self, key: Key, machine: str, wish: Wish, chosen: Parameters, present: int, now: float
+        self,
+        key: Key,
+        machine: str,
+        wish: Wish,
+        chosen: Parameters,
+        present: int,
+        now: float,
+        *,
+        is_known: bool = False,
     ) -> Session:
         """Begins a session, in place of one of the same name. A copy that was to be made is
-        there."""
+        there. `is_known`: as of `choose`."""
         is_copied = chosen is not Parameters.PRESENT
         r = wish.round if is_copied else present
         if is_copied:
             self.copied_round = r
-        session = Session(key, machine, r, is_copied, wish.max_tokens, now, now)
+        session = Session(key, machine, r, is_copied, wish.max_tokens, now, now, is_known)
         self._open[key] = session
         return session
 
@@ -236,6 +274,17 @@ class Sessions:
             for s in self._open.values()
             if not s.is_busy and (now - s.used_at >= IDLE_S or now - s.began_at >= LONGEST_S)
         ]
+
+
+def _num_of(machine: str, sessions: Sequence[Session]) -> int:
+    return sum(s.machine == machine for s in sessions)
+
+
+def _is_full(sessions: Sequence[Session], is_known: bool) -> bool:
+    """For one more of a caller that is known, or is not."""
+    if len(sessions) >= MAX_SESSIONS:
+        return True
+    return not is_known and sum(not s.is_known for s in sessions) >= MAX_UNKNOWN_SESSIONS
 
 
 @dataclass(slots=True)

@@ -209,7 +209,11 @@ class Peer:
         )
         self.inference = InferService(self.dispatcher, self.limits, self._here)
         self.generation = GenerateService(
-            self.transport, self._here, self.resource_limits, self.machine.free_bytes
+            self.transport,
+            self._here,
+            self.resource_limits,
+            self.machine.free_bytes,
+            self.view.reputation,
         )
         data: Data | None = self.machine.data
         self._sharing = None

@@ -14,14 +14,17 @@ from swarmnet.protocol.generation import (
     BURST_TOKENS,
     DEVICE_SHARE,
     IDLE_S,
+    LEAST_TOKENS_PER_S,
     LONGEST_S,
     LONGEST_TEXT,
     MAX_PASS_TOKENS,
     MAX_SESSIONS,
     MAX_SESSIONS_EACH,
     MAX_TOKENS,
+    MAX_UNKNOWN_SESSIONS,
     ONE_ROUND_S,
     REFUSED_S,
+    SLOW_AFTER_S,
     TOKENS_PER_S,
     DeviceTurn,
     Found,
@@ -45,11 +48,17 @@ KEY = ("caller", "text")
 
 
 def opened(
-    sessions: Sessions, key: Key = KEY, *, present: int = 3, now: float = 0.0, **wish: object
+    sessions: Sessions,
+    key: Key = KEY,
+    *,
+    present: int = 3,
+    now: float = 0.0,
+    is_known: bool = True,
+    **wish: object,
 ) -> Session:
     said = Wish(**{"round": 3, "max_tokens": 100, **wish})  # type: ignore[arg-type]
-    chosen = sessions.choose(key, key[0], said, present, has_room=True)
-    return sessions.open(key, key[0], said, chosen, present, now)
+    chosen = sessions.choose(key, key[0], said, present, has_room=True, is_known=is_known)
+    return sessions.open(key, key[0], said, chosen, present, now, is_known=is_known)
 
 
 def test_sessions_of_a_round_share_its_copy_which_goes_with_the_last() -> None:
@@ -98,6 +107,48 @@ def test_callers_have_few_sessions_and_a_replica_has_not_many() -> None:
         opened(sessions, ("nobody yet", "text"))
     opened(sessions, ("caller 0", "text 0"))  # anew, in its own place
     assert sessions.num_open == MAX_SESSIONS
+
+
+def unknown_hold_all(sessions: Sessions) -> None:
+    """That they may have together."""
+    for i in range(MAX_UNKNOWN_SESSIONS):
+        opened(sessions, (f"name {i // MAX_SESSIONS_EACH}", f"{i}"), is_known=False)
+    with pytest.raises(Busy, match="too many texts are"):
+        opened(sessions, ("another name", "text"), is_known=False)
+
+
+def test_names_that_nobody_has_seen_at_work_leave_places_to_those_that_work() -> None:
+    sessions = Sessions()
+    unknown_hold_all(sessions)
+    for i in range(MAX_SESSIONS - MAX_UNKNOWN_SESSIONS):
+        opened(sessions, ("member", f"{i}"))
+    assert sessions.num_open == MAX_SESSIONS
+
+
+def test_a_text_that_does_not_grow_gives_its_place_to_another() -> None:
+    sessions = Sessions()
+    unknown_hold_all(sessions)
+    member = opened(sessions, ("member", "text"))
+
+    def giving_way(now: float, *, by: str = "another", is_known: bool = False) -> Session | None:
+        return sessions.giving_way((by, "text"), by, now, is_known=is_known)
+
+    assert giving_way(SLOW_AFTER_S - 1.0) is None
+    slow = giving_way(SLOW_AFTER_S)
+    assert slow is not None
+    assert slow is not member
+    assert giving_way(SLOW_AFTER_S, is_known=True) is None, "there is a place"
+    assert giving_way(SLOW_AFTER_S, by="name 0") is None, "it has its share"
+    sessions.keep(slow.key, SLOW_AFTER_S)
+    assert giving_way(SLOW_AFTER_S) is slow, "saying so is no work"
+    enough = int(LEAST_TOKENS_PER_S * SLOW_AFTER_S)
+    sessions.done(sessions.begin(slow.key, 0, enough, SLOW_AFTER_S), enough, SLOW_AFTER_S)
+    other = giving_way(SLOW_AFTER_S)
+    assert other is not None
+    assert other is not slow
+    sessions.end(other.key)
+    assert giving_way(SLOW_AFTER_S) is None
+    opened(sessions, ("another", "text"), is_known=False)
 
 
 def test_a_session_is_over_when_another_one_has_its_name() -> None:

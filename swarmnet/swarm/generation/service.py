@@ -15,6 +15,7 @@ from swarmnet.ports import OTHER, Generation
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Session, Sessions, Wish
 from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.reputation import Level, Reputation
 from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.calls import serve
 from swarmnet.swarm.replica.replica import Replica
@@ -43,15 +44,18 @@ class GenerateService:
         serving: Serving,
         resource_limits: ResourceLimits,
         free_bytes: Callable[[], float],
+        reputation: Reputation,
     ) -> None:
         """
         Args:
             resource_limits: of the machine.
             free_bytes: of the device's memory, now.
+            reputation: of callers.
         """
         self._serving = serving
         self._limits = resource_limits
         self._free_bytes = free_bytes
+        self._reputation = reputation
         self._peer_id = transport.peer_id
         self._of: Replica | None = None
         """The replica that the sessions are of."""
@@ -120,11 +124,15 @@ class GenerateService:
             async with self._copying:
                 self._check_wanted(replica, key, call)
                 self._end(key)
+                is_known = self._reputation.level(key[0]) >= Level.VOUCHED
+                self._make_place(key, machine, is_known=is_known)
                 cache_bytes = generation.token_bytes * wish.max_tokens + generation.text_bytes
                 if not self._has_room(replica, cache_bytes):
                     raise Busy("no memory here for another text", backlog_s=FIRST_PAUSE_S)
                 has_room = self._has_room(replica, cache_bytes + generation.copy_bytes)
-                chosen = self._sessions.choose(key, machine, wish, replica.round, has_room)
+                chosen = self._sessions.choose(
+                    key, machine, wish, replica.round, has_room, is_known=is_known
+                )
                 if chosen is Parameters.COPIED:
                     copy = functools.partial(self._copy, replica, generation, wish.round)
                     await self._on_device(replica, copy)
@@ -134,12 +142,20 @@ class GenerateService:
                         generation.drop_copy()
                         raise
                 now = asyncio.get_running_loop().time()
-                self._sessions.open(key, machine, wish, chosen, replica.round, now)
+                self._sessions.open(
+                    key, machine, wish, chosen, replica.round, now, is_known=is_known
+                )
         finally:
             if self._opening.get(key) is call:
                 del self._opening[key]
         self._hold(generation)
         self._opened.set()
+
+    def _make_place(self, key: Key, machine: str, *, is_known: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        slow = self._sessions.giving_way(key, machine, now, is_known=is_known)
+        if slow is not None:
+            self._end(slow.key)
 
     def _check_wanted(self, replica: Replica, key: Key, call: object) -> None:
         """While a call opens a session."""
