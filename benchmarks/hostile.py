@@ -102,8 +102,8 @@ def tied_spec(folder: Path) -> Path:
     return path
 
 
-def own_data(spec: RunSpec, shards: int) -> attacks.Attack:
-    """Takes slots with what looks like tokens, and like activations."""
+def own_data(spec: RunSpec) -> Callable[[int, int, int], tuple[Array, ...]]:
+    """What looks like tokens, and like activations."""
     length, width = spec.model.max_position_embeddings, spec.model.hidden_size
     tokens = Array("int32", (attacks.MICROBATCH, length), bytes(4 * attacks.MICROBATCH * length))
     shape = (attacks.MICROBATCH, length, width)
@@ -112,7 +112,7 @@ def own_data(spec: RunSpec, shards: int) -> attacks.Attack:
     def arrays(stage: int, r: int, the_id: int) -> tuple[Array, ...]:
         return (values if stage else tokens), tokens
 
-    return attacks.takes_slots(arrays)
+    return arrays
 
 
 KINDS: dict[str, Kind] = {
@@ -125,11 +125,12 @@ KINDS: dict[str, Kind] = {
     "checkpoint": lambda spec, shards: attacks.offers_a_checkpoint(shards),
     "large-records": lambda spec, shards: attacks.tell_much,
     "false-signatures": lambda spec, shards: attacks.sign_falsely,
-    "gossip": lambda spec, shards: attacks.ask_much,
+    "gossip": lambda spec, shards: attacks.asks_much(),
     "unread": lambda spec, shards: attacks.reads_nothing,
     "silent": lambda spec, shards: attacks.swallows(2, has=None, tells=0),
     "swallows": lambda spec, shards: attacks.swallows(2, has=True, tells=100),
-    "slots": own_data,
+    "slots": lambda spec, shards: attacks.takes_slots(own_data(spec)),
+    "others-slots": lambda spec, shards: attacks.feeds_as_others(2, own_data(spec)),
     "norms": lambda spec, shards: attacks.says_huge_norms(4, shards),
     "ballots": lambda spec, shards: attacks.usurpers(4, shards, false_step(spec)),
     "tied": lambda spec, shards: attacks.pushes_tied(shards, false_step(spec)),

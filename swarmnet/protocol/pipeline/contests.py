@@ -25,6 +25,13 @@ UNKNOWN = ""
 """In place of a name: all that do not count yet. A new name costs nothing."""
 
 
+def waits_s(usual_s: float) -> float:
+    """How long a flight that does not count yet is given here, before it counts as one that never
+    will. `usual_s`: that a microbatch is here, with its way through the stages after this one; 0
+    while unknown."""
+    return max(DEADLINE_FACTOR * usual_s if usual_s > 0 else FIRST_DEADLINE_S, MIN_DEADLINE_S)
+
+
 @dataclass(slots=True)
 class Contests:
     """What one replica has seen of feeders whose flights kept others out. One that let its time
@@ -34,10 +41,8 @@ class Contests:
 
     def keeps_out(self, feeder: str, began_at: float, usual_s: float, now: float) -> bool:
         """Whether a flight of a feeder that came here at `began_at`, and does not count yet, keeps
-        another feeder's out. `usual_s`: that a microbatch is here, with its way through the stages
-        after this one; 0 while unknown."""
-        most_s = DEADLINE_FACTOR * usual_s if usual_s > 0 else FIRST_DEADLINE_S
-        if now - began_at > max(most_s, MIN_DEADLINE_S):
+        another feeder's out. `usual_s`: as of `waits_s`."""
+        if now - began_at > waits_s(usual_s):
             self._distrusted[feeder] = Deadline.after(now, DISTRUST_S)
             self._distrusted.move_to_end(feeder)
             if len(self._distrusted) > MAX_DISTRUSTED:

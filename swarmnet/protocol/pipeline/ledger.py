@@ -89,13 +89,14 @@ class Ledger:
         entries = self._rounds.get(key[0], {}).items()
         return [entry for other, entry in entries if other != key[1] and slot_of(other) == slot]
 
-    def num_open(self, caller: str) -> int:
+    def open_of(self, caller: str) -> list[StepKey]:
         """Microbatches that a peer asked for and that do not count yet, of all rounds."""
-        return sum(
-            entry.state != COMMITTED and caller in entry.callers
+        return [
+            entry.key
             for entries in self._rounds.values()
             for entry in entries.values()
-        )
+            if entry.state != COMMITTED and caller in entry.callers
+        ]
 
     def done(self, key: StepKey, *, num_tokens: int, next_peer: str | None) -> None:
         """The gradient is in the buffer. Ignored where the entry is gone (the round is over)."""

@@ -10,11 +10,12 @@ in brings one microbatch at a time, until one has counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline.contests import waits_s
 
 UNPROVEN_FLIGHTS = 1
 """That one caller may have here and that do not count yet, before anything of it has counted."""
@@ -48,11 +49,14 @@ class Origins:
         record = self._of_stage_before(caller, stage)
         return record is not None and record.state in (ACTIVE, LEAVING)
 
-    def may_bring_more(self, caller: str, num_open: Callable[[], int]) -> bool:
-        """Whether a peer with so many flights here that do not count yet may begin another."""
+    def may_bring_more(
+        self, caller: str, ages_s: Callable[[], Iterable[float]], usual_s: float
+    ) -> bool:
+        """Whether a peer may begin another flight here. `ages_s()`: of those that do not count yet,
+        seconds. `usual_s`: as of `contests.waits_s`; an older one may have counted unheard."""
         if caller == self._view.own_peer_id or self._view.reputation.works(caller):
             return True
-        return num_open() < UNPROVEN_FLIGHTS
+        return sum(age_s <= waits_s(usual_s) for age_s in ages_s()) < UNPROVEN_FLIGHTS
 
     def may_pass_on(self, caller: str, stage: int) -> bool:
         """Whether a peer may have a stage other than the first go on with a forward pass alone,

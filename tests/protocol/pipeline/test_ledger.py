@@ -40,12 +40,12 @@ def test_the_usual_life() -> None:
 def test_flights_of_a_caller_are_open_until_they_count() -> None:
     ledger = begun()
     ledger.begin((4, 78), caller="x", feeder="f", num_samples=4)
-    assert [ledger.num_open(p) for p in ("c", "x", "f")] == [1, 1, 0]
+    assert [ledger.open_of(p) for p in ("c", "x", "f")] == [[KEY], [(4, 78)], []]
     ledger.done(KEY, num_tokens=100, next_peer=None)
-    assert ledger.num_open("c") == 1, "done, and it may be in vain"
+    assert ledger.open_of("c") == [KEY], "done, and it may be in vain"
     ledger.commit(KEY)
     ledger.failed((4, 78))
-    assert [ledger.num_open(p) for p in ("c", "x")] == [0, 0]
+    assert [ledger.open_of(p) for p in ("c", "x")] == [[], []]
 
 
 def test_a_commit_may_overtake_the_end() -> None:
