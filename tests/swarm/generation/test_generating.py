@@ -19,13 +19,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnet.errors import NotNow, NotReady, RemoteError
+from swarmnet.errors import Busy, NotNow, NotReady, RemoteError
 from swarmnet.methods.microbatch import GenerateRequest
 from swarmnet.protocol.generation import (
     IDLE_S,
     LONGEST_S,
     LONGEST_TEXT,
     MAX_SESSIONS_EACH,
+    MAX_UNKNOWN_SESSIONS,
+    SLOW_AFTER_S,
     exact_pass_tokens,
     pass_tokens,
 )
@@ -419,6 +421,30 @@ def test_one_machine_may_not_have_many_texts(tmp_path: Path) -> None:
                 await write(texts[-1], PROMPT, 1)
             await texts[0].close()
             assert await write(texts[-1], PROMPT, 1)
+
+    in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
+
+
+def test_names_hold_no_places_that_others_need(tmp_path: Path) -> None:
+    """However often they say that their texts go on."""
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, num_peers=2)
+        await swarm.until_round(3)
+        names = [Asker(swarm, f"name-{i}") for i in range(MAX_UNKNOWN_SESSIONS)]
+        honest, member = Asker(swarm), swarm.members["peer-1"].peer.transport
+        for name in names:
+            await name.call("peer-0", opening())
+        with pytest.raises(Busy, match="too many texts"):
+            await honest.call("peer-0", opening())
+        await member.call("peer-0", "generate", Message(opening()), timeout_s=60.0)
+        await asyncio.sleep(SLOW_AFTER_S)
+        for name in names:
+            await name.call("peer-0", GenerateRequest(0, "text"))
+        await honest.call("peer-0", opening(), tokens_of(PROMPT))
+        with pytest.raises(NotReady, match="not known"):
+            await names[0].call("peer-0", GenerateRequest(0, "text"))
+        await member.call("peer-0", "generate", Message(GenerateRequest(0, "text")), timeout_s=60.0)
 
     in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
 
