@@ -38,9 +38,6 @@ MAX_SESSIONS_EACH = 4
 """Of one calling machine."""
 MAX_UNKNOWN_SESSIONS = MAX_SESSIONS - MAX_SESSIONS_EACH
 """Of all callers together that nobody has seen at work: names cost nothing."""
-LEAST_TOKENS_PER_S, SLOW_AFTER_S = 0.5, PATIENCE_S
-"""A session of that age whose text has grown more slowly than so gives its place to a caller that
-finds none (tests/protocol/test_generation.py)."""
 IDLE_S = UPKEEP_S
 """A session that nobody goes on with is dropped after this
 (tests/protocol/test_generation.py)."""
@@ -56,6 +53,9 @@ REFUSED_S = CONNECT_S
 TOKENS_PER_S, BURST_TOKENS = 256.0, 4.0 * MAX_TOKENS
 """Of one calling machine at a replica; at once in longer texts as much more as these are longer
 (tests/protocol/test_generation.py)."""
+LEAST_TOKENS_PER_S, SLOW_AFTER_S = TOKENS_PER_S / MAX_PASS_TOKENS, PATIENCE_S
+"""A session of that age whose text has grown more slowly than so, half a token a second, gives its
+place to a caller that finds none (tests/protocol/test_generation.py)."""
 DEVICE_SHARE = 0.1
 """Of the device's time, while training wants it too (tests/protocol/test_generation.py)."""
 
