@@ -48,6 +48,11 @@ OF_TEXTS = (
     ("A text, the prompt included", "protocol.generation.MAX_TOKENS", "tokens"),
     ("A text of a run with longer sequences", "protocol.generation.LONGEST_TEXT", "tokens"),
     ("Texts at a replica, of all callers", "protocol.generation.MAX_SESSIONS", ""),
+    (
+        "Texts at a replica, of callers that nobody has seen at work",
+        "protocol.generation.MAX_UNKNOWN_SESSIONS",
+        "",
+    ),
     ("Texts at a replica, of one machine", "protocol.generation.MAX_SESSIONS_EACH", ""),
     ("Texts that end an answer", "runtime.writing.writer.MAX_STOPS", ""),
     ("A prompt of messages", "runtime.writing.chat.MAX_PROMPT_CHARS", "characters"),
