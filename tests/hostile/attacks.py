@@ -561,9 +561,10 @@ Ask = Callable[[Name, str, int], tuple[Any, Message[Any]]]
 """A call of a name at this victim, while the honest ones are in this round."""
 
 
-def asks(of: Ask, *, stage: int | None = None, num_names: int = 4) -> Attack:
+def asks(of: Ask, *, stage: int | None = None, num_names: int = 4, every_s: float = 0.0) -> Attack:
     """Names with a record, which answer whether they live, ask all peers for this as fast as they
-    get answers. `stage`: their own, and those of another one are asked; None: all are."""
+    get answers. `stage`: their own, and those of another one are asked; None: all are. `every_s`:
+    after an answer; in virtual time one takes none."""
 
     async def attack(attacker: Attacker, swarm: Seen) -> None:
         names = [attacker.name() for _ in range(num_names)]
@@ -584,7 +585,7 @@ def asks(of: Ask, *, stage: int | None = None, num_names: int = 4) -> Attack:
                     continue
                 method, message = of(name, target, max(swarm.rounds()))
                 await name.call(target, method, message.body, message.arrays, ANSWER_S)
-                await asyncio.sleep(0)
+                await asyncio.sleep(every_s)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(announce())
@@ -594,24 +595,24 @@ def asks(of: Ask, *, stage: int | None = None, num_names: int = 4) -> Attack:
     return attack
 
 
-def past_the_end(sha256: str, size: int) -> Attack:
+def past_the_end(sha256: str, size: int, every_s: float = 0.0) -> Attack:
     """Asks for what is behind the end of a file of the run, as anybody may."""
     wanted = Message(FileRequest(sha256, size))
-    return asks(lambda name, target, r: (RUN_FILE, wanted))
+    return asks(lambda name, target, r: (RUN_FILE, wanted), every_s=every_s)
 
 
-def has_all_kept() -> Attack:
+def has_all_kept(every_s: float = 0.0) -> Attack:
     """Says that it fetches one round after the other, and asks what is saved."""
-    return asks(lambda name, target, r: (SAVED, Message(SavedRequest(r))))
+    return asks(lambda name, target, r: (SAVED, Message(SavedRequest(r))), every_s=every_s)
 
 
-def infers(arrays: tuple[Array, ...]) -> Attack:
+def infers(arrays: tuple[Array, ...], every_s: float = 0.0) -> Attack:
     """Has the stages compute for it, inputs with these targets."""
     wanted = Message(InferRequest(0, EVALUATE), arrays)
-    return asks(lambda name, target, r: (INFER, wanted))
+    return asks(lambda name, target, r: (INFER, wanted), every_s=every_s)
 
 
-def pushes_tied(num_shards: int, step: Array) -> Attack:
+def pushes_tied(num_shards: int, step: Array, every_s: float = 0.0) -> Attack:
     """Says that it is the last stage's primary, and what the sum of the shards is that the first
     and the last stage both hold."""
 
@@ -620,7 +621,7 @@ def pushes_tied(num_shards: int, step: Array) -> Attack:
         body = TiedSum(r, LAST_STAGE, shard, 64, term, bytes(DIGEST_BYTES))
         return REDUCE_TIED, Message(body, (step,))
 
-    return asks(push, stage=LAST_STAGE)
+    return asks(push, stage=LAST_STAGE, every_s=every_s)
 
 
 async def suspect_all(attacker: Attacker, swarm: Seen) -> None:
@@ -657,15 +658,20 @@ def stand_still() -> None:
     time.sleep(READS_EVERY_S)
 
 
-async def ask_much(attacker: Attacker, swarm: Seen) -> None:
-    """Asks all peers for all records, all the time, without a record of its own."""
-    name = attacker.name()
+def asks_much(every_s: float = 0.0) -> Attack:
+    """Asks all peers for all records, all the time, without a record of its own. `every_s`: as of
+    `asks`."""
 
-    async def ask(target: str) -> None:
-        while True:
-            await name.call(target, GOSSIP, GossipRequest({}))
-            await asyncio.sleep(0)
+    async def attack(attacker: Attacker, swarm: Seen) -> None:
+        name = attacker.name()
 
-    async with asyncio.TaskGroup() as tasks:
-        for target in attacker.victims * AT_ONCE:
-            tasks.create_task(ask(target))
+        async def ask(target: str) -> None:
+            while True:
+                await name.call(target, GOSSIP, GossipRequest({}))
+                await asyncio.sleep(every_s)
+
+        async with asyncio.TaskGroup() as tasks:
+            for target in attacker.victims * AT_ONCE:
+                tasks.create_task(ask(target))
+
+    return attack
