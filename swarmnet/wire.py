@@ -52,6 +52,16 @@ class Array:
         return array_bytes(self.dtype, self.shape)
 
 
+def are_same(a: Any, b: Any) -> bool:
+    """Whether two buffers hold the same bytes. A memoryview compares item by item: eight bytes at a
+    time, it takes an eighth of the time."""
+    a, b = memoryview(a).cast("B"), memoryview(b).cast("B")
+    whole = len(a) & ~7
+    if len(a) != len(b) or a[whole:] != b[whole:]:
+        return False
+    return bool(a[:whole].cast("Q") == b[:whole].cast("Q"))
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A body as it came: msgpack into which nobody has looked yet."""

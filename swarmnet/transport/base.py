@@ -17,7 +17,7 @@ from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.wire import BodyT, Message
 
-PROTOCOL_VERSIONS = (3, 3)
+PROTOCOL_VERSIONS = (4, 4)
 """The lowest and the highest version of the protocol that this program speaks."""
 FEATURES: tuple[str, ...] = ()
 """Additions to that version which this program has, and which a peer can do without."""

@@ -197,13 +197,13 @@ def test_a_run_goes_on_whatever_its_visitors_say(running: Machine) -> None:
         return (sys.executable, "-c", PATCHED.format(name=name, value=value))
 
     join = ("--join", peer.address, "--data", str(running.folder / "text.txt"))
-    newer = running.start_peer("newer", *join, command=patched("PROTOCOL_VERSIONS", (4, 5)))
+    newer = running.start_peer("newer", *join, command=patched("PROTOCOL_VERSIONS", (5, 6)))
     other = running.start_peer("other", *join, command=patched("PROTOCOL_NAME", "/swarmnet/2"))
     blind = running.start_peer(
         "blind", "--join", peer.address, "--data", str(running.folder / "nowhere")
     )
     expected = (
-        "protocol 3 (swarmnet/",
+        "protocol 4 (swarmnet/",
         "version of swarmnet's protocol",
         "nowhere",
     )
@@ -217,10 +217,10 @@ def test_a_run_goes_on_whatever_its_visitors_say(running: Machine) -> None:
         return "\n".join(peer.errors()).count(words)
 
     # Another process says it, when it comes to read what the visitor sent.
-    running.until(lambda: times_said("speaks protocol 4 to 5 (swarmnet/"))
-    assert times_said("this program speaks 3: update this program, it is older") == 1
+    running.until(lambda: times_said("speaks protocol 5 to 6 (swarmnet/"))
+    assert times_said("this program speaks 4: update this program, it is older") == 1
     asyncio.run(throw(peer.address, OLD_HELLO))
-    old = "speaks protocol 1 (swarmnet/0.1.0); this program speaks 3: update the peer, it is older"
+    old = "speaks protocol 1 (swarmnet/0.1.0); this program speaks 4: update the peer, it is older"
     running.until(lambda: times_said(old))
     assert times_said(old) == 1
 

@@ -663,8 +663,8 @@ def test_who_parts_from_another_version_and_ends_leaves_it_the_time_to_read_why(
 @pytest.mark.parametrize(
     ("hello", "line"),
     [
-        (OLD_HELLO, "1 (swarmnet/0.1.0); this program speaks 3: update the peer, it is older"),
-        (OTHER_HELLO, "4; this program speaks 3: update this program, it is older"),
+        (OLD_HELLO, "1 (swarmnet/0.1.0); this program speaks 4: update the peer, it is older"),
+        (OTHER_HELLO, "5; this program speaks 4: update this program, it is older"),
     ],
 )
 def test_who_is_dialled_by_a_peer_of_another_version_logs_it_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array as arrays
 import math
 import random
 import struct
@@ -35,7 +36,7 @@ from swarmnet.transport.frames import (
     part_frames,
     sealed_part_frames,
 )
-from swarmnet.wire import ITEM_BYTES, MAX_ARRAYS, MAX_BODY_BYTES, Array, Packed, pack
+from swarmnet.wire import ITEM_BYTES, MAX_ARRAYS, MAX_BODY_BYTES, Array, Packed, are_same, pack
 
 
 class Messages:
@@ -329,3 +330,12 @@ def test_the_example_in_the_specification() -> None:
     example = "73 77 01 86 00 00 00 00 05 00 00 00 00 00 00 00 67 06 57 b7   81 a1 6d a1 78"
     assert head_frame(NOTIFY, 0, {"m": "x"}) == bytes.fromhex(example)
     assert example in (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+
+
+@given(a=st.binary(max_size=40), b=st.binary(max_size=40), at=st.integers(0, 39))
+def test_buffers_are_compared_by_their_bytes(a: bytes, b: bytes, at: int) -> None:
+    changed = bytes(x ^ (n == at) for n, x in enumerate(a))
+    for other in (b, changed, bytearray(a)):
+        assert are_same(a, other) == (a == other)
+    numbers = arrays.array("f", [math.nan, 1.0])
+    assert are_same(numbers, memoryview(arrays.array("f", numbers))), "whatever they stand for"

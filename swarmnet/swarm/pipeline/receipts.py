@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from blake3 import blake3
+
 from swarmnet.batch import Documents
 from swarmnet.errors import ProtocolViolation
 from swarmnet.methods.microbatch import StepReply, StepRequest
@@ -24,15 +26,19 @@ def hash_of(array: Array | None) -> bytes:
     """Of dtype, shape and data; empty for none. See docs/protocol.md."""
     if array is None:
         return b""
-    found = hashlib.sha256(pack([array.dtype, list(array.shape)]))
-    found.update(array.data)
-    return found.digest()
+    return _hashed([array.dtype, list(array.shape)], array)
 
 
 def hash_of_targets(targets: Array, documents: Documents | None) -> bytes:
     """Of targets, with the documents of each sample."""
-    found = hashlib.sha256(pack([targets.dtype, list(targets.shape), documents]))
-    found.update(targets.data)
+    return _hashed([targets.dtype, list(targets.shape), documents], targets)
+
+
+def _hashed(about: object, array: Array) -> bytes:
+    """By BLAKE3: all that is sent is hashed, and it takes a quarter of the time of SHA-256 where a
+    processor has instructions for that, else a tenth."""
+    found = blake3(pack(about))
+    found.update(memoryview(array.data).cast("B"))
     return found.digest()
 
 

@@ -65,7 +65,7 @@ from swarmnet.swarm.update.exchange.proofs import Given, Proofs, hash_of_proof
 from swarmnet.swarm.update.exchange.shard_work import Came, Result, rule_of
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.transport.base import Request
-from swarmnet.wire import Array, Message
+from swarmnet.wire import Array, Message, are_same
 
 log = logging.getLogger("swarmnet.audit")
 
@@ -378,7 +378,7 @@ class UpdateAudits:
         if look.summed is None or hash_of_proof(look.summed) != said.total:
             return _NOT_SHOWN  # a step with another sum, where one before it has failed
         mine, size = look.copy.parameters, look.copy.size
-        if mine is None or mine.data == look.parameters.data:
+        if mine is None or are_same(mine.data, look.parameters.data):
             return ""
         difference, norm = optimizer.distance(mine, look.parameters), optimizer.sum_of_squares(mine)
         is_same = is_same_update(difference, size, norm**0.5)

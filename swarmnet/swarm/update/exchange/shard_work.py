@@ -39,7 +39,7 @@ from swarmnet.swarm.update.exchange.norms import ContributionNorms, Norms
 from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.turns import Exports, Turns
 from swarmnet.swarm.update.optimizer_states import CREATED, LATE, OptimizerStates, descended
-from swarmnet.wire import Array
+from swarmnet.wire import Array, are_same
 
 log = logging.getLogger("swarmnet.averaging")
 aggregation_log = logging.getLogger("swarmnet.aggregation")
@@ -595,7 +595,7 @@ class ShardWork:
                 raise ProtocolViolation("parameters of another size")
             if not math.isfinite(replica.optimizer.sum_of_squares(parameters)):
                 raise ProtocolViolation("parameters that are not finite")
-            if why := why_not(present.data == parameters.data):
+            if why := why_not(are_same(present.data, parameters.data)):
                 raise NoResult(f"a result of shard {shard}: {why}")
             return parameters
 
