@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 
 from peer.machine.measured_layers import write_values
 from peer.observe.table import WholeTable
-from peer.options import PlanOptions
+from peer.options import PlanOptions, PrecisionName
 from peer.planning.answer import (
     Answer,
     answer_of,
@@ -124,7 +125,7 @@ def _explained(options: PlanOptions, console: Console, found: Found) -> dict[str
     plan = found.plan
     replicas = min(len(plan.replicas(k)) for k in range(len(plan.cut)))
     precision = memory_of(found.machines[plan.replicas(0)[0]]).precision
-    about = replace(options, replicas=replicas, precision=precision)
+    about = replace(options, replicas=replicas, precision=cast(PrecisionName, precision))
     return show_tables_of(found.spec, about, console)
 
 
@@ -297,8 +298,8 @@ def _changes(planner: Planner, question: Asked, table: StageTable) -> list[str]:
     if spec.lora is None and spec.model.kind == "transformers" and spec.model.source:
         found += _with_adapters(planner, spec)
     if spec.sync.mode == DELAYED:
-        exact = spec.model_copy(update={"sync": spec.sync.model_copy(update={"mode": ZERO})})
-        if possible(exact, is_open=question.is_open):
+        in_step = spec.model_copy(update={"sync": spec.sync.model_copy(update={"mode": ZERO})})
+        if possible(in_step, is_open=question.is_open):
             found.append(f'[sync] mode = "{ZERO}"')
     return found + _with_more(planner, question, table.with_spec(freed), bool(freed_stages))
 

@@ -50,13 +50,13 @@ class Origins:
         return record is not None and record.state in (ACTIVE, LEAVING)
 
     def may_bring_more(
-        self, caller: str, ages_s: Callable[[], Iterable[float]], usual_s: float
+        self, caller: str, begun_at: Callable[[], Iterable[float]], usual_s: float, now: float
     ) -> bool:
-        """Whether a peer may begin another flight here. `ages_s()`: of those that do not count yet,
-        seconds. `usual_s`: as of `contests.waits_s`; an older one may have counted unheard."""
+        """Whether a peer may begin another flight here. `begun_at()`: when those did that do not
+        count yet. `usual_s`: as of `contests.waits_s`; an older one may have counted unheard."""
         if caller == self._view.own_peer_id or self._view.reputation.works(caller):
             return True
-        return sum(age_s <= waits_s(usual_s) for age_s in ages_s()) < UNPROVEN_FLIGHTS
+        return sum(now - at <= waits_s(usual_s) for at in begun_at()) < UNPROVEN_FLIGHTS
 
     def may_pass_on(self, caller: str, stage: int) -> bool:
         """Whether a peer may have a stage other than the first go on with a forward pass alone,

@@ -208,10 +208,10 @@ class RemoteText:
         """Opens a session at one replica of a stage, and at another one in reserve."""
         now, view = asyncio.get_running_loop().time(), self._gossip.view
         paused = [r for r in view.records() if r.paused and view.is_live(r.peer_id, now)]
-        found = Found(error=nobody_serves(k, len(paused)))
         replicas = self._replicas(k)
-        if not replicas and not paused:  # who was there a moment ago is the reason
-            found.failures = self._lost[k]
+        # Where nobody is left, who was there a moment ago is the reason.
+        failures = Failures() if replicas or paused else self._lost[k]
+        found = Found(error=nobody_serves(k, len(paused)), failures=failures)
         for peer_id in replicas:
             self._asked[k, peer_id] = None
             try:

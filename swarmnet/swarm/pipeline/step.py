@@ -211,8 +211,9 @@ class StepService:
         if replica.ledger.get(key) is not None:  # a late call, of a caller that it passed by
             raise Stale("the microbatch was committed here already", round=replica.round)
         self.admission.claim(caller, key)
-        ages_s = partial(self._ages_of, replica, caller)
-        if not self._origins.may_bring_more(caller, ages_s, self.flights.usual_s()):
+        begun_at, usual_s = partial(self._begun_at, replica, caller), self.flights.usual_s()
+        now = asyncio.get_running_loop().time()
+        if not self._origins.may_bring_more(caller, begun_at, usual_s, now):
             text = "you bring one microbatch at a time, until one has counted"
             raise Busy(text, backlog_s=replica.service_s or LOOK_AGAIN_S)
         if self._is_lost(step.feeder):
@@ -226,11 +227,10 @@ class StepService:
         self.admission.entering(key, flight.task)
         return flight
 
-    def _ages_of(self, replica: Replica, caller: str) -> list[float]:
-        """Of the flights of a caller that do not count yet, seconds."""
-        now = asyncio.get_running_loop().time()
+    def _begun_at(self, replica: Replica, caller: str) -> list[float]:
+        """Of the flights of a caller that do not count yet."""
         flights = (self.flights.get(key) for key in replica.ledger.open_of(caller))
-        return [now - flight.began_at for flight in flights if flight is not None]
+        return [flight.began_at for flight in flights if flight is not None]
 
     def _check_slot(self, replica: Replica, step: StepRequest) -> None:
         """Raises `Taken` where another flight of the slot is here and may count. A flight of a

@@ -9,6 +9,7 @@ from swarmnet.protocol.pipeline.contests import waits_s
 from swarmnet.protocol.pipeline.origins import Origins
 from tests.protocol.making import record
 
+NOW = 1000.0
 USUAL_S = 2.0
 """That a microbatch is at a replica."""
 
@@ -72,7 +73,9 @@ def test_who_is_not_believed_in_brings_one_at_a_time() -> None:
     origins = Origins(view)
 
     def may_bring(peer_id: str, *ages_s: float) -> bool:
-        return origins.may_bring_more(peer_id, lambda: ages_s, USUAL_S)
+        return origins.may_bring_more(
+            peer_id, lambda: [NOW - age_s for age_s in ages_s], USUAL_S, NOW
+        )
 
     assert all(may_bring(p, 1.0, 1.0) for p in ("a", "new")), "all begin together"
     view.delivered("a")
