@@ -90,6 +90,7 @@ class WatchedOptimizer(SyntheticOptimizer):
         round_index: int,
         is_delayed: bool = False,
         for_others: bool = True,
+        is_finite: bool = False,
     ) -> tuple[Array, Array]:
         gradient, key = gradient_sum.data, (self._stage, shard_index)
         if not check_sum(self._stage, shard_index, gradient):
@@ -97,9 +98,8 @@ class WatchedOptimizer(SyntheticOptimizer):
         doubled = [k for k, times in gradient.ids.items() if times != 1]
         if doubled or any(k[0] != round_index for k in gradient.ids):
             self._watch.find(f"a step of stage {self._stage} with other microbatches: {doubled}")
-        result = super().step(
-            shard_index, parameters, gradient_sum, scale, round_index, is_delayed, for_others
-        )
+        about = shard_index, parameters, gradient_sum, scale, round_index
+        result = super().step(*about, is_delayed, for_others, is_finite)
         self._watch.made[key].add(bytes(result[1].data))
         self._watch.states[key].add(bytes(self.export(shard_index)[1][0].data))
         return result
