@@ -346,8 +346,8 @@ class Stage(Protocol):
         that was opened ahead. None where there is neither."""
 
     def coming_digest(self, shard_index: int) -> bytes:
-        """*averaging* As `digest`, of a shard of the coming parameters; empty where there is none.
-        When they are the present ones it is known."""
+        """*averaging* As `digest`, of a shard of the coming parameters; empty where there is
+        none."""
 
     def finish_round(self) -> None:
         """*device* Makes the shards that were put aside by `stage_parameters` the parameters (the

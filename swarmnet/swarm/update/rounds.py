@@ -236,7 +236,7 @@ class Rounds:
         state = progress.round_progress(self.gossip.view, r, now, self.settings.slots.of(r))
         replica.counted(state.committed * self.settings.samples_per_microbatch)
         await replica.transitions.open_round(r + 1, is_whole=synced)
-        if synced and not replica.stage.is_on_host:
+        if synced:
             # Its digests are made beside the first passes: the feeder need not wait for them.
             self.gossip.changed.notify_all()
         self.updates.finish_round(r)

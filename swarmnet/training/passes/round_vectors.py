@@ -71,9 +71,6 @@ class RoundVectors:
         self._spare: Vectors | None = None
         self._ahead: tuple[int, Vectors] | None = None
         self._put_aside: dict[int, Tensor] = {}
-        self._digests: dict[int, bytes] = {}
-        """Of present shards, as far as they are known; and of coming ones."""
-        self._coming_digests: dict[int, bytes] = {}
         self._has_room = True
         """For a second pair of vectors, as far as is known."""
         self.make_whole: Callable[[], None] = lambda: None
@@ -136,7 +133,6 @@ class RoundVectors:
         check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
         tensor = numbers_of(values, self._computes.update_copies)
         self._put_aside.pop(shard_index, None)  # where it lies is about to be written to
-        self._coming_digests.pop(shard_index, None)
         if self._reuses_gradient:
             self.give_up_rest()
             tensor = _checked(tensor, self.present.gradient_shards[shard_index])
@@ -153,31 +149,13 @@ class RoundVectors:
         return coming if ahead is None else ahead[1].parameter_shards[shard_index]
 
     def digest(self, shard_index: int) -> bytes:
-        """XXH3-64 of a present shard's bytes, fp32 and little endian; made once."""
-        # The vector after the dictionary, which a new round brings last: what is found beside the
-        # end of a round never stands there as of the next one.
-        digests = self._digests
-        known = digests.get(shard_index)
-        if known is None:
-            shard = self.present.parameter_shards[shard_index]
-            known = digests[shard_index] = digest_of(shard, self._computes.update_copies)
-        return known
+        """XXH3-64 of a present shard's bytes, fp32 and little endian."""
+        return digest_of(self.present.parameter_shards[shard_index], self._computes.update_copies)
 
     def coming_digest(self, shard_index: int) -> bytes:
         """The same of a coming one; empty where it is not known."""
-        digests = self._coming_digests
         coming = self.coming_shard(shard_index)
-        if coming is None:
-            return b""
-        known = digests.get(shard_index)
-        if known is None:
-            known = digests[shard_index] = digest_of(coming, self._computes.update_copies)
-        return known
-
-    def _have_come(self) -> None:
-        """The coming parameters are the present ones. What was not put aside is as before."""
-        coming, self._coming_digests = self._coming_digests, {}
-        self._digests = {**self._digests, **coming}
+        return b"" if coming is None else digest_of(coming, self._computes.update_copies)
 
     # ---- rounds -----------------------------------------------------------------------------
 
@@ -197,7 +175,6 @@ class RoundVectors:
             else:
                 for shard_index, values in put_aside.items():
                     self.present.parameter_shards[shard_index].copy_(values)
-            self._have_come()
             self._computes.show(self.present)
             self.present.clear_gradient()
             self._computes.refresh_copies()
@@ -248,7 +225,6 @@ class RoundVectors:
         _, coming = self._ahead
         self._put_aside = {}
         before, self.present, self._swapped = self.present, coming, None
-        self._have_come()
         self._spare = before
         self._ahead = None  # last: `use` finds the round in one of the two
 

@@ -250,24 +250,3 @@ def test_digests_are_of_the_bytes_that_are_there(way: str) -> None:
         after = [digest_of(vectors.present.parameter_shards[j]) for j in shards]
         assert [vectors.digest(j) for j in shards] == after
         assert [a or b for a, b in zip(coming, present, strict=True)] == after
-
-
-def test_a_digest_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_made, real = 0, xxhash.xxh3_64_digest
-
-    def counted(data: Any) -> bytes:
-        nonlocal num_made
-        num_made += 1
-        return real(data)
-
-    monkeypatch.setattr(xxhash, "xxh3_64_digest", counted)
-    vectors = RoundVectors(linear_layers(), reuses_gradient=True)
-    put_all_aside(vectors, 1.0)
-    for _ in range(2):
-        for j in range(len(SIZES)):
-            vectors.coming_digest(j)
-    assert num_made == len(SIZES)
-    vectors.finish_round()
-    for j in range(len(SIZES)):
-        vectors.digest(j)
-    assert num_made == len(SIZES)

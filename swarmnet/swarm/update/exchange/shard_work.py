@@ -560,10 +560,6 @@ class ShardWork:
                 return
             parameters = self._led_to(shard, result)
             put(shard, parameters)
-            stage = self._replica.stage
-            if is_in_stage and stage.is_on_host:
-                # While it is in the processor's cache: the next round is told of by its digests.
-                stage.coming_digest(shard)
             result.place(parameters, is_in_stage=is_in_stage)
 
         await (self._turns.run(work) if is_in_stage else self._replica.worker.run(work))

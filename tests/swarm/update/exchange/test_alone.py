@@ -15,14 +15,12 @@ import torch
 
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker
-from swarmnet.swarm.replica.replica import Replica
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update import exchanges
 from swarmnet.swarm.update.exchange.proofs import Proofs
 from swarmnet.swarm.update.exchange.turns import Exports, Turns
 from swarmnet.training.optimizer import sharded
 from swarmnet.training.optimizer.sharded import ShardedOptimizer
-from swarmnet.training.passes import round_vectors
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
@@ -98,41 +96,6 @@ def test_a_gradient_that_is_not_finite_is_found(tmp_path: Path, bad: float) -> N
     in_virtual_time(scenario, spec)
     assert digests[2] == digests[3], "no step was made"
     assert len(set(digests.values())) == len(digests) - 1
-
-
-@pytest.mark.parametrize("mode", ["zero", "delayed"])
-@pytest.mark.parametrize("num_peers", [1, 2])
-def test_the_digests_of_a_round_are_known_when_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, num_peers: int
-) -> None:
-    """Nobody waits for a pass over all parameters."""
-    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS, sync={"mode": mode})
-    num_hashed, late = 0, list[int]()
-    real, measure = round_vectors.digest_of, Replica.measure_digests
-
-    def hashed(*about: Any) -> bytes:
-        nonlocal num_hashed
-        num_hashed += 1
-        return real(*about)
-
-    async def measured(self: Replica) -> bytes:
-        before = num_hashed
-        found = await measure(self)
-        if self.round > 1:
-            late.append(num_hashed - before)
-        return found
-
-    monkeypatch.setattr(round_vectors, "digest_of", hashed)
-    monkeypatch.setattr(Replica, "measure_digests", measured)
-
-    async def scenario(swarm: Swarm) -> None:
-        for i in range(num_peers):
-            swarm.start(f"peer-{i}")
-        await swarm.until_round(ROUNDS)
-
-    in_virtual_time(scenario, spec)
-    assert late
-    assert not any(late)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
