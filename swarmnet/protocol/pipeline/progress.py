@@ -159,6 +159,15 @@ def held(view: View, round_index: int, now: float, num_slots: int, stages: Itera
     live feeders that have one in flight; where every slot is committed too, those that have not
     sealed. Where this peer is among them, or more than half of the feeders that count, or one of
     the `stages` has no replica, nobody alone holds the end up."""
+    return view.remembered(
+        ALL,
+        ("held", round_index, num_slots),
+        now,
+        lambda: _held(view, round_index, now, num_slots, stages),
+    )
+
+
+def _held(view: View, round_index: int, now: float, num_slots: int, stages: Iterable[int]) -> Held:
     counts = _counts(view, round_index, now)
     is_known = view.reputation.counts
     committed = by_known = 0
