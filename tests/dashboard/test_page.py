@@ -21,6 +21,7 @@ from peer.observe.metrics import MetricsFile
 from peer.observe.report import Reporter
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.pipeline import experts
+from swarmnet.protocol.sync_modes import RunEnd
 from tests.dashboard.browser import browser, overflow, page, until
 from tests.dashboard.making import Played, feeder, held_out, replica, spec_of
 from tests.processes.running import SPARING, Machine, machine, tiny_run
@@ -313,6 +314,7 @@ class _View:
 
     def __init__(self, records: list[Record]) -> None:
         self._records = records
+        self.run_end = RunEnd()
 
     def records(self) -> list[Record]:
         return self._records
