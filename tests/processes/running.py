@@ -73,7 +73,8 @@ def tiny_run(
     sync_mode: str = "zero",
 ) -> Path:
     """A run.toml of a Llama that computes in no time, on text that is made here. Its updates are
-    fp32, for they are compared with those of a plain loop."""
+    compared with those of a plain loop, so nothing is coded: a number next to the middle of two
+    codes becomes one or the other by the order in which the gradients before it were summed."""
     text = folder / "text.txt"
     rng = random.Random(0)
     text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
@@ -102,6 +103,7 @@ grad_clip_norm = 0.5
 num_stages = {num_stages}
 global_batch = 32
 microbatch = 4
+codec = "none"
 evaluate_every = 0
 [sync]
 mode = "{sync_mode}"

@@ -46,7 +46,6 @@ def test_prometheus_reads_a_peer(running: Machine) -> None:
     wider = {
         "hidden_size = 32": "hidden_size = 128",
         "embeddings = 16": "embeddings = 64",
-        "[pipeline]": '[pipeline]\ncodec = "none"',
     }
     text = path.read_text()
     for old, new in wider.items():
