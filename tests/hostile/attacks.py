@@ -317,28 +317,36 @@ def takes_slots(arrays: Callable[[int, int, int], tuple[Array, ...]]) -> Attack:
     return attack
 
 
+def _answering(attacker: Attacker, num_names: int) -> list[Name]:
+    """Names that answer whether they live."""
+    names = [attacker.name() for _ in range(num_names)]
+    for name in names:
+        name.answer(PING, lambda body: None)
+    return names
+
+
+async def _announce(attacker: Attacker, swarm: Seen, names: list[Name], stage: int) -> None:
+    """They say, for as long as this runs, that they serve a stage and are where all are."""
+    while True:
+        for name in names:
+            says = {"state": ACTIVE, "stage": stage, "round": max(swarm.rounds())}
+            name.tell(attacker.victims, name.record(addresses=name.where, **says))
+        await asyncio.sleep(EVERY_S)
+
+
 def feeds_as_others(num_names: int, arrays: Callable[[int, int, int], tuple[Array, ...]]) -> Attack:
     """Names that say they serve stage 0 bring microbatches of their own making into the next one,
     as those of honest feeders, and commit none. `arrays`: as of `takes_slots`."""
 
     async def attack(attacker: Attacker, swarm: Seen) -> None:
-        names = [attacker.name() for _ in range(num_names)]
-        for name in names:
-            name.answer(PING, lambda body: None)
-
-        async def announce() -> None:
-            while True:
-                for name in names:
-                    says = {"state": ACTIVE, "stage": 0, "round": max(swarm.rounds())}
-                    name.tell(attacker.victims, name.record(addresses=name.where, **says))
-                await asyncio.sleep(EVERY_S)
+        names = _answering(attacker, num_names)
 
         async def bring(name: Name, target: str, r: int, the_id: int, feeder: str) -> None:
             body = StepRequest(r, the_id, 1, feeder, MICROBATCH)
             await name.call(target, STEP, body, arrays(1, r, the_id), timeout_s=ANSWER_S)
 
         async with asyncio.TaskGroup() as calls:
-            calls.create_task(announce())
+            calls.create_task(_announce(attacker, swarm, names, 0))
             for n in count():
                 r, slot = max(swarm.rounds()), n % NUM_SLOTS
                 stages = swarm.stages()
@@ -567,16 +575,7 @@ def asks(of: Ask, *, stage: int | None = None, num_names: int = 4, every_s: floa
     after an answer; in virtual time one takes none."""
 
     async def attack(attacker: Attacker, swarm: Seen) -> None:
-        names = [attacker.name() for _ in range(num_names)]
-        for name in names:
-            name.answer(PING, lambda body: None)
-
-        async def announce() -> None:
-            while True:
-                for name in names:
-                    says = {"state": ACTIVE, "stage": stage or 0, "round": max(swarm.rounds())}
-                    name.tell(attacker.victims, name.record(addresses=name.where, **says))
-                await asyncio.sleep(EVERY_S)
+        names = _answering(attacker, num_names)
 
         async def ask(name: Name, target: str) -> None:
             while True:
@@ -588,7 +587,7 @@ def asks(of: Ask, *, stage: int | None = None, num_names: int = 4, every_s: floa
                 await asyncio.sleep(every_s)
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(announce())
+            tasks.create_task(_announce(attacker, swarm, names, stage or 0))
             for name, target in product(names, attacker.victims):
                 tasks.create_task(ask(name, target))
 
