@@ -950,9 +950,12 @@ class Exchange:
     async def _stand_in(self, j: int, primary: str, total: Array, num_tokens: int) -> None:
         members, norms = self._ownership.members, self._books.norms
         at_once = not members.speaks(primary, self.number)
+        if not await norms.is_silent(self.number, at_once=at_once):
+            return
         try:
             squares = await self._work.squares(j, total, num_tokens)
-            if await norms.stand_in(self.number, j, squares, at_once=at_once) and not at_once:
+            await norms.stand_in(self.number, j, squares)
+            if not at_once:
                 members.found_unspoken(primary, self.number)
         except SwarmnetError as e:
             log.debug("round %d shard %d: no squares: %s", self.number, j, e)

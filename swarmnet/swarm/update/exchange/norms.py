@@ -239,24 +239,30 @@ class Norms:
 
     # ---- for a primary that does not speak ----------------------------------------------------
 
-    async def stand_in(
-        self, round_index: int, shard: int, squares: float, *, at_once: bool
-    ) -> bool:
-        """As backup that has the sum of a shard: says its squares in the primary's place, where no
-        result comes for a while, or `at_once`. Returns whether it was said."""
+    async def is_silent(self, round_index: int, *, at_once: bool) -> bool:
+        """As backup that has the sum of a shard: whether its primary does not speak of it, since no
+        total is known for a while; `at_once`: without the wait."""
         awake_s = self.gossip.liveness.awake_s
         end = Deadline.after(awake_s(), 0.0 if at_once else LOOK_LESS_S)
-        while not end.is_over(awake_s()):
+        while self._is_awaited(round_index):
+            if end.is_over(awake_s()):
+                return True
             await asyncio.sleep(RETRY_S)
-            if self.known(round_index) is not None or self.replica.current_exchange > round_index:
-                return False
+        return False
+
+    async def stand_in(self, round_index: int, shard: int, squares: float) -> None:
+        """As backup whose primary `is_silent`: says the squares in its place, until the total is
+        known or the round is over."""
         request = self._signed(round_index, {shard: squares})
-        while self.known(round_index) is None and self.replica.current_exchange <= round_index:
+        while self._is_awaited(round_index):
             total = await self._first_answer(request, ATTEMPT_S)
             if total is not None:
                 self._take(round_index, total)
             await asyncio.sleep(RETRY_S)
-        return True
+
+    def _is_awaited(self, round_index: int) -> bool:
+        """The total of a round."""
+        return self.known(round_index) is None and self.replica.current_exchange <= round_index
 
     # ---- for primaries that have told a result ------------------------------------------------
 
