@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.training.cores import over
+from swarmnet.training.cores import over, scratch
 from swarmnet.wire import Array, array_bytes
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -96,6 +96,21 @@ def sum_of_squares(values: Tensor) -> float:
     return norm * norm
 
 
+def distance(first: Tensor, second: Tensor) -> float:
+    """Between two float tensors of one shape; not finite where a value is not."""
+    if _is_plain(first) and _is_plain(second):
+        a, b = first.detach().reshape(-1), second.detach().reshape(-1)
+
+        def difference(part: slice) -> Tensor:
+            # It stays in the cache until it is squared.
+            return torch.sub(a[part], b[part], out=scratch("difference", a[part]))
+
+        quick = _dot_by_parts(a, difference)
+        if SMALLEST_DOT < quick < math.inf:
+            return math.sqrt(quick)
+    return math.sqrt(sum_of_squares(first - second))
+
+
 def is_finite(values: Tensor, largest: float = LARGEST_FLOAT) -> bool:
     """No value is NaN, infinite, or larger than `largest` either way."""
     if values.numel() == 0:
@@ -128,19 +143,29 @@ def check_finite(what: str, tensor: Tensor) -> None:
 
 def _dot(values: Tensor) -> float:
     """Sum of squares, one quick pass, to about 1e-5; NaN where there is no such pass."""
-    if values.dtype != torch.float32 or not values.is_contiguous():
+    if not _is_plain(values):
         return math.nan
     flat = values.detach().reshape(-1)
+    return _dot_by_parts(flat, lambda part: flat[part])
+
+
+def _is_plain(values: Tensor) -> bool:
+    return values.dtype == torch.float32 and values.is_contiguous()
+
+
+def _dot_by_parts(like: Tensor, numbers: Callable[[slice], Tensor]) -> float:
+    """Sum of squares of fp32 numbers that are made part by part; `like`: of as many, where they
+    are."""
     norms = dict[int, Tensor]()
 
     def work(part: slice) -> None:
-        here = flat[part]
+        here = numbers(part)
         end = here.numel() // DOT_PIECE * DOT_PIECE
         rows = (here[:end].view(-1, DOT_PIECE), here[end:].unsqueeze(0))
         parts = [torch.linalg.vector_norm(r, dim=1) for r in rows if r.numel()]
         norms[part.start] = torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    over(flat, work)
+    over(like, work)
     if not norms:
         return 0.0
     # In one order, whoever was first.

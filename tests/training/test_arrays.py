@@ -11,6 +11,7 @@ import torch
 from swarmnet.errors import ProtocolViolation
 from swarmnet.training.arrays import (
     TORCH_DTYPES,
+    distance,
     from_numpy,
     from_tensor,
     is_finite,
@@ -97,6 +98,23 @@ def test_sums_of_squares_of_long_tensors_are_as_good_as_those_of_short_ones() ->
     for values in (torch.full((3_000_001,), 0.1), torch.randn(3_000_001, generator=rng)):
         exact = values.double().square().sum().item()
         assert sum_of_squares(values) == pytest.approx(exact, rel=2e-5)
+
+
+@pytest.mark.parametrize("num_values", [1, 8191, 131_073, 3_000_001])
+@pytest.mark.parametrize("scale", [1e-25, 1e-3, 1e18, 1e25])
+def test_distances_hold_at_any_length_and_over_the_whole_range(
+    num_values: int, scale: float
+) -> None:
+    rng = torch.Generator().manual_seed(3)
+    one, other = (torch.randn(num_values, generator=rng) * scale for _ in range(2))
+    before = one.clone(), other.clone()
+    exact = (one.double() - other.double()).norm().item()
+    assert distance(one, other) == pytest.approx(exact, rel=2e-5)
+    assert distance(one, one) == 0.0
+    assert torch.equal(one, before[0])
+    assert torch.equal(other, before[1])
+    other[-1] = math.nan
+    assert not math.isfinite(distance(one, other))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -21,7 +21,14 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.ports import Rest, ShardCodec
 from swarmnet.protocol.codecs import NONE, RESULT_ERROR_DECAY, leaves_out
 from swarmnet.protocol.update import robust
-from swarmnet.training.arrays import check_shape, from_tensor, is_finite, sum_of_squares, to_tensor
+from swarmnet.training.arrays import (
+    check_shape,
+    distance,
+    from_tensor,
+    is_finite,
+    sum_of_squares,
+    to_tensor,
+)
 from swarmnet.training.codecs.shards import (
     coded_part,
     empty_codes,
@@ -173,7 +180,7 @@ class ShardedOptimizer(ABC):
 
     def distance(self, one: Array, other: Array) -> float:
         first, second = (numbers_of(values, self._copies) for values in (one, other))
-        return sum_of_squares(first - second) ** 0.5
+        return distance(first, second)
 
     # ---- steps ------------------------------------------------------------------------------
 
