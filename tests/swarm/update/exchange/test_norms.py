@@ -16,7 +16,9 @@ from swarmnet.simulation.clock import run
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
+from swarmnet.swarm.update.exchange.exchange import Exchange
 from swarmnet.swarm.update.exchange.norms import ATTEMPT_S, KEPT_ROUNDS, Norms
+from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from swarmnet.swarm.update.exchange.speakers import Speakers
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
@@ -231,6 +233,33 @@ def test_it_goes_with_results_and_to_backups(tmp_path: Path) -> None:
         assert None not in after_backup
 
     in_virtual_time(scenario, spec)
+
+
+def test_no_backup_makes_squares_while_primaries_speak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the sums of others' shards, and makes what it would say of them where they do not."""
+    made, given = list[int](), list[int]()
+    squares, stand_in = ShardWork.squares, Exchange.stand_in
+
+    def noted(work: ShardWork, shard: int, *about: Any) -> Any:
+        made.append(shard)
+        return squares(work, shard, *about)
+
+    def asked(exchange: Exchange, shard: int, *about: Any) -> None:
+        given.append(shard)
+        stand_in(exchange, shard, *about)
+
+    monkeypatch.setattr(ShardWork, "squares", noted)
+    monkeypatch.setattr(Exchange, "stand_in", asked)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(4)
+        assert given
+        assert not made
+
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=1, sync={"replication": 2}))
 
 
 def test_where_nobody_has_it_yet_the_new_root_sums_up() -> None:
